@@ -153,7 +153,7 @@ bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, 
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 tags: ## a tag for each release in CHANGELOG.md's table; nothing is pushed
-	@python3 -m tests.docs.tags
+	@$(PYTHON) -m tests.docs.tags
 
 clean: ## remove what was built here
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
