@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.core.chunks import cut
+from tests.refusals import refusal
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3_000))
@@ -19,7 +19,6 @@ def test_chunks_follow_each_other_and_cover_all(total: int, chunk: int) -> None:
     assert all(length == chunk for _, length in chunks[:-1])
 
 
-@pytest.mark.parametrize(("total", "chunk"), [(-1, 4), (4, 0), (4, -1)])
-def test_impossible_sizes_are_refused(total: int, chunk: int) -> None:
-    with pytest.raises(ValueError, match="cannot cut"):
-        cut(total, chunk)
+def test_impossible_sizes_are_refused() -> None:
+    for total, chunk in ((-1, 4), (4, 0), (4, -1)):
+        assert "cannot cut" in refusal(ValueError, cut, total, chunk), (total, chunk)

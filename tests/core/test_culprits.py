@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +10,8 @@ failures = st.frozensets(
 )
 
 
-@pytest.mark.parametrize(
-    ("ends", "first"),
-    [
+def test_who_failed_first() -> None:
+    for ends, first in (
         ({"n1": Cause.CRASHED}, "n1"),
         ({"n1": Cause.CONSEQUENCE, "n2": Cause.RAISED, "n3": Cause.CONSEQUENCE}, "n2"),
         ({"n1": Cause.ABORTED, "n2": Cause.CRASHED}, "n2"),  # a watchdog has ended the other one
@@ -23,11 +21,9 @@ failures = st.frozensets(
         ({"n1": Cause.RAISED, "n2": Cause.RAISED}, None),  # the program
         ({"n1": Cause.RAISED, "n2": Cause.RAISED, "n3": Cause.CRASHED}, "n3"),
         ({}, None),
-    ],
-)
-def test_who_failed_first(ends: dict[str, Cause], first: str | None) -> None:
-    found = Ends().join(Failure(cause, host, rank) for rank, (host, cause) in enumerate(ends.items())).first
-    assert (found.host if found is not None else None) == first
+    ):
+        found = Ends().join(Failure(cause, host, rank) for rank, (host, cause) in enumerate(ends.items())).first
+        assert (found.host if found is not None else None) == first, ends
 
 
 def test_several_ranks_of_one_node() -> None:

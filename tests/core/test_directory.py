@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.format.shard_manifest import Manifest, Piece, Row, pack, place, unpack
+from tests.refusals import refusal
 
 ROW = Row("model.w", "float32", (4, 3), True, "cpu")
 GOOD = Manifest(0, 1, (ROW,), (Piece(0, (2, 0), (2, 3), 64),))
@@ -18,9 +19,8 @@ def test_round_trip() -> None:
     assert GOOD.tensor_bytes() == 64 + 24
 
 
-@pytest.mark.parametrize(
-    ("piece", "row"),
-    [
+def test_pieces_outside_are_refused() -> None:
+    for piece, row in (
         (Piece(1, (0, 0), (1, 1), 0), ROW),
         (Piece(-1, (0, 0), (1, 1), 0), ROW),
         (Piece(0, (0,), (1,), 0), ROW),
@@ -30,11 +30,8 @@ def test_round_trip() -> None:
         (Piece(0, (0, 0), (1, 3), 8), ROW),
         (Piece(0, (0, 0), (1, 3), -64), ROW),
         (Piece(0, (0, 0), (1, 3), 0), msgspec.structs.replace(ROW, dtype="object")),
-    ],
-)
-def test_pieces_outside_are_refused(piece: Piece, row: Row) -> None:
-    with pytest.raises(ValueError, match="manifest"):
-        unpack(pack(Manifest(0, 1, (row,), (piece,))), 128)
+    ):
+        assert "manifest" in refusal(ValueError, unpack, pack(Manifest(0, 1, (row,), (piece,))), 128), piece
 
 
 @given(st.binary(max_size=100))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gemini_hpc.core import domains, placement
 from gemini_hpc.core.domains import Shared, arrange, fatal, separation
 from gemini_hpc.core.placement import AS_RANKED, Order
+from tests.refusals import refusal
 
 small = st.integers(2, 8).flatmap(
     lambda N: st.tuples(
@@ -94,13 +95,15 @@ def test_two_racks_of_two() -> None:
     assert fatal(["rack1", "rack1", "rack2", "rack2"], 2, Order((0, 2, 1, 3))) == set()
 
 
-@pytest.mark.parametrize(
-    "of",
-    [["", "", "", ""], ["a", "a", "a", "a"], ["a", "b", "a", "b"], ["a", "b", "c", "d"], ["a", "", "a", ""]],
-    ids=["unknown", "one domain", "apart already", "all alone", "apart from the unknown"],
-)
-def test_ranks_keep_their_places_where_nothing_is_better(of: list[str]) -> None:
-    assert arrange(of, 2) is AS_RANKED
+def test_ranks_keep_their_places_where_nothing_is_better() -> None:
+    for of in (
+        ["", "", "", ""],
+        ["a", "a", "a", "a"],
+        ["a", "b", "a", "b"],
+        ["a", "b", "c", "d"],
+        ["a", "", "a", ""],
+    ):
+        assert arrange(of, 2) is AS_RANKED, of
 
 
 def test_the_wider_domains_are_kept_apart_too() -> None:
@@ -154,10 +157,9 @@ def test_a_hundred_thousand_nodes(m: int) -> None:
     assert not fatal(of, m, found) and pairs(found, of, m) == 0
 
 
-@pytest.mark.parametrize("ranks", [(0, 0), (1, 2), (-1, 0)])
-def test_what_is_no_order_is_refused(ranks: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="an order of 2 node ranks has"):
-        Order(ranks)
+def test_what_is_no_order_is_refused() -> None:
+    for ranks in ((0, 0), (1, 2), (-1, 0)):
+        assert "an order of 2 node ranks has" in refusal(ValueError, Order, ranks), ranks
 
 
 def test_an_order_is_of_so_many_nodes() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.core.hostlist import compress, expand
+from tests.refusals import refusal
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,6}", fullmatch=True)
 numbered = st.builds(
@@ -18,9 +20,8 @@ numbered = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
+def test_expand() -> None:
+    for text, hosts in (
         ("", []),
         ("login", ["login"]),
         ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
@@ -33,23 +34,17 @@ numbered = st.builds(
         ("n[3,1-2]", ["n3", "n1", "n2"]),
         ("n[1,1]", ["n1", "n1"]),
         ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
-    ],
-)
-def test_expand(text: str, hosts: list[str]) -> None:
-    assert expand(text) == hosts
+    ):
+        assert expand(text) == hosts, text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_is_no_hostlist_is_refused_at_once() -> None:
+    for text in (
         *("n[1-3", "n1]", "n[[1]]", "n[]", "n[2-1]", "n[1-]", "n[a-b]", "a,,b", ","),
         *("n 1", "n;reboot", "$(id)", "n[1]\nx", "ü", "n[1-9]" * 9),
         *("n[0-999999999999999999]", "n[1-9999999999999999999]", "n[1-300]x[1-300]"),
-    ],
-)
-def test_what_is_no_hostlist_is_refused_at_once(text: str) -> None:
-    with pytest.raises(ValueError, match=r"hostlist|number|name"):
-        expand(text)
+    ):
+        assert re.search(r"hostlist|number|name", refusal(ValueError, expand, text)), text
 
 
 def test_the_limit_counts_over_all_names() -> None:

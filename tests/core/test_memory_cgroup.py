@@ -3,8 +3,6 @@ there."""
 
 from __future__ import annotations
 
-import pytest
-
 from gemini_hpc.node import memory_cgroup
 from gemini_hpc.node.memory_cgroup import Choice, Place
 
@@ -140,9 +138,8 @@ def test_containers() -> None:
     assert memory_cgroup.place(COVERED, COVERED_MOUNTS) == Place(1, "/sys/fs/cgroup/memory", "/slurmd", True)
 
 
-@pytest.mark.parametrize(
-    ("setting", "why"),
-    [
+def test_what_the_agent_stays_for() -> None:
+    for setting, why in (
         ("none", ""),
         ("/system.slice/slurmd.service/gemini", "slurmd's own"),
         ("/system.slice/slurmd.service", "slurmd's own"),
@@ -150,11 +147,9 @@ def test_containers() -> None:
         ("/../gemini", "wanted a path"),
         ("/", "wanted a path"),
         ("/a//b", "wanted a path"),
-    ],
-)
-def test_what_the_agent_stays_for(setting: str, why: str) -> None:
-    choice = memory_cgroup.choose(memory_cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
-    assert choice.how == "stay" and why in choice.why and bool(why) == bool(choice.why)
+    ):
+        choice = memory_cgroup.choose(memory_cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
+        assert choice.how == "stay" and why in choice.why and bool(why) == bool(choice.why), setting
 
 
 def test_no_memory_cgroup_is_nothing_to_leave() -> None:

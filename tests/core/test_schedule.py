@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gemini_hpc.core.schedule import Partition, Plan, capacity, checkpoint_partition, plan, seconds
+from tests.refusals import refusal
 
 # Powers of two and multiples of 1/1024: sums and products of these are exact, so that rules can be tested as such.
 exact_alpha = st.integers(0, 2048).map(lambda n: n / 1024)
@@ -223,9 +224,8 @@ def test_a_large_checkpoint_is_planned_quickly(last_only: bool) -> None:
 fine: dict[str, Any] = {"T": [1.0], "C": 1, "m": 2, "R": 4, "p": 2, "B": 1.0, "alpha": 0.0, "mu": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
+def test_the_impossible_is_told() -> None:
+    for changed, sentence in (
         ({"T": []}, "no idle spans"),
         ({"T": [-1.0, 1.0]}, "idle span 0 is -1.0 s"),
         ({"T": [inf, 1.0]}, "idle span 0 is inf s"),
@@ -239,14 +239,10 @@ fine: dict[str, Any] = {"T": [1.0], "C": 1, "m": 2, "R": 4, "p": 2, "B": 1.0, "a
         ({"alpha": -1.0}, "start-up time of -1.0"),
         ({"mu": 0.0}, "mu is 0.0"),
         ({"mu": 1.5}, "mu is 1.5"),
-    ],
-)
-def test_the_impossible_is_told(changed: dict[str, Any], sentence: str) -> None:
-    for function in (checkpoint_partition, plan):
-        assert callable(function)
-        function(**fine)
-        with pytest.raises(ValueError, match=sentence):
-            function(**{**fine, **changed})
+    ):
+        for function in (checkpoint_partition, plan):
+            function(**fine)
+            assert sentence in refusal(ValueError, function, **{**fine, **changed}), (function, changed)
 
 
 def test_one_replica_or_nothing_to_send() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +31,7 @@ from gemini_hpc.core.spans import (
     timeline,
     waiting,
 )
+from tests.refusals import refusal
 
 UNIT = 1 / 1024  # times are multiples of it, so that they add up exactly
 
@@ -109,13 +111,16 @@ class TestIdle:
             (2, 9.0, 1.0),
         ]
 
-    @pytest.mark.parametrize(
-        ("gate", "op"),
-        [(11.0, Op(1, 1, 0, 1)), (-1.0, Op(1, 1, 0, 1)), (5.0, Op(1, 1, 3, 2)), (5.0, Op(1, 1, -1, 2))],
-    )
-    def test_the_impossible_is_told(self, gate: float, op: Op) -> None:
-        with pytest.raises(ValueError, match=r"optimizer's step at|a collective from"):
-            idle(Trace(0.0, 10.0, gate, (op,)))
+    def test_the_impossible_is_told(self) -> None:
+        for gate, op in (
+            (11.0, Op(1, 1, 0, 1)),
+            (-1.0, Op(1, 1, 0, 1)),
+            (5.0, Op(1, 1, 3, 2)),
+            (5.0, Op(1, 1, -1, 2)),
+        ):
+            assert re.search(
+                r"optimizer's step at|a collective from", refusal(ValueError, idle, Trace(0.0, 10.0, gate, (op,)))
+            ), (gate, op)
 
 
 class TestSummarize:

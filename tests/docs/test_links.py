@@ -8,9 +8,8 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
@@ -51,6 +50,7 @@ def code(text: str) -> list[str]:
     return [*spans(text), *(line for _, block in fences(text) for line in block.splitlines())]
 
 
+@cache
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ +(.+)$", FENCE.sub("", text), re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
@@ -61,32 +61,26 @@ def section(page: str, heading: str) -> str:
     return text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
 
 
-@pytest.fixture(params=PAGES, ids=lambda page: page.name)
-def page(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
-
-
-def test_links(page: Path) -> None:
-    text = page.read_text()
+def test_links() -> None:
     bad = []
-    for link in LINK.findall(FENCE.sub("", text)):
-        if re.match(r"[a-z]+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
-            bad.append(link)
+    for page in PAGES:
+        for link in LINK.findall(FENCE.sub("", page.read_text())):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                bad.append(f"{page.name}: {link}")
     assert not bad
 
 
-def test_modules_that_are_named_are_there(page: Path) -> None:
+def test_modules_that_are_named_are_there() -> None:
     """But for the notes on how things came about."""
-    named = {span for span in spans(page.read_text()) if re.fullmatch(r"[a-z_]+(/[a-z_0-9]+)+\.py", span)}
     places = (ROOT, ROOT / "gemini_hpc", ROOT / "tests")
-    assert [
-        n for n in sorted(named) if not any((place / n).exists() for place in places)
-    ] == [] or "notes" in page.name
+    for page in PAGES:
+        named = {span for span in spans(page.read_text()) if re.fullmatch(r"[a-z_]+(/[a-z_0-9]+)+\.py", span)}
+        absent = sorted(name for name in named if not any((place / name).exists() for place in places))
+        assert not absent or "notes" in page.name, f"{page.name} names {absent}"
 
 
 def test_requirements_that_are_named_have_an_anchor() -> None:
@@ -104,12 +98,13 @@ def targets(makefile: Path) -> set[str]:
     return set(re.findall(r"^([a-z-]+):(?!=)", makefile.read_text(), re.M))
 
 
-def test_make_targets(page: Path) -> None:
+def test_make_targets() -> None:
     known = {"": targets(ROOT / "Makefile"), "slurm": targets(ROOT / "slurm" / "Makefile")}
-    for line in code(page.read_text()):
-        found = re.match(r"(?:.* )?make(?: -C (\w+))?((?: [a-z-]+\b(?!=))*)(?: |$)", line.partition("#")[0])
-        if found:
-            assert set(found[2].split()) <= known[found[1] or ""], line
+    for page in PAGES:
+        for line in code(page.read_text()):
+            found = re.match(r"(?:.* )?make(?: -C (\w+))?((?: [a-z-]+\b(?!=))*)(?: |$)", line.partition("#")[0])
+            if found:
+                assert set(found[2].split()) <= known[found[1] or ""], f"{page.name}: {line}"
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -127,9 +122,12 @@ def every_option(parser: argparse.ArgumentParser) -> set[str]:
     return options(parser).union(*map(every_option, subparsers(parser).values()))
 
 
+whole_parser = cache(build_parser)
+
+
 def wrong_in(command: str) -> str:
     """What is wrong in the words behind `gemini-hpc`; "" if nothing."""
-    parser = build_parser()
+    parser = whole_parser()
     for word in re.sub(r"[\[\]|]", " ", command).split():
         if word == "--":
             break
@@ -147,17 +145,17 @@ def wrong_in(command: str) -> str:
     return ""
 
 
-def test_commands(page: Path) -> None:
-    for line in code(page.read_text()):
-        for command in re.split(r"(?:^|(?<=[\s(\"])|(?<=/bin/))gemini-hpc(?= )", line.partition("  #")[0])[1:]:
-            if re.match(r" [a-z-]", command):
-                wrong = wrong_in(re.split(r" \||;|  |,", command)[0])
-                assert not wrong, f"{line}: {wrong}"
+def test_commands() -> None:
+    for page in PAGES:
+        for line in code(page.read_text()):
+            for command in re.split(r"(?:^|(?<=[\s(\"])|(?<=/bin/))gemini-hpc(?= )", line.partition("  #")[0])[1:]:
+                if re.match(r" [a-z-]", command):
+                    wrong = wrong_in(re.split(r" \||;|  |,", command)[0])
+                    assert not wrong, f"{page.name}: {line}: {wrong}"
 
 
-@pytest.mark.parametrize(
-    ("command", "wrong"),
-    [
+def test_wrong_commands_are_noticed() -> None:
+    for command, wrong in (
         (" inspect 7 --json --watch 2", ""),
         (" inspect 7 --yaml", "--yaml"),
         (" heal 7", "no verb heal"),
@@ -167,31 +165,31 @@ def test_commands(page: Path) -> None:
         (" devcluster sbatch --user bob -N2 --exclusive job.sh", ""),
         (" run --max-restarts 2 -- srun --anything", ""),
         (" run --restarts 2 -- srun", "--restarts"),
-    ],
-)
-def test_wrong_commands_are_noticed(command: str, wrong: str) -> None:
-    found = wrong_in(command)
-    assert wrong in found if wrong else not found
+    ):
+        found = wrong_in(command)
+        assert wrong in found if wrong else not found, command
 
 
-def test_lone_options(page: Path) -> None:
+def test_lone_options() -> None:
     ours = set(re.findall(r'"(gemini-[a-z-]+)"', (ROOT / "slurm" / "options.c").read_text()))
     known = (
-        every_option(build_parser())
+        every_option(whole_parser())
         | every_option(releases.build_parser())
         | FOREIGN
         | {f"--{name}" for name in ours}
     )
-    named = {found for line in code(page.read_text()) for found in re.findall(LONE, line)}
-    assert named <= known
+    for page in PAGES:
+        named = {found for line in code(page.read_text()) for found in re.findall(LONE, line)}
+        assert named <= known, page.name
 
 
-def test_settings_in_examples(page: Path) -> None:
-    text = page.read_text()
-    blocks = [block for kind, block in fences(text) if kind == "toml"]
-    lone = [span for span in spans(text) if re.match(r"[a-z_]+ = ", span)]
-    for toml in [*blocks, *lone]:
-        config.parse(toml, page.name)
+def test_settings_in_examples() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        blocks = [block for kind, block in fences(text) if kind == "toml"]
+        lone = [span for span in spans(text) if re.match(r"[a-z_]+ = ", span)]
+        for toml in [*blocks, *lone]:
+            config.parse(toml, page.name)  # the name is in what it raises
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

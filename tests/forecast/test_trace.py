@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_hpc.forecast import trace
 from gemini_hpc.forecast.simulation import Failure
-from gemini_hpc.forecast.trace import MOST_FAILURES, TraceError, parse
+from gemini_hpc.forecast.trace import TraceError, parse
+from tests.refusals import refusal
 
 
 def test_failures_come_in_the_order_of_time() -> None:
@@ -20,9 +22,8 @@ def test_failures_come_in_the_order_of_time() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
+def test_what_is_no_failure_is_refused_with_its_line() -> None:
+    for line, why in (
         ("1 2", "wanted seconds, nodes and a kind, found 2 words"),
         ("-1 2 hardware", "wanted seconds"),
         ("nan 2 hardware", "wanted seconds"),
@@ -34,12 +35,9 @@ def test_failures_come_in_the_order_of_time() -> None:
         ("1 \u0663 hardware", "wanted node ranks"),
         ("1 2 both", "wanted hardware or software, found 'both'"),
         ("1 " + 500 * "9" + " hardware", "wanted node ranks"),
-    ],
-)
-def test_what_is_no_failure_is_refused_with_its_line(line: str, why: str) -> None:
-    with pytest.raises(TraceError, match="line 2: ") as refused:
-        parse(["1 2 hardware", line], 6)
-    assert why in str(refused.value) and len(str(refused.value)) < 120
+    ):
+        said = refusal(TraceError, parse, ["1 2 hardware", line], 6)
+        assert "line 2: " in said and why in said and len(said) < 120, line
 
 
 def test_an_empty_trace_is_a_mistake() -> None:
@@ -47,10 +45,10 @@ def test_an_empty_trace_is_a_mistake() -> None:
         parse(["# nothing", ""], 6)
 
 
-def test_a_trace_cannot_fill_the_memory() -> None:
-    line = f"1 0-{MOST_FAILURES - 1} hardware"
+def test_a_trace_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MOST_FAILURES", 10)
     with pytest.raises(TraceError, match="line 2: more than"):
-        parse([line, line], MOST_FAILURES)
+        parse(["1 0-9 hardware", "1 0-9 hardware"], 10)
 
 
 @given(st.lists(st.text()), st.integers(1, 9))

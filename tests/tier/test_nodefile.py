@@ -33,36 +33,38 @@ def never(_: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path, compress: bool) -> None:
-    slot = slots.make(1, 2, ROWS, BOXES)
-    file = nodefile.write(str(tmp_path), "node-0001.h5", [(slot.shard(), 7, slot.digest())], never, compress=compress)
-    slot.shard().blank()  # what is to come back
-    (stored,) = file.shards
-    assert (stored.rank, stored.home, stored.bytes, stored.used) == (1, 7, len(slot.memory), slot.used)
-    assert stored.digest == slot.digest()
-    assert file.bytes == (tmp_path / file.name).stat().st_size
-    into = bytearray(b"\xaa" * stored.used)
-    with Reader(str(tmp_path / file.name)) as reader:
-        reader.read(stored, memoryview(into))
-        assert reader.manifest(1) == slot.manifest
-    assert into == slot.memory[: slot.used]
-    assert os.listdir(tmp_path) == ["node-0001.h5"]
+def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path) -> None:
+    for compress in (False, True):
+        slot = slots.make(1, 2, ROWS, BOXES)
+        file = nodefile.write(
+            str(tmp_path), "node-0001.h5", [(slot.shard(), 7, slot.digest())], never, compress=compress
+        )
+        slot.shard().blank()  # what is to come back
+        (stored,) = file.shards
+        assert (stored.rank, stored.home, stored.bytes, stored.used) == (1, 7, len(slot.memory), slot.used), compress
+        assert stored.digest == slot.digest(), compress
+        assert file.bytes == (tmp_path / file.name).stat().st_size, compress
+        into = bytearray(b"\xaa" * stored.used)
+        with Reader(str(tmp_path / file.name)) as reader:
+            reader.read(stored, memoryview(into))
+            assert reader.manifest(1) == slot.manifest, compress
+        assert into == slot.memory[: slot.used], compress
+        assert os.listdir(tmp_path) == ["node-0001.h5"], compress
 
 
-@pytest.mark.parametrize("clean", [0, 1, 3, 9])
-def test_the_digest_is_of_zeros_wherever_garbage_lies_between(tmp_path: Path, clean: int) -> None:
+def test_the_digest_is_of_zeros_wherever_garbage_lies_between(tmp_path: Path) -> None:
     """`clean`: between so many of the areas there are zeros already."""
-    rows = tuple(Row(f"model.{i}", "uint8", (100 - i,), True, "cpu") for i in range(6))
-    slot = slots.make(0, 1, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)])
-    at = 0
-    for area in [*slot.shard().areas()][: clean + 1]:
-        slot.view[at : area.begin] = bytes(area.begin - at)
-        at = area.end
-    (stored,) = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never).shards
-    before = slot.digest()
-    slot.shard().blank()
-    assert stored.digest == slot.digest() and (slot.digest() == before) == (clean == 9)
+    for clean in (0, 1, 3, 9):
+        rows = tuple(Row(f"model.{i}", "uint8", (100 - i,), True, "cpu") for i in range(6))
+        slot = slots.make(0, 1, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)])
+        at = 0
+        for area in [*slot.shard().areas()][: clean + 1]:
+            slot.view[at : area.begin] = bytes(area.begin - at)
+            at = area.end
+        (stored,) = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never).shards
+        before = slot.digest()
+        slot.shard().blank()
+        assert stored.digest == slot.digest() and (slot.digest() == before) == (clean == 9), clean
 
 
 def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
@@ -85,17 +87,17 @@ def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
         assert half[...].astype(np.float32).tobytes() == wide.view(np.float32).tobytes()
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
-def test_every_dtype_has_a_type_of_its_size(dtype: str, tmp_path: Path) -> None:
-    assert hdf5.type_of(dtype).get_size() == ITEM_BYTES[dtype]
-    row = Row("x", dtype, (5,), True, "cpu")
-    slot = slots.make(0, 1, (row,), [(0, (0,), (5,))])
-    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
-    into = bytearray(slot.used)
-    with Reader(str(tmp_path / "n.h5")) as reader:
-        reader.read(file.shards[0], memoryview(into))
-    slot.shard().blank()
-    assert into == slot.memory[: slot.used]
+def test_every_dtype_has_a_type_of_its_size(tmp_path: Path) -> None:
+    for dtype in sorted(ITEM_BYTES):
+        assert hdf5.type_of(dtype).get_size() == ITEM_BYTES[dtype], dtype
+        row = Row("x", dtype, (5,), True, "cpu")
+        slot = slots.make(0, 1, (row,), [(0, (0,), (5,))])
+        file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
+        into = bytearray(slot.used)
+        with Reader(str(tmp_path / "n.h5")) as reader:
+            reader.read(file.shards[0], memoryview(into))
+        slot.shard().blank()
+        assert into == slot.memory[: slot.used], dtype
 
 
 def test_bfloat16_is_a_float_for_others() -> None:

@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.config import ConfigError, Settings, load, parse
+from tests.refusals import refusal
 
 KEYS = sorted(f.name for f in dataclasses.fields(Settings))
 
 
 def refused(text: str, *words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(text, "/x/gemini.toml")
-    line = str(caught.value)
-    assert line.startswith("/x/gemini.toml: ") and "\n" not in line and len(line) < 1500
+    line = refusal(ConfigError, parse, text, "/x/gemini.toml")
+    assert line.startswith("/x/gemini.toml: ") and "\n" not in line and len(line) < 1500, text[:80]
     for word in words:
         assert word in line, line
 
@@ -39,9 +38,8 @@ def test_values_are_taken() -> None:
     assert settings.strict_prolog and settings.controller_host == "ctl"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_mistakes() -> None:
+    for text, words in (
         ("heartbeat = 1.0", ("'heartbeat'", "did you mean heartbeat_s?")),
         ("zzz = 1", ("'zzz'", "known keys are", "retention_s")),
         ("[section]\nx = 1", ("'section'",)),
@@ -69,11 +67,8 @@ def test_values_are_taken() -> None:
         ("a." * 5000 + "a = 1", ("",)),
         ("heartbeat_s = 1\nheartbeat_s = 2", ("not valid TOML",)),
         ('"\\u0000" = 1', ("unknown key",)),
-    ],
-    ids=range(27),
-)
-def test_mistakes(text: str, words: tuple[str, ...]) -> None:
-    refused(text, *words)
+    ):
+        refused(text, *words)
 
 
 @given(st.text(max_size=200))

@@ -12,14 +12,14 @@ import pytest
 from gemini_hpc.wire.hostname import dialled, odd
 
 
-@pytest.mark.parametrize("name", ["0123", "77", "10.1", "0x1f", "010.0.0.1", "1.2.3.04"])
-def test_a_name_that_the_resolver_takes_for_a_number(name: str) -> None:
-    assert socket.inet_aton(name) and odd(name)
+def test_a_name_that_the_resolver_takes_for_a_number() -> None:
+    for name in ("0123", "77", "10.1", "0x1f", "010.0.0.1", "1.2.3.04"):
+        assert socket.inet_aton(name) and odd(name), name
 
 
-@pytest.mark.parametrize("name", ["n1", "10.0.0.1", "127.0.0.1", "0123-ib0", "a0", "localhost", "::1", "fe80::1", ""])
-def test_other_names_and_addresses_are_left_alone(name: str) -> None:
-    assert not odd(name) and dialled(name) == name
+def test_other_names_and_addresses_are_left_alone() -> None:
+    for name in ("n1", "10.0.0.1", "127.0.0.1", "0123-ib0", "a0", "localhost", "::1", "fe80::1", ""):
+        assert not odd(name) and dialled(name) == name, name
 
 
 def test_a_name_without_an_address_is_an_error() -> None:

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,10 +15,16 @@ from gemini_hpc.core.standstill import Place, Standing
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.control_page import pack_seal, unpack_seal
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
+from tests.refusals import refusal
 
 
 def packed(**fields: Any) -> bytes:
     return msgspec.msgpack.encode(fields)
+
+
+def refused(decoder: msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any], data: bytes) -> bool:
+    """Return whether what somebody sent is no message."""
+    return bool(refusal(msgspec.MsgspecError, decoder.decode, data))
 
 
 def vote(raw: bytes) -> peer.VoteUp:
@@ -51,26 +56,26 @@ REQUESTS: list[local.Message] = [
 ]
 
 
-@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
-def test_requests_survive_the_way(message: local.Message) -> None:
-    assert local.request_decoder.decode(local.encode(message)) == message
+def test_requests_survive_the_way() -> None:
+    for message in REQUESTS:
+        assert local.request_decoder.decode(local.encode(message)) == message, message
 
 
-@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
-def test_every_number_is_bounded(message: local.Message) -> None:
-    fields = json.loads(local.encode(message))
-    numbers = {k for k, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    for key in numbers - {"least", "most", "proto", "pid", "slot", "attempt"}:
-        for bad in (-1, 10**30, 1 << 63):
-            with pytest.raises(msgspec.MsgspecError):
-                local.request_decoder.decode(json.dumps(fields | {key: bad}).encode())
+def test_every_number_is_bounded() -> None:
+    for message in REQUESTS:
+        fields = json.loads(local.encode(message))
+        numbers = {k for k, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for key in numbers - {"least", "most", "proto", "pid", "slot", "attempt"}:
+            for bad in (-1, 10**30, 1 << 63):
+                assert refusal(
+                    msgspec.MsgspecError, local.request_decoder.decode, json.dumps(fields | {key: bad}).encode()
+                ), (message, key, bad)
 
 
-@pytest.mark.parametrize("time", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "1e300", "null", '"1"'])
-def test_times(time: str) -> None:
-    data = f'{{"op":"event","name":"a","version":1,"t":{time}}}'.encode()
-    with pytest.raises(msgspec.MsgspecError):
-        local.request_decoder.decode(data)
+def test_times() -> None:
+    for time in ("NaN", "Infinity", "-Infinity", "1e999", "-1", "1e300", "null", '"1"'):
+        data = f'{{"op":"event","name":"a","version":1,"t":{time}}}'.encode()
+        assert refusal(msgspec.MsgspecError, local.request_decoder.decode, data), time
 
 
 @settings(deadline=None)
@@ -97,40 +102,30 @@ DEEP_PACKED = [
 ]
 
 
-@pytest.mark.parametrize("data", DEEP, ids=range(len(DEEP)))
-def test_nested_and_not_utf8(data: bytes) -> None:
-    with pytest.raises(msgspec.MsgspecError):
-        local.request_decoder.decode(data)
+def test_nested_huge_and_foreign() -> None:
+    for data in DEEP:
+        assert refused(local.request_decoder, data), data[:40]
+    for data in DEEP_PACKED:
+        assert refused(protocol.decoder, data), data[:40]
+    assert refusal(msgspec.MsgspecError, from_wire, vote(b"\x94" + b"\x91" * 50000)), "a nested vote"
 
 
-@pytest.mark.parametrize("data", DEEP_PACKED, ids=range(len(DEEP_PACKED)))
-def test_nested_huge_and_foreign(data: bytes) -> None:
-    with pytest.raises(msgspec.MsgspecError):
-        protocol.decoder.decode(data)
+def test_numbers_of_peers() -> None:
+    for number in (-1, 1 << 63, (1 << 64) - 1, 1 << 50):
+        for fields in (
+            {"kind": "round?", "after_round": 0, "step": "", "again": True},
+            {"kind": "collect", "round": 0, "step": ""},
+            {"kind": "liveness", "host": "n1", "alive": True, "restart": 0},
+            {"kind": "launch", "step": "7.0", "attempt": 1, "reason": "", "over": "", "done": False},
+            {"kind": "release", "job": 1, "reason": ""},
+            {"kind": "job?", "job": 1},
+        ):
+            protocol.decoder.decode(packed(**fields))
+            for key in [k for k, v in fields.items() if type(v) is int]:
+                assert refused(protocol.decoder, packed(**(fields | {key: number}))), (fields, key, number)
 
 
-@pytest.mark.parametrize("number", [-1, 1 << 63, (1 << 64) - 1, 1 << 50])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kind": "round?", "after_round": 0, "step": "", "again": True},
-        {"kind": "collect", "round": 0, "step": ""},
-        {"kind": "liveness", "host": "n1", "alive": True, "restart": 0},
-        {"kind": "launch", "step": "7.0", "attempt": 1, "reason": "", "over": "", "done": False},
-        {"kind": "release", "job": 1, "reason": ""},
-        {"kind": "job?", "job": 1},
-    ],
-    ids=lambda f: f["kind"],
-)
-def test_numbers_of_peers(fields: dict[str, Any], number: int) -> None:
-    protocol.decoder.decode(packed(**fields))
-    for key in [k for k, v in fields.items() if type(v) is int]:
-        with pytest.raises(msgspec.MsgspecError):
-            protocol.decoder.decode(packed(**(fields | {key: number})))
-
-
-@pytest.mark.parametrize("stamp", [[-1, 1], [1, 1 << 40], [1 << 23, 1], [1], [1, 2, 3], ["1", 2], [1.5, 2]], ids=str)
-def test_stamps_of_peers(stamp: list[Any]) -> None:
+def test_stamps_of_peers() -> None:
     newest = ((1 << 23) - 1, (1 << 40) - 1)
     good = msgspec.to_builtins(
         peer.DecisionDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False)
@@ -138,34 +133,24 @@ def test_stamps_of_peers(stamp: list[Any]) -> None:
     word = protocol.decoder.decode(packed(**good))
     assert isinstance(word, peer.DecisionDown) and word.sealed is not None
     assert unpack_seal(pack_seal(*word.sealed)) == word.sealed < (1 << 63, 0)
-    with pytest.raises(msgspec.MsgspecError):
-        protocol.decoder.decode(packed(**(good | {"sealed": stamp})))
-    with pytest.raises(msgspec.MsgspecError):
-        protocol.decoder.decode(packed(**(good | {"abandoned": [stamp]})))
     from_wire(vote(msgspec.msgpack.encode([[newest], [], None, []])))
-    with pytest.raises(msgspec.MsgspecError):
-        from_wire(vote(msgspec.msgpack.encode([[stamp], [], None, []])))
+    for stamp in ([-1, 1], [1, 1 << 40], [1 << 23, 1], [1], [1, 2, 3], ["1", 2], [1.5, 2]):
+        assert refused(protocol.decoder, packed(**(good | {"sealed": stamp}))), stamp
+        assert refused(protocol.decoder, packed(**(good | {"abandoned": [stamp]}))), stamp
+        assert refusal(msgspec.MsgspecError, from_wire, vote(msgspec.msgpack.encode([[stamp], [], None, []]))), stamp
 
 
-@pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, -1.0, 1e300])
-def test_times_of_peers(time: float) -> None:
-    with pytest.raises(msgspec.MsgspecError):
-        protocol.decoder.decode(packed(kind="report", job=1, restart=0, host="n1", witnesses=[], t=time))
+def test_times_of_peers() -> None:
+    for time in (math.nan, math.inf, -math.inf, -1.0, 1e300):
+        report = packed(kind="report", job=1, restart=0, host="n1", witnesses=[], t=time)
+        assert refused(protocol.decoder, report), time
 
 
-@pytest.mark.parametrize(
-    "bad", [{"silent_s": math.nan}, {"awake_s": -1.0}, {"ranks": 1 << 21}, {"least": {}}], ids=str
-)
-def test_standings_of_peers(bad: dict[str, Any]) -> None:
+def test_standings_of_peers() -> None:
     place = Place(7, 3, 5, 1, "n2", "allreduce_")
     good = msgspec.to_builtins(Standing(2, 1, 9.0, 0.5, 9.0, 0.5, place, place, True))
     for kind in ("standing", "hung"):
         protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good))
-        with pytest.raises(msgspec.MsgspecError):
-            protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good | bad))
-
-
-def test_nested_vote() -> None:
-    raw = b"\x94" + b"\x91" * 50000
-    with pytest.raises(msgspec.MsgspecError):
-        from_wire(vote(raw))
+        for bad in ({"silent_s": math.nan}, {"awake_s": -1.0}, {"ranks": 1 << 21}, {"least": {}}):
+            word = packed(kind=kind, round=1, set="s", standing=good | bad)
+            assert refused(protocol.decoder, word), (kind, bad)
