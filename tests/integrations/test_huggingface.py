@@ -20,6 +20,7 @@ def test_the_ranks_are_killed(recovery: Recovery) -> None:
     recovery.comes_back(13, **HF)
 
 
+@pytest.mark.witness("Hugging Face's Trainer goes on in mid-epoch as if nothing had been")
 def test_a_node_is_lost(recovery: Recovery) -> None:
     """With its agent and its memory: what it had comes from the other one."""
     recovery.comes_back(13, lose=["n2"], **HF)

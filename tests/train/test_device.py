@@ -173,6 +173,7 @@ def test_while_it_is_profiled_nothing_is_sent_before_the_device_has_come_to_the_
     assert sum(size for _, _, size in training.chunks) == 4 * SHARD_BYTES
 
 
+@pytest.mark.witness("checkpoint traffic goes in the idle spans of the training's own")
 def test_bytes_go_in_planned_spans_of_the_device(training: Training) -> None:
     """Where the host's launches are followed, 93 % of them go when it has come to the optimizer, at once."""
     training.run(8)

@@ -89,6 +89,7 @@ def test_a_node_is_lost_beside_a_device(make_job: MakeJob, run: Start) -> None:
     assert [r["digest"] for r in results] == [r["digest"] for r in whole]
 
 
+@pytest.mark.witness("agents bring the copies, and a training gets from them what a lost node had")
 def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
     """What the replacement gets of its dead predecessor's shard is what had been pushed to the survivor."""
     job = make_job(2, 2)

@@ -160,6 +160,7 @@ class Sparsely(torch.optim.SGD):
                 self.state[p]["few"] = torch.eye(3).to_sparse()
 
 
+@pytest.mark.witness("a training whose state cannot be captured goes on unprotected, and says so in one line")
 @pytest.mark.slow
 def test_state_that_appears_and_cannot_be_captured_ends_protection(
     job: FakeJob, capfd: pytest.CaptureFixture[str]

@@ -23,7 +23,17 @@ def share(result: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kind": "fsdp2"}, {"kind": "hsdp"}, {"norm": "batch"}], ids=["ddp", "fsdp2", "hsdp", "batch"]
+    "options",
+    [
+        pytest.param(
+            {},
+            marks=pytest.mark.witness("replicated state is not sent, and fills a copy that was lost"),
+            id="ddp",
+        ),
+        pytest.param({"kind": "fsdp2"}, id="fsdp2"),
+        pytest.param({"kind": "hsdp"}, id="hsdp"),
+        pytest.param({"norm": "batch"}, id="batch"),
+    ],
 )
 def test_ddp_sends_what_is_not_replicated_and_comes_back(
     make_agents: MakeJob, start: Start, options: dict[str, Any]
