@@ -12,6 +12,7 @@ from .expect import one_line, silent
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.witness("the epilog releases the copies of a job that is over")
 def test_released_agent_leaves_nothing(node: Node) -> None:
     assert silent(node.prolog())
     assert silent(node.epilog())
@@ -20,6 +21,7 @@ def test_released_agent_leaves_nothing(node: Node) -> None:
     assert silent(node.epilog())
 
 
+@pytest.mark.witness("the epilog leaves the copies of a job that comes back")
 def test_detached_agent_keeps_its_directory(node: Node) -> None:
     node.mode("detach")
     assert silent(node.prolog())
@@ -133,6 +135,7 @@ def test_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> No
     assert words in one_line(done) if words else silent(done)
 
 
+@pytest.mark.witness("the epilog takes 5 s at most, also where the agent is stopped")
 def test_epilog_ends_with_an_agent_that_is_stopped(node: Node) -> None:
     assert silent(node.prolog())
     (agent,) = node.agents()
