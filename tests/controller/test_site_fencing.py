@@ -43,9 +43,8 @@ def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
 
 @pytest.mark.witness("a node whose slurmd hangs is not set DOWN")
 @pytest.mark.cluster
-def test_slurmd_that_hangs_is_not_a_dead_node(make_site: Callable[..., Site]) -> None:
+def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     """Only the daemon is stopped; the agent lives and answers, whatever its peers report."""
-    site = make_site(slurm_conf=["SlurmdTimeout=300"])  # with the profile's 10 s Slurm itself sets it DOWN
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
     hosts = site.nodes(job)

@@ -18,7 +18,7 @@ def test_released_agent_leaves_nothing(node: Node) -> None:
     assert silent(node.prolog())
     assert silent(node.epilog())
     assert not node.exists("/run/gemini-hpc/7")
-    until(lambda: node.agents() == [], 20, what="the agent has ended")  # it may have closed its socket a moment before
+    until(lambda: node.agents() == [], 20, what="the agent has ended")  # its socket ends a moment before
     assert silent(node.epilog())
 
 
