@@ -11,6 +11,7 @@ Exit status: 0, always.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -25,7 +26,7 @@ ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
 OWNER_GRACE_S = 0.2
 LEDGER_S = 1.0
-TOTAL_S = 4.7  # of the 5 s that an epilog may take (requirement users-errors); the interpreter has started by then
+TOTAL_S = 4.7  # of the 5 s that an epilog may take (requirement users-errors), from the interpreter's start on
 
 # How the child that is the job's owner tells root how it went.
 _RELEASED, _KEPT, _FAILED = 10, 11, 12
@@ -36,7 +37,7 @@ _HOLD_THIS, _HOLD_FORMER = 64, 65
 
 def main(argv: list[str]) -> int:
     """Does the epilog's work; returns 0. Never raises."""
-    deadline = clock.monotonic() + TOTAL_S
+    deadline = clock.monotonic() + TOTAL_S - _age_s()
     job = 0
     try:
         if len(argv) != 6:
@@ -51,6 +52,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _age_s() -> float:
+    """Return for how long this process has been there: the script's time runs while Python starts."""
+    try:
+        with open("/proc/self/stat") as f:
+            ticks = int(f.read().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, min(TOTAL_S, ledger.now_s() - ticks / os.sysconf("SC_CLK_TCK")))
+
+
 def _end(
     settings: Settings, job: int, uid: int, restart: int, exit_code: int, place: tuple[str, ...], deadline: float
 ) -> None:
@@ -62,7 +73,8 @@ def _end(
     # First of all: whatever comes then, or does not, what is left of the agent is on borrowed time.
     _note(run_fd, job, uid, restart)
     try:
-        outcome = _tell(run_dir, job, uid, restart, exit_code) if job_directory.exists(run_fd, job, uid) else _FAILED
+        there = job_directory.exists(run_fd, job, uid)
+        outcome = _tell(run_dir, job, uid, restart, exit_code, deadline) if there else _FAILED
         if outcome == _RELEASED:
             _released(run_fd, job)
     finally:
@@ -71,15 +83,15 @@ def _end(
         _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 
 
-def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int:
+def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float) -> int:
     """What the agent says to it."""
+    answer_by = min(clock.monotonic() + ANSWER_TIMEOUT_S, deadline - GONE_TIMEOUT_S - OWNER_GRACE_S)
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 
     def as_owner() -> int:
-        now = clock.monotonic()
         try:
-            with ask_agent.connect(f"{run_dir}/{job}", uid, now + ANSWER_TIMEOUT_S) as sock:
-                answer = ask_agent.ask(sock, question, now + ANSWER_TIMEOUT_S)
+            with ask_agent.connect(f"{run_dir}/{job}", uid, answer_by) as sock:
+                answer = ask_agent.ask(sock, question, answer_by)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
                     raise ask_agent.AskError("the agent's reply to the epilog is not valid")
                 if answer["state"] != "released":
@@ -94,7 +106,7 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int
             return _FAILED
 
     child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
-    return privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
+    return privileges.outcome(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
 
 
 def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
@@ -131,11 +143,14 @@ def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> No
     """A peer died, no controller answers and this node is the first alive: the survivors are held from here.
 
     The one Slurm action of prolog and epilog; what the agent says is a hint that `controller.epilog_fallback` checks
-    with Slurm. What is not done in time goes on in a process of its own: only the waiting for it ends."""
+    with Slurm. What is not done in time goes on, in a session of its own and without slurmd's pipes: only the waiting
+    for it ends."""
     argv = [sys.executable, "-I", "-m", "gemini_hpc.controller.epilog_fallback"]
     argv += ["--job", str(job), "--restart", str(restart), "--node", place[0], "--nodes", place[1]]
     try:
-        subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=max(0.2, deadline - clock.monotonic()), check=False)
+        null = subprocess.DEVNULL
+        hold = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        hold.wait(max(0.2, deadline - clock.monotonic()))  # not `run`, which would kill it
     except subprocess.TimeoutExpired:
         complain("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
     except OSError as exc:

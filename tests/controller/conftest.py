@@ -25,6 +25,8 @@ from gemini_hpc.devcluster import Cluster
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 # A step on every node: a survivor without one keeps the job COMPLETING until Slurm's message to the dead times out.
 SLEEPER = "#!/bin/sh\necho started on $(hostname) restart ${SLURM_RESTART_COUNT:-0}\nsrun sleep 600\n"
+# Who finds a node dead is the controller: with the profile's 10 s Slurm itself does so on a busy machine.
+PATIENT = "SlurmdTimeout=300"
 
 
 class Site:
@@ -145,6 +147,7 @@ def make_site(request: pytest.FixtureRequest) -> Iterator[Callable[..., Site]]:
 
     def make(**options: Any) -> Site:
         name = f"ctl{os.getpid()}-{len(made)}"
+        options["slurm_conf"] = [PATIENT, *options.get("slurm_conf", ())]
         site = Site(Cluster.up(name, **{"nodes": 5, "site": False, **options}))
         made.append(site)
         return site

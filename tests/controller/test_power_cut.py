@@ -34,7 +34,15 @@ def drained(site: Site) -> set[str]:
     return {n for n, s in site.cluster.node_states().items() if "dr" in s or "down" in s}
 
 
-@pytest.mark.parametrize("profile", ["fast", "stock"])
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(
+            "fast", marks=pytest.mark.witness("a job that loses a node is requeued onto survivors and a spare")
+        ),
+        "stock",
+    ],
+)
 def test_requeued_on_survivors_and_one_spare(make_site: Callable[..., Site], profile: str) -> None:
     site = make_site(profile=profile, settings={"fence_confirm_s": 0.5})
     job, _ = start(site)

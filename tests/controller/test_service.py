@@ -32,6 +32,7 @@ def untouched(site: Site) -> bool:
     return set(site.cluster.node_states().values()) <= {"idle", "allocated"} and not site.reservations()
 
 
+@pytest.mark.witness("a healthy node is not touched, whatever agents report")
 def test_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
     job, _ = start(site, "accuse:n2")
     said = until(lambda: site.event(job, "dismissed"), 10)
@@ -101,6 +102,7 @@ def test_agent_of_a_job_that_slurm_does_not_know_is_told_to_go(site: Site) -> No
     until(lambda: "released job unknown to Slurm" in site.words(4711, 0, "n1"), 15)
 
 
+@pytest.mark.witness("`inspect` answers a job's owner, with a controller and without; a stranger learns nothing")
 def test_inspect(site: Site) -> None:
     job, hosts = start(site)
     timed = time.monotonic()
@@ -140,6 +142,7 @@ def test_partly_protected_when_an_agent_is_missing(site: Site) -> None:
     assert document["state"] == "partly protected" and len(document["missing"]) == 1
 
 
+@pytest.mark.witness("a controller that was killed finishes its recoveries when it is back")
 def test_restarted_controller_finishes_what_it_began(site: Site) -> None:
     theirs = [site.submit("-N1", "--exclusive", "-w", n, user="bob") for n in ("n4", "n5")]
     for other in theirs:
@@ -169,6 +172,7 @@ def test_controller_that_came_back_after_the_start_cleans_up(site: Site) -> None
     assert site.cluster.job(job)["JobState"] == "RUNNING"
 
 
+@pytest.mark.witness("of two controllers on a host one acts")
 def test_only_one_controller_acts(site: Site) -> None:
     done = site.cluster.run(["/opt/gemini-hpc/venv/bin/python", "-I", "-m", "gemini_hpc.controller"], user="slurm")
     assert done.returncode == 1 and "another controller" in done.stderr

@@ -41,6 +41,7 @@ def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.witness("a node whose slurmd hangs is not set DOWN")
 @pytest.mark.cluster
 def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     """Only the daemon is stopped; the agent lives and answers, whatever its peers report."""
@@ -49,8 +50,9 @@ def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     hosts = site.nodes(job)
     site.cluster.exec(hosts[1], ["pkill", "-STOP", "-x", "slurmd"])
     site.agents(job, 0, hosts, f"accuse:{hosts[1]}")
-    until(lambda: site.event(job, "detected"), 10)
-    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 6)
+    said = until(lambda: site.event(job, "not_fenced"), 30)
+    assert (said["host"], "left to Slurm" in said["detail"]) == (hosts[1], True)
+    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 2)
     site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
 
 

@@ -23,6 +23,7 @@ from .conftest import CHECKOUT, PREFIX, Trace, killed_up, links, tool
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
+@pytest.mark.witness("a development cluster leaves nothing behind")
 def test_up_and_down_leave_nothing(name: str) -> None:
     before = links()
     cluster = Cluster.up(name, nodes=5, site=False, controller=False)

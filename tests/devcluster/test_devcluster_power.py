@@ -87,6 +87,7 @@ def hears(cluster: Cluster, reset: bool) -> str:
     return heard.strip()
 
 
+@pytest.mark.witness("peers hear nothing of a node that loses its power")
 def test_power_off_is_silent(cluster: Cluster) -> None:
     assert hears(cluster, reset=False) == "silence"
 

@@ -26,6 +26,7 @@ SLURM_CONF = [
 ]
 
 
+@pytest.mark.witness("`doctor` finds a good site good")
 def test_a_good_cluster_is_green(patient: Patient) -> None:
     for host, role in ((None, "controller"), ("n1", "node")):
         for user in (None, "alice"):

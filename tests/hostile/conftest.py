@@ -126,7 +126,9 @@ class Site:
 def shared_site() -> Iterator[Site]:
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
-    with Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings) as cluster:
+    # A busy machine's pause must not have Slurm set a node DOWN.
+    patient = ["SlurmdTimeout=300"]
+    with Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient) as cluster:
         with (cluster.directory / "etc" / "group").open("a") as f:
             f.write("ops:x:6001:daemon\n")
         site = Site(cluster)

@@ -36,6 +36,7 @@ def untouched(site: Site) -> bool:
     return not any(word in states for word in ("drain", "down")) and "ReservationName" not in shown
 
 
+@pytest.mark.witness("an agent that is not of the job is not registered")
 def test_forged_agents_are_not_registered(site: Site) -> None:
     other = next(n for n in site.cluster.node_names if n not in site.nodes)
     forged = {

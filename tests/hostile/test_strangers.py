@@ -26,7 +26,9 @@ def test_noise_before_the_handshake(site: Site, whose: str) -> None:
     at_most_one_a_second(turned_away(site.controller_log()))
 
 
-@pytest.mark.parametrize("user", ["bob", "nobody"])
+@pytest.mark.parametrize(
+    "user", [pytest.param("bob", marks=pytest.mark.witness("another user is served by no agent")), "nobody"]
+)
 def test_another_user_is_not_served(site: Site, user: str) -> None:
     purposes = {p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "query", "control", "", "root")}
     with Steady(site):
@@ -86,6 +88,7 @@ def test_credentials_about_something_else(site: Site) -> None:
     assert "this is the controller of cluster" in answers["cluster"]
 
 
+@pytest.mark.witness("a stolen or repeated credential opens nothing")
 def test_stolen_and_replayed_greetings(site: Site) -> None:
     for call, purpose in ((site.call(), "query"), (site.controller_call(), "query")):
         taken = site.attack("greeting", "alice", **(call | {"purpose": purpose}))

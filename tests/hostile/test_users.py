@@ -35,7 +35,13 @@ def test_replicas_are_checked_at_submission(site: Site, value: str) -> None:
     assert queued(site) == before
 
 
-@pytest.mark.parametrize("command", ["sbatch -N2", "sbatch", "salloc -N1-2", "srun --nodes=2"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("sbatch -N2", marks=pytest.mark.witness("a wrong option is refused at submission, in one line")),
+        *("sbatch", "salloc -N1-2", "srun --nodes=2"),
+    ],
+)
 def test_more_replicas_than_nodes_are_refused_at_submission(site: Site, command: str) -> None:
     before = queued(site)
     script = site.cluster.home("alice") / "few.sh"
@@ -196,6 +202,7 @@ def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
     assert words in done.stderr and done.stderr.startswith("gemini-hpc: prolog: job=999 not protected: ")
 
 
+@pytest.mark.witness("a mistake in the site's settings costs protection and no job")
 def test_bad_settings_cost_protection_and_not_the_job(site: Site, settings_file: Path) -> None:
     settings_file.write_text("heartbeat = 1")
     out = site.cluster.home("alice") / "plain"

@@ -1,5 +1,5 @@
 """Stands in for `gemini_hpc.agent` in the prolog's tests: installed as its `__main__`, it behaves as the file
-`fake_mode` beside it says, and writes down what it was given.
+`fake_mode` beside it says at that moment, and writes down what it was given.
 
 Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
 refuse, hangup, exit, hold JSON (the epilog is to hold the survivors of this restart), never (runs, but opens no
@@ -25,6 +25,10 @@ def open_files() -> dict[str, str]:
         with suppress(FileNotFoundError):  # the listing's own
             found[fd] = os.readlink(f"/proc/self/fd/{fd}")
     return found
+
+
+def told() -> str:
+    return Path(__file__).with_name("fake_mode").read_text().strip()
 
 
 def facts(directory: str) -> dict[str, object]:
@@ -71,7 +75,7 @@ def main() -> None:
     if os.fork() == 0:  # as the real one's supervisor does
         os._exit(0)
     os.wait()
-    mode = Path(__file__).with_name("fake_mode").read_text().strip()
+    mode = told()
     if mode == "exit":
         sys.exit("fake agent: exits on purpose")
     seen = facts(directory)
@@ -89,8 +93,9 @@ def main() -> None:
     while True:
         peer, _ = server.accept()
         request = peer.recv(1 << 17)
+        mode = told()
         if request and json.loads(request)["op"] == "verdict?":
-            if Path(__file__).with_name("fake_mode").read_text().strip() == "hung":
+            if mode == "hung":
                 time.sleep(60)
             peer.send(b'{"op":"verdict"}')
             request = peer.recv(1 << 17)

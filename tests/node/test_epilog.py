@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from waiting import until
 
 from .conftest import ALICE, BOB, Node, _package
 from .expect import one_line, silent
@@ -12,14 +13,16 @@ from .expect import one_line, silent
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.witness("the epilog releases the copies of a job that is over")
 def test_released_agent_leaves_nothing(node: Node) -> None:
     assert silent(node.prolog())
     assert silent(node.epilog())
-    assert node.agents() == []
     assert not node.exists("/run/gemini-hpc/7")
+    until(lambda: node.agents() == [], 20, what="the agent has ended")  # its socket ends a moment before
     assert silent(node.epilog())
 
 
+@pytest.mark.witness("the epilog leaves the copies of a job that comes back")
 def test_detached_agent_keeps_its_directory(node: Node) -> None:
     node.mode("detach")
     assert silent(node.prolog())
@@ -50,9 +53,8 @@ def test_no_agent(node: Node) -> None:
     ],
 )
 def test_agent_that_does_not_do_its_part(node: Node, mode: str, words: str) -> None:
-    node.site("attach_timeout_s = 0.5")
+    assert silent(node.prolog())
     node.mode(mode)
-    node.prolog()
     began = time.monotonic()
     assert words in one_line(node.epilog())
     assert time.monotonic() - began < 5
@@ -61,9 +63,8 @@ def test_agent_that_does_not_do_its_part(node: Node, mode: str, words: str) -> N
 
 def test_owner_who_stops_the_helper_is_not_waited_for(node: Node) -> None:
     """The helper's second half is the owner's process, and the owner may send it any signal."""
+    assert silent(node.prolog())
     node.mode("silent")
-    node.site("attach_timeout_s = 0.5")
-    node.prolog()
     node.sh(
         """
         setsid -f sh -c '
@@ -115,6 +116,7 @@ def test_end_is_entered_whatever_its_owner_has_done_to_the_directory(node: Node)
     node.sh(f"kill -KILL {agent}")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("takes", "words"), [("60", "not held yet"), ("0", "")])
 def test_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> None:
     """Five seconds for everything, also on the one survivor that holds the others."""
@@ -131,8 +133,11 @@ def test_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> No
         hold.write_text(text)
     assert done.returncode == 0 and node.exists("/run/held") and took_s < 5.0 + 0.5
     assert words in one_line(done) if words else silent(done)
+    goes_on = node.sh("pgrep -f '[g]emini_hpc.controller.epilog_fallback' || :").split()
+    assert len(goes_on) == (1 if words else 0), "it goes on, as the line says"
 
 
+@pytest.mark.witness("the epilog takes 5 s at most, also where the agent is stopped")
 def test_epilog_ends_with_an_agent_that_is_stopped(node: Node) -> None:
     assert silent(node.prolog())
     (agent,) = node.agents()

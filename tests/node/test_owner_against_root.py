@@ -46,6 +46,7 @@ LURES = {
 }
 
 
+@pytest.mark.witness("a user's environment reaches no script of root's")
 def test_environment_of_users_reaches_nobody(node: Node) -> None:
     node.sh(
         f"""

@@ -63,12 +63,14 @@ def test_more_replicas_than_nodes_is_left_to_the_plugin(tattling_node: Node) -> 
     assert not tattling_node.exists("/run/python-was-started")
 
 
+@pytest.mark.witness("a node without the installation runs jobs, and says so in one line")
 def test_missing_installation_is_one_line(tattling_node: Node) -> None:
     tattling_node.sh("umount /opt/gemini-hpc/venv")
     assert "missing" in one_line(tattling_node.prolog())
     assert "missing" in one_line(tattling_node.epilog())
 
 
+@pytest.mark.witness("the prolog starts the agent as the job's owner")
 def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
     assert silent(
         node.prolog(
@@ -126,6 +128,7 @@ def test_agent_survives_the_end_of_the_prologs_process_group(node: Node) -> None
     assert node.sh(f"pgrep -s {session}").split() == [str(agent)]
 
 
+@pytest.mark.witness("a requeued job finds the agent of before, with its copies")
 def test_second_prolog_finds_the_same_agent(node: Node) -> None:
     assert silent(node.prolog())
     before = node.agents()
@@ -136,6 +139,7 @@ def test_second_prolog_finds_the_same_agent(node: Node) -> None:
     assert [r["message"]["restart"] for r in node.records()] == [0, 1, 1]
 
 
+@pytest.mark.witness("an agent that hangs is replaced by the next prolog")
 def test_hung_agent_is_killed_and_replaced(node: Node) -> None:
     assert silent(node.prolog())
     before = node.agents()
@@ -176,7 +180,13 @@ HOSTILE_INTEGERS = [
 
 
 @pytest.mark.parametrize(
-    "name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_RESTART_COUNT", "SPANK_GEMINI_REPLICAS"]
+    "name",
+    [
+        *("SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_RESTART_COUNT"),
+        pytest.param(
+            "SPANK_GEMINI_REPLICAS", marks=pytest.mark.witness("prolog and epilog execute nothing of a user's")
+        ),
+    ],
 )
 def test_hostile_integers(node: Node, name: str) -> None:
     for value in HOSTILE_INTEGERS:
@@ -254,6 +264,7 @@ def test_something_else_in_the_directorys_place(node: Node, make: str) -> None:
     assert node.sh("ls /run/target") == "precious\n"
 
 
+@pytest.mark.witness("root follows no link in a user's directory")
 def test_directory_of_another_owner_is_replaced_and_links_in_it_are_not_followed(node: Node) -> None:
     node.sh(
         f"""
@@ -311,7 +322,16 @@ def test_socket_of_a_dead_agent(node: Node) -> None:
     assert alive != dead
 
 
-@pytest.mark.parametrize("make", ["ln -s /run/victim agent.log", "mkfifo agent.log", "mkdir agent.log"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            "ln -s /run/victim agent.log", marks=pytest.mark.witness("root writes nothing where a user points")
+        ),
+        "mkfifo agent.log",
+        "mkdir agent.log",
+    ],
+)
 def test_log_is_never_written_elsewhere(node: Node, make: str) -> None:
     node.sh("echo untouched >/run/victim; chmod 666 /run/victim")
     _make_job_dir(node, make)
@@ -368,6 +388,7 @@ def test_strict_prolog_fails_only_when_no_agent_can_be_started(node: Node, mode:
     assert node.prolog(job=8).returncode == 0, "then it is a user's doing"
 
 
+@pytest.mark.witness("a user's mistake drains no node")
 def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
     node.site("strict_prolog = true")
     one_line(node.prolog(SPANK_GEMINI_REPLICAS="99", SLURM_JOB_NUM_NODES="100"))

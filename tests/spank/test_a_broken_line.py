@@ -12,7 +12,15 @@ from gemini_hpc.devcluster.cluster import Cluster
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("word", ["optional", "required"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param(
+            "optional", marks=pytest.mark.witness("a mistake in plugstack.conf costs protection and no node")
+        ),
+        "required",
+    ],
+)
 def test_a_job_runs_unprotected_and_its_node_stays(word: str) -> None:
     with Cluster.up(f"spank{os.getpid()}", nodes=1, controller=False) as cluster:
         plugstack = cluster.directory / "etc" / "slurm" / "plugstack.conf"
