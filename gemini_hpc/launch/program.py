@@ -7,12 +7,12 @@ import os
 import runpy
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 
-# What these packages import only when a training uses them; torch._dynamo comes with the first optimizer, and takes
-# longer than all the rest. A spare has no earlier attempt from which its launcher could know.
+# What a training with torch imports only when it runs; torch._dynamo comes with the first optimizer, and takes longer
+# than all the rest. A spare has no earlier attempt from which its launcher could know.
 _LATER = ("torch._dynamo", "gemini_hpc.train.checkpointer")
 
 
@@ -40,8 +40,10 @@ class Program:
                 names = imported(file.read())
         except (OSError, SyntaxError, ValueError):
             return
-        for name in [*names, *_LATER]:
-            if name in names or name.partition(".")[0] in sys.modules:
+        for name, taken in names.items():
+            get(name, taken)
+        if "torch" in sys.modules:
+            for name in _LATER:
                 get(name)
 
     def _arrive(self) -> None:
@@ -59,23 +61,25 @@ class Program:
             runpy.run_path(self.script, run_name="__main__")
 
 
-def imported(source: bytes) -> list[str]:
-    """Modules that a script imports at its top level, in order; relative ones are not among them."""
-    found: list[str] = []
+def imported(source: bytes) -> dict[str, list[str]]:
+    """Modules that a script imports at its top level, in order, each with the names that `from` takes of it; relative
+    ones are not among them."""
+    found: dict[str, list[str]] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            for alias in node.names:
+                found.setdefault(alias.name, [])
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
-            found.append(node.module)
-    return list(dict.fromkeys(found))
+            found.setdefault(node.module, []).extend(alias.name for alias in node.names)
+    return found
 
 
-def get(name: str) -> None:
-    """Import a module that the rank imports; one that cannot be is none of ours. MPI begins when it is imported, and
-    is the rank's."""
+def get(name: str, taken: Sequence[str] = ()) -> None:
+    """Import a module that the rank imports, and the modules among what it takes of that one. What cannot be imported
+    is none of ours. MPI begins when it is imported, and is the rank's."""
     if name.partition(".")[0] != "mpi4py":
         with suppress(Exception, SystemExit):
-            import_module(name)
+            __import__(name, fromlist=taken)
 
 
 def unfit() -> str:

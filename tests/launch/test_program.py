@@ -25,9 +25,36 @@ def f():
 
 
 def test_what_a_script_imports_at_its_top_level_is_known() -> None:
-    assert imported(SCRIPT.encode()) == ["json", "os.path", "helper", "collections"]
+    found = imported(SCRIPT.encode())
+    assert list(found.items()) == [("json", []), ("os.path", []), ("helper", []), ("collections", ["abc"])]
     with pytest.raises(SyntaxError):
         imported(b"import")
+
+
+def test_what_torch_imports_later_comes_only_with_torch(tmp_path: Path) -> None:
+    """Whichever module brings torch in. An empty package has its name here: the real one takes seconds."""
+    for name, text in [("torch/_dynamo.py", ""), ("mine/model.py", "import torch\n")]:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).with_name("__init__.py").write_text("")
+        (tmp_path / name).write_text(text)
+    (tmp_path / "look.py").write_text(
+        "import sys\nfrom gemini_hpc.launch.program import Program\nProgram('train.py', False, ()).prepare()\n"
+        "print(*(name for name in ('torch', 'torch._dynamo') if name in sys.modules))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    for script, found in [
+        ("import gemini_hpc, numbers", ""),
+        ("from gemini_hpc.wire import local", ""),
+        ("import torch", "torch torch._dynamo"),
+        ("import mine.model", "torch torch._dynamo"),
+        ("from mine import model", "torch torch._dynamo"),
+        ("from gemini_hpc import Checkpointer", "torch torch._dynamo"),
+    ]:
+        (tmp_path / "train.py").write_text(script)
+        done = subprocess.run(
+            [sys.executable, "look.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout == f"{found}\n", script
 
 
 def launch(directory: Path, script: str, *arguments: str, module: bool = False) -> subprocess.CompletedProcess[str]:
