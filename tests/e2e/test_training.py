@@ -19,7 +19,15 @@ Reference = Callable[[str], Training]
 CUT_AT = 15
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(
+            "ddp", marks=pytest.mark.witness("a node dies in mid-training: equal bits, one step repeated at most")
+        ),
+        "fsdp2",
+    ],
+)
 def test_node_cut(train: Train, reference: Reference, parallel: str) -> None:
     wanted = reference(parallel)
     job = train("cut", "--gemini-replicas=2", parallel=parallel)

@@ -27,6 +27,7 @@ def agents(job: LiteJob, node: str) -> list[str]:
     return job.cluster.exec(node, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
 
 
+@pytest.mark.witness("agents' memory is counted and bounded outside of Slurm's own")
 def test_agent_has_left_slurmds_cgroup(site: Site) -> None:
     job = site.job(nodes=2, steps=1000)
     job.reach(3)

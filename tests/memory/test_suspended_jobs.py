@@ -30,6 +30,7 @@ def healthy(site: Site, job: LiteJob) -> None:
     assert len({line["step"] for line in job.lines("resumed")}) == 1
 
 
+@pytest.mark.witness("a suspended job is not taken for a failed one")
 def test_suspended_is_not_failed(site: Site) -> None:
     """Suspended in the middle of copies and votes, several times, once for longer than any time-out of ours."""
     job = site.job(nodes=3, size=8 * MIB, pause_s=0.02)

@@ -21,6 +21,7 @@ def undrained(site: Site) -> bool:
     return not any("drain" in state or "down" in state for state in site.cluster.node_states().values())
 
 
+@pytest.mark.witness("a user's mistake ends the job with one line and drains no node")
 def test_more_replicas_than_nodes_is_exit_78_and_one_line(site: Site) -> None:
     site.configure(strict_prolog=True)
     out = site.cluster.home("alice") / f"unprotectable-{time.time_ns()}"

@@ -22,12 +22,14 @@ def gone(cluster: Cluster, timeout_s: float = 20.0) -> None:
     until(lambda: not leaks(cluster), timeout_s, 0.1, what="memory given back")
 
 
+@pytest.mark.witness("a job that completes leaves nothing behind")
 def test_finished(lite: Lite, cluster: Cluster) -> None:
     job = lite(steps=10)
     job.finish()
     gone(cluster, 5)
 
 
+@pytest.mark.witness("a job that is cancelled leaves nothing behind")
 def test_cancelled_while_running(lite: Lite, cluster: Cluster) -> None:
     job = lite()
     job.reach(5)

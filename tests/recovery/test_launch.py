@@ -39,6 +39,7 @@ def wait_for(job: LiteJob, launch: str) -> None:
     job.reach(version + 5)
 
 
+@pytest.mark.witness("launchers start a dead rank again, a dead launcher costs a step of Slurm's")
 def test_a_rank_then_a_launcher_then_a_node(lite: Lite) -> None:
     job: LiteJob = lite(run="gemini-hpc run -- srun --kill-on-bad-exit=1", python="python -m gemini_hpc.launch")
     job.reach(10)

@@ -37,6 +37,7 @@ def test_node_cut(lite: Lite, reset: bool) -> None:
     assert {line["rank"]: line["node_rank"] for line in job.lines("resumed", 1)} == before
 
 
+@pytest.mark.witness("the node that runs the batch script dies: survivors requeue the job")
 def test_batch_host_cut(lite: Lite) -> None:
     job = lite()
     job.reach(10)
@@ -60,6 +61,7 @@ def test_odd_sizes(lite: Lite, nodes: int, replicas: int) -> None:
     cut_and_finish(job, *job.hosts()[nodes - replicas + 1 : nodes])
 
 
+@pytest.mark.witness("a whole group dies: the job begins anew and says which shards are lost")
 def test_whole_group_lost(lite: Lite) -> None:
     job = lite(nodes=4)
     job.reach(8)
@@ -116,6 +118,7 @@ def test_second_cut_during_recovery(lite: Lite) -> None:
     assert job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
 
 
+@pytest.mark.witness("a node that reboots at once has lost its memory, and the job recovers")
 def test_node_that_reboots_within_a_second(lite: Lite) -> None:
     job = lite()
     job.reach(10)
@@ -162,6 +165,7 @@ def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
     cut_and_finish(job, job.hosts()[1])
 
 
+@pytest.mark.witness("on a busy cluster the survivors are held for the job")
 def test_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -> None:
     job = lite(options=("--nice=10000",))  # so that the rivals come before it
     job.reach(10)

@@ -33,6 +33,7 @@ def launches(job: LiteJob) -> list[str]:
     return sorted({line["step"] for line in job.lines("resumed")})
 
 
+@pytest.mark.witness("a rank dies: the job goes on in its allocation, one step repeated at most")
 def test_trainer_killed_starts_again_in_the_same_allocation(lite: Lite) -> None:
     job = lite(run=RUN)
     job.reach(10)
@@ -66,6 +67,7 @@ def test_a_signal_from_the_user_is_no_failure(lite: Lite, how: list[str]) -> Non
     assert len(launches(job)) == 1 and "restart 1 of" not in job.output(), job.story()
 
 
+@pytest.mark.witness("an agent dies: the training goes on and is protected again")
 def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> None:
     job = lite()
     job.reach(10)
@@ -134,6 +136,7 @@ def flip(path: Path) -> None:
         f.write(bytes([byte[0] ^ 1]))
 
 
+@pytest.mark.witness("a flipped byte in a copy is found, and another copy taken")
 def test_flipped_byte_in_a_survivors_memory(lite: Lite) -> None:
     """m=3 on 3 nodes: two survivors hold each shard; both slots of one of them are damaged while nobody writes."""
     job = lite(replicas=3, nodes=3)
@@ -187,6 +190,7 @@ def test_hung_agent_is_replaced_by_the_next_incarnation(lite: Lite) -> None:
     assert node in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
 
 
+@pytest.mark.witness("a controller that is away stops no training")
 def test_unreachable_controller_never_stops_training(lite: Lite, cluster: Cluster) -> None:
     cluster.controller_stop(signal.SIGKILL)
     job = lite()

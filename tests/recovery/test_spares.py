@@ -39,6 +39,7 @@ def down(job: LiteJob, node: str) -> bool:
     return "DOWN" in job.cluster.run(["scontrol", "show", "node", node]).stdout
 
 
+@pytest.mark.witness("a spare takes a lost node's place without a requeue")
 def test_a_spare_takes_a_lost_nodes_place_and_then_there_is_none(lite: Lite) -> None:
     job = protected(lite)
     n1, second, third, spare = job.hosts()
