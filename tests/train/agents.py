@@ -89,8 +89,8 @@ class RealNode:
 
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
-    their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row
-    of a group of m. heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up."""
+    their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row of a group of m.
+    heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up."""
 
     def __init__(
         self,
