@@ -3,9 +3,6 @@ left of three, without network or clock."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,6 +12,8 @@ from gemini_hpc.agent.tier.salvage_rules import ASKED_S, LOST_S, MUSTER_S, Salva
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
+
+from .every_state import every_state
 
 HOSTS, LEFT, SET, SEALED = ("a", "b", "c"), ("a", "b"), "default", (1, 5)
 HAS = {"a": (0, 2), "b": (1, 0)}  # homes; c is gone, and a has its shard
@@ -164,21 +163,6 @@ class World:
         raise AssertionError(f"it does not end: {self}")
 
 
-def every_state(first: World) -> Iterator[World]:
-    """Reachable from there."""
-    seen, ahead = {first.key()}, deque([first])
-    while ahead:
-        before = ahead.popleft()
-        for move in before.moves():
-            after = deepcopy(before)
-            after.make(move)
-            if (key := after.key()) not in seen:
-                seen.add(key)
-                ahead.append(after)
-                yield deepcopy(after)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "begins, faults, early, least", [("a", 2, 1, 5000), ("b", 1, 1, 3000), ("ab", 0, 1, 3000), ("ab", 1, 0, 1500)]
 )

@@ -4,9 +4,6 @@ order of what may happen, without a tier or a clock."""
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -17,6 +14,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.tier_interval import automatic_s
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
+
+from .every_state import every_state
 
 SET, ROUND, WORLD, DIGEST = "default", 3, 2, "0" * 32
 FACTS = events.Facts(
@@ -86,7 +85,7 @@ class World:
         ends = ["well", "badly"] if self.faults else ["well"]
         found += [("done", str(at), how) for at in range(len(self.doing)) for how in ends]
         for at in range(len(self.orders)):
-            for node in range(WORLD):
+            for node in range(WORLD) if self.wrote else (0,):  # nodes are alike: the first to write is called 0
                 if self.repeats or (at, node) not in self.wrote:
                     found += [("wrote", str(node), str(at), how) for how in ends]
         return [*found, ("tick",)] if self.ticks and self.saves.waits else found
@@ -186,25 +185,10 @@ class World:
         raise AssertionError(f"it does not end: {self}")
 
 
-def every_state(first: World) -> Iterator[World]:
-    """Reachable from there."""
-    seen, ahead = {first.key()}, deque([first])
-    while ahead:
-        before = ahead.popleft()
-        for move in before.moves():
-            after = deepcopy(before)
-            after.make(move)
-            if (key := after.key()) not in seen:
-                seen.add(key)
-                ahead.append(after)
-                yield deepcopy(after)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "may, least",
     [
-        (["seal", "seal", "freeze"], 200),
+        (["seal", "seal", "freeze"], 150),
         (["ask", "freeze"], 5000),
         (["ask", "ask", "seal"], 5000),
         (["ask", "detach", "seal"], 5000),
