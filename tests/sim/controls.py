@@ -1,6 +1,6 @@
 """Production code that is broken on purpose: a simulation that does not notice is worth nothing.
 
-Each control takes one rule away. `python -m tests.sim --broken NAME` has to find that.
+Each control takes one rule away. A seed in `seeds.json` shows its harm; `python -m tests.sim.seeds` finds another.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def the_chosen_counts_as_sealed() -> None:
     patch(recovery_plan, "plan", planned)
 
 
-# ---- of jobs with spares: `python -m tests.sim --spares --broken NAME` ---------------------------------
+# ---- of jobs with spares --------------------------------------------------------------------------------
 
 SPARED: dict[str, Callable[[], None]] = {}
 
@@ -281,7 +281,7 @@ def nobody_is_held() -> None:
     patch(Trainings, "hold", lambda self, epoch: None)
 
 
-# ---- of jobs whose ranks are replicas of each other: `python -m tests.sim --live --broken NAME` --------
+# ---- of jobs whose ranks are replicas of each other -----------------------------------------------------
 
 LIVE: dict[str, Callable[[], None]] = {}
 
@@ -347,7 +347,7 @@ def any_version_will_do() -> None:
     patch(Outlines, "find", any_of)
 
 
-# ---- of jobs whose nodes keep parity: `python -m tests.sim --xor --broken NAME` -------------------------
+# ---- of jobs whose nodes keep parity --------------------------------------------------------------------
 
 XOR: dict[str, Callable[[], None]] = {}
 

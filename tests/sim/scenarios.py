@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import os
 import random
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 
 from . import admin_stories, many, mix
-from .broken import BROKEN
+from .apart import Told, apart, with_equal_hashes
 from .chaos import Chaos
 from .jobs import Wrong
 from .kernel import Killed
@@ -19,7 +17,6 @@ from .site import Site
 from .system import story
 
 BACK_S = 26.0  # from a power cut to the script that runs again: 2 s, 5 s, and what Slurm takes, up to 10 s
-REAL_S = 100.0  # no run takes so long, even on a machine that is busy
 
 
 def success(seed: int) -> Site:
@@ -350,32 +347,15 @@ SCENARIOS: dict[str, Callable[[int], Site]] = {
 }
 
 
-def tell(name: str, seed: int) -> tuple[str, str, float]:
-    """(what went wrong or "", the story, virtual seconds). Only once in a process."""
+def tell(name: str, seed: int, broken: Callable[[], None] = lambda: None) -> Told:
+    """Return (what went wrong or "", the story). Only once in a process. broken: breaks the code on purpose."""
+    broken()
     site = SCENARIOS[name](seed)
     try:
         site.run()
     except (Exception, Killed) as error:
-        return f"{type(error).__name__}: {error}", story(site.world), site.world.loop.now - 1000
-    return "", story(site.world), site.world.loop.now - 1000
-
-
-def one(name: str, seed: int) -> tuple[str, float]:
-    """What went wrong, in a process of its own, and the virtual seconds that it took."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        faulthandler.dump_traceback_later(REAL_S, exit=True)
-        problem, _, took = tell(name, seed)
-        with os.fdopen(write, "w") as out:
-            out.write(f"{took:.0f}\n{problem}")
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as found:
-        virtual, problem = found.readline(), found.read()
-    _, status = os.waitpid(pid, 0)
-    return problem or (f"ended with status {status}" if status else ""), float(virtual or 0)
+        return f"{type(error).__name__}: {error}", story(site.world)
+    return "", story(site.world)
 
 
 def main() -> int:
@@ -385,32 +365,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one only; print its story")
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--broken", choices=list(BROKEN), help="break production code in this way")
     args = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.sim.scenarios", *sys.argv[1:]])
-    if args.broken:
-        BROKEN[args.broken]()
+    with_equal_hashes("tests.sim.scenarios")
     names = list(SCENARIOS) if "all" in args.names else args.names
     if args.seed is not None:
-        problem, text, _ = tell(names[0], args.seed)
-        print(text)
-        print(f"{names[0]} seed {args.seed}: {problem or 'nothing wrong'}")
-        sys.stdout.flush()
-        os._exit(1 if problem else 0)
+        ended = apart(partial(tell, names[0], args.seed))
+        print(ended.story)
+        print(f"{names[0]} seed {args.seed}: {ended.problem or 'nothing wrong'}")
+        return 1 if ended.problem else 0
     wrong = 0
     for name in names:
-        began, virtual = time.monotonic(), 0.0
+        cpu_s = 0.0
         for seed in range(args.first, args.first + args.seeds):
-            problem, took = one(name, seed)
-            virtual += took
-            if problem:
+            ended = apart(partial(tell, name, seed))
+            cpu_s += ended.cpu_s
+            if ended.problem:
                 wrong += 1
-                print(f"{name} seed {seed}: {problem[:400]}", flush=True)
-        print(
-            f"{name}: {args.seeds} seeds, {virtual:.0f} s simulated in {time.monotonic() - began:.1f} s", flush=True
-        )
+                print(f"{name} seed {seed}: {ended.problem[:400]}", flush=True)
+        print(f"{name}: {args.seeds} seeds in {cpu_s:.1f} CPU s", flush=True)
     return 1 if wrong else 0
 
 

@@ -17,7 +17,28 @@ from gemini_hpc.wire.stored import Rejection
 from .cluster import Cluster, CountedRounds, SimulatedMember, Wrong, campaign
 
 # size of the job, seeds, events with faults
-_TREES = [(1, 200, 25), (2, 300, 40), (3, 1000, 25), (3, 600, 80), (4, 600, 80), (7, 600, 120), (15, 120, 250)]
+_TREES = [
+    (1, 200, 25),
+    (2, 300, 40),
+    pytest.param(3, 1000, 25, marks=pytest.mark.slow),
+    pytest.param(3, 600, 80, marks=pytest.mark.slow),
+    pytest.param(4, 600, 80, marks=pytest.mark.slow),
+    pytest.param(
+        *(7, 600, 120),
+        marks=[pytest.mark.slow, pytest.mark.witness("a recovery round ends, whoever dies and whatever is lost")],
+    ),
+    pytest.param(15, 120, 250, marks=pytest.mark.slow),
+]
+_FULL = [
+    (2, 200, 40),
+    pytest.param(3, 400, 60, marks=pytest.mark.slow),
+    pytest.param(7, 250, 120, marks=pytest.mark.slow),
+]
+_REJECTS = [
+    (1, 100, 40),
+    pytest.param(3, 600, 80, marks=pytest.mark.slow),
+    pytest.param(7, 200, 160, marks=pytest.mark.slow),
+]
 _LONG = [(3, 60_000, 60), (4, 40_000, 80), (7, 40_000, 120), (15, 8_000, 250), (31, 2_000, 400)]
 
 
@@ -34,12 +55,12 @@ def test_a_round_ends_whoever_dies_and_whatever_is_lost(size: int, seeds: int, f
     assert not campaign(size, range(seeds), faulty)
 
 
-@pytest.mark.parametrize(("size", "seeds", "faulty"), [(2, 200, 40), (3, 400, 60), (7, 250, 120)])
+@pytest.mark.parametrize(("size", "seeds", "faulty"), _FULL)
 def test_a_full_disk_does_not_keep_a_round_from_its_end(size: int, seeds: int, faulty: int) -> None:
     assert not campaign(size, range(seeds), faulty, full=True)
 
 
-@pytest.mark.parametrize(("size", "seeds", "faulty"), [(1, 100, 40), (3, 600, 80), (7, 200, 160)])
+@pytest.mark.parametrize(("size", "seeds", "faulty"), _REJECTS)
 def test_what_was_rejected_is_never_chosen_again(size: int, seeds: int, faulty: int) -> None:
     """Whoever dies: an agent that has answered a rank has it on its disk, and every plan knows it."""
     assert not campaign(size, range(seeds), faulty, rejects=True)
@@ -109,8 +130,8 @@ class WritesNoPlan(SimulatedMember):
 _BROKEN = [
     (AsBefore, SimulatedMember, False, {"R4", "stuck"}),
     (ResumesLive, SimulatedMember, False, {"R4"}),
-    (AcknowledgesOnce, SimulatedMember, True, {"stuck"}),
-    (AsksOnce, SimulatedMember, False, {"stuck"}),
+    pytest.param(AcknowledgesOnce, SimulatedMember, True, {"stuck"}, marks=pytest.mark.slow),
+    pytest.param(AsksOnce, SimulatedMember, False, {"stuck"}, marks=pytest.mark.slow),
     (TakesAnyPlan, SimulatedMember, False, {"counted"}),
     (CountedRounds, WritesNoPlan, False, {"R4"}),
 ]

@@ -1,4 +1,4 @@
-"""What jobs with a tier go through; `python -m tests.sim.tier_stories NAME SEED...` tells the seeds that go wrong."""
+"""What jobs with a tier go through; `python -m tests.sim.tier_stories NAME... SEED...` names the wrong ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local
 
+from .apart import Told, apart, with_equal_hashes
 from .launches import Job
 from .rank import SET, Rank
 from .tier import JOB, KEEP_LAST
@@ -382,7 +384,7 @@ STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
 }
 
 
-def tell(name: str, seed: int, broken: str = "") -> tuple[str, str]:
+def tell(name: str, seed: int, broken: str = "") -> Told:
     """What went wrong, or "", and the story. For one process of its own. broken: what does not work (`BROKEN`)."""
     scenario, options = STORIES[name]
     more = {"replicas": 2 + seed % 2} if name in ("node_lost", "comes_back") else {}
@@ -401,31 +403,20 @@ def tell(name: str, seed: int, broken: str = "") -> tuple[str, str]:
 
 
 def main() -> int:
-    """One seed: its story as well; several: each in a process of its own. A break may stand before the seeds."""
-    name, *words = sys.argv[1:]
-    broken = words.pop(0) if words[0] in BROKEN else ""
-    seeds = [int(seed) for seed in words]
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.sim.tier_stories", *sys.argv[1:]])
-    failed = 0
-    for seed in seeds:
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            status = 2
-            try:
-                wrong, story = tell(name, seed, broken)
-                if len(seeds) == 1:
-                    print(story)
-                if wrong:
-                    print(f"{name} {seed}: {wrong}")
-                sys.stdout.flush()
-                status = 1 if wrong else 0
-            finally:
-                os._exit(status)
-        failed += os.waitpid(child, 0)[1] != 0
-    return min(failed, 1)
+    """Return the exit status: 0 where no seed has found anything. Of a single story and seed the story is printed."""
+    names = [word for word in sys.argv[1:] if not word.isdecimal()]
+    seeds = [int(word) for word in sys.argv[1:] if word.isdecimal()]
+    with_equal_hashes("tests.sim.tier_stories")
+    wrong = 0
+    for name in names:
+        for seed in seeds:
+            ended = apart(partial(tell, name, seed))
+            if len(names) == len(seeds) == 1:
+                print(ended.story)
+            if ended.problem:
+                wrong += 1
+                print(f"{name} {seed}: {ended.problem}", flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
