@@ -131,7 +131,7 @@ def measure(options: Options) -> list[Row]:
     """All rows of the family."""
     runs = options.count(20)
     with cluster(
-        options.pick(NODES, OURS + 1), profile="site", settings={"fence_budget_nodes": 1000, "retention_s": 10.0}
+        options.pick(NODES, OURS + 2), profile="site", settings={"fence_budget_nodes": 1000, "retention_s": 10.0}
     ) as on:
         controls = []
         for i in range(min(CONTROLS, runs)):
