@@ -18,9 +18,9 @@ DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev i
 # Tests mostly wait, so a third worker pays on two cores. WORKERS=0: all in one process, one after the other.
 WORKERS ?= 3
 DEAL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# The development cluster's profile `site`; strace, which cuts processes off at a system call; and ISA-L, for
-# Reed-Solomon parity: tests and benchmarks need them, the demo does not.
-DEBIAN_SITE := slurmdbd mariadb-server-core strace libisal2
+# The development cluster's profile `site`; strace, which cuts processes off at a system call; ISA-L, for Reed-Solomon
+# parity; and git, for `make tags`: tests and benchmarks need them, the demo does not.
+DEBIAN_SITE := slurmdbd mariadb-server-core strace libisal2 git
 # What Debian's plugin for `srun --mpi=pmix` loads.
 DEBIAN_MPI := libpmix-dev
 # HDF5 and h5py that are built with MPI (Debian's Open MPI 4), for Debian's own Python: PyPI has none.
