@@ -15,9 +15,9 @@ PY := $(VENV)/bin/python
 PYTHON ?= /usr/bin/python3
 DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev iproute2 util-linux procps \
           gcc libc6-dev make python3 python3-venv
-# The development cluster's profile `site`; strace, which cuts processes off at a system call; and ISA-L, for
-# Reed-Solomon parity: tests and benchmarks need them, the demo does not.
-DEBIAN_SITE := slurmdbd mariadb-server-core strace libisal2
+# The development cluster's profile `site`; strace, which cuts processes off at a system call; ISA-L, for Reed-Solomon
+# parity; and git, for `make tags`: tests and benchmarks need them, the demo does not.
+DEBIAN_SITE := slurmdbd mariadb-server-core strace libisal2 git
 # What Debian's plugin for `srun --mpi=pmix` loads.
 DEBIAN_MPI := libpmix-dev
 # HDF5 and h5py that are built with MPI (Debian's Open MPI 4), for Debian's own Python: PyPI has none.

@@ -41,10 +41,6 @@ def is_left_out(item: pytest.Item) -> bool:
     return any(marker.name in LATER for marker in item.iter_markers())
 
 
-def part(count: int) -> int:
-    return count
-
-
 def guard(event: str, arguments: tuple[Any, ...]) -> None:
     """Fail the test that is about to do what needs root, such a program, or much time. An audit hook."""
     if event == "subprocess.Popen":

@@ -32,7 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; the exit status."""
     try:
-        args = build_parser().parse_args(argv)
+        try:
+            args = build_parser().parse_args(argv)
+        finally:
+            sys.stdout.flush()  # from Python 3.13 on argparse does not say that its help cannot be written
         status: int = args.func(args)
         sys.stdout.flush()
     except KeyboardInterrupt:

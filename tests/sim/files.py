@@ -131,6 +131,8 @@ class Files:
     def __init__(self, system: FileSystem) -> None:
         self._system = system
         self.path = _Paths(self)
+        # shutil asks whether a function `is os.lstat`, from Python 3.13 on; a bound method is new at each look.
+        vars(self).update(lstat=self.lstat, rmdir=self.rmdir)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

@@ -26,8 +26,8 @@ def library() -> ctypes.CDLL | None:
     """ISA-L; None where the node does not have it, or has one that does not know these calls."""
     try:
         found = ctypes.CDLL(LIBRARY)
-        found.gf_vect_mul_init.argtypes = [ctypes.c_ubyte, ctypes.c_void_p]
-        found.gf_vect_mul_init.restype = None
+        found.ec_init_tables.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        found.ec_init_tables.restype = None
         found.ec_encode_data_update.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 3
         found.ec_encode_data_update.restype = None
     except (OSError, AttributeError):
@@ -40,7 +40,7 @@ def _tables(by: int) -> ctypes.Array[ctypes.c_char]:
     lib = library()
     assert lib is not None
     tables = ctypes.create_string_buffer(_TABLE_BYTES)
-    lib.gf_vect_mul_init(by, tables)
+    lib.ec_init_tables(1, 1, bytes([by]), tables)  # from 2.31 on of another form where the processor has GFNI
     return tables
 
 
