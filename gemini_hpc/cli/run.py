@@ -141,8 +141,11 @@ def run(args: argparse.Namespace) -> int:
             _say(f"the step ended with status {status}; not restarted: no agent protects this job")
             return status
         reached = _reached(path)
-        if not _nodes_healthy(path, ended):
-            return status if ended.is_set() else EXIT_NOT_REQUEUED
+        healthy = _nodes_healthy(path, ended)
+        if ended.is_set():
+            return status
+        if not healthy:
+            return EXIT_NOT_REQUEUED
         if sent := step.ended_by(status):
             _say(f"somebody ended the step with {sent.name}: not restarted")
             return status
@@ -160,7 +163,7 @@ def _reached(path: str) -> Reached | None:
 
 
 class _Step:
-    """The running command. Signals for the batch script go on to it.
+    """The running command. Signals for the batch script go on to it, but for those that are ignored (`nohup`).
 
     On SIGTERM beside a dead node the job is being requeued, and an srun that waits for the dead node would hold
     up its start elsewhere (and, when it gives up, kill the step of the same id there): it is ended at once.
@@ -169,16 +172,24 @@ class _Step:
     def __init__(self, command: list[str], env: Mapping[str, str], socket_path: str, ended: threading.Event) -> None:
         self._socket_path, self._ended = socket_path, ended
         self._passed_on: tuple[signal.Signals, float] | None = None
-        self._child = subprocess.Popen(command, env=env)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        # Before there is a child: a signal between its start and these would end this process, and leave it alone.
         for number in (*SENT, signal.SIGCONT):
-            signal.signal(number, self._forward)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._forward)
+        self._child = subprocess.Popen(command, env=env)
+        for early in self._early:
+            self._child.send_signal(early)
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
             self._ended.set()
         if number in SENT:
             self._passed_on = (signal.Signals(number), clock.monotonic())
-        if self._child.poll() is None:
+        if self._child is None:
+            self._early.append(number)
+        elif self._child.poll() is None:
             self._child.send_signal(number)
 
     def ended_by(self, status: int) -> signal.Signals | None:
@@ -195,22 +206,23 @@ class _Step:
 
     def wait(self) -> int:
         """The exit status, 128 + n for signal n."""
+        assert self._child is not None
         while True:
             try:
                 code = self._child.wait(0.1)
             except subprocess.TimeoutExpired:
                 if self._ended.is_set() and self._node_lost():
-                    code = self._end()
+                    code = self._end(self._child)
                 else:
                     continue
             return code if code >= 0 else 128 - code
 
-    def _end(self) -> int:
+    def _end(self, child: subprocess.Popen[bytes]) -> int:
         try:
-            return self._child.wait(LOST_GRACE_S)
+            return child.wait(LOST_GRACE_S)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            return self._child.wait()
+            child.kill()
+            return child.wait()
 
     def _node_lost(self) -> bool:
         verdict = ask_verdict(self._socket_path, 0.5) if self._socket_path else None

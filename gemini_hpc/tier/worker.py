@@ -203,23 +203,28 @@ DOES: dict[type, Callable[..., orders.Answer]] = {
 AWAITED = (orders.Look, orders.Read)
 
 
-def main() -> int:
-    """Read one order, answer it; the exit status is 0 if there was an answer."""
-    _no_longer_than(int(sys.argv[1]))
-    line = sys.stdin.buffer.readline(MAX_ORDER_BYTES)
+def answer(line: bytes) -> orders.Answer:
+    """Carry out an order. Whatever goes wrong is an answer, too."""
     try:
         order = orders.order_decoder.decode(line)
         if not isinstance(order, AWAITED):
             _humble()
-        _say(DOES[type(order)](order))
+        return DOES[type(order)](order)
     except (TierError, ValueError) as error:
-        _say(orders.Failed(str(error)[:500]))
+        why = str(error)
     except OSError as error:
-        _say(orders.Failed(f"{order.tier}: {publish.why(error)}"[:500]))
+        why = f"{order.tier}: {publish.why(error)}"
     except ImportError as error:
-        _say(orders.Failed(f"the tier needs h5py and numpy in {sys.executable}: {error}"[:500]))
+        why = f"the tier needs h5py and numpy in {sys.executable}: {error}"
     except Exception as error:
-        _say(orders.Failed(f"{type(error).__name__}: {error}"[:500]))
+        why = f"{type(error).__name__}: {error}"
+    return orders.Failed(why[:500])
+
+
+def main() -> int:
+    """Read one order, answer it; the exit status is 0 if there was an answer."""
+    _no_longer_than(int(sys.argv[1]))
+    _say(answer(sys.stdin.buffer.readline(MAX_ORDER_BYTES)))
     return 0
 
 

@@ -83,9 +83,9 @@ def test_event_logs_without_a_failure_or_a_job(tmp_path: Path, capsys: pytest.Ca
     assert failures["per_day"] == 0.5 and "1 job, 6 node-days without a failure" in failures["source"]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
+def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    past = tmp_path / "past"
+    for text, why in (
         ("", "it is empty: wanted what `sacct -a -X -D"),
         ("JobIDRaw|State\n7|NODE_FAIL\n", "line 1: no column NNodes, ElapsedRaw"),
         (PAST + "10|COMPLETED\n", "line 8: 2 columns"),
@@ -93,14 +93,11 @@ def test_event_logs_without_a_failure_or_a_job(tmp_path: Path, capsys: pytest.Ca
         (PAST + "10|COMPLETED|1|-5\n", "line 8: '1' nodes for '-5' seconds"),
         (PAST + "10|COMPLETED|1e9|5\n", "line 8: '1e9' nodes"),
         ("JobIDRaw|State|NNodes|ElapsedRaw\n", "no run of a job in it"),
-    ],
-)
-def test_a_bad_file_is_one_line(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    past = tmp_path / "past"
-    past.write_text(text)
-    assert main([*PLAN, "--history", str(past)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"gemini-hpc plan: {past}: {why}")
+    ):
+        past.write_text(text)
+        assert main([*PLAN, "--history", str(past)]) == 2, why
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"gemini-hpc plan: {past}: {why}")
 
 
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import subprocess
 import sys
@@ -36,35 +37,42 @@ def test_all_verbs_are_here() -> None:
     assert {words[0] for words in ALL if words} == set(VERBS)
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--help"])
-    text, errors = capsys.readouterr()
-    assert ended.value.code == 0 and errors == ""
-    assert text.startswith(f"usage: gemini-hpc {' '.join(words)}".rstrip())
-    parser = at(words)
-    assert parser.description, "says what it does"
-    for action in parser._actions:
-        for option in action.option_strings:
-            assert option in text
-        if action.option_strings:
-            assert action.help, f"{action.dest} is explained"
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            assert all(f"\n    {name} " in text or f"\n    {name}\n" in text for name in action.choices)
-
-
-@pytest.mark.parametrize("words", [(), ("inspect",), ("no-such-verb",), ("inspect", "1", "--no-such-option"),
-                                   ("inspect", "1", "--watch", "inf"), ("inspect", "1", "--watch", "nan"),
-                                   ("demo", "--cuts", "0"), ("demo", "--steps", "19"),
-                                   ("demo", "--json", "/nowhere/at/all"),
-                                   ("run", "--max-restarts", "-1", "--", "true")], ids=" ".join)  # fmt: skip
-def test_wrong_command_lines(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def ends(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+    """Return the exit code, what was printed, and what was said of errors."""
     with pytest.raises(SystemExit) as ended:
         main(list(words))
-    assert ended.value.code == 2
-    assert "usage: gemini-hpc" in capsys.readouterr().err
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ALL:
+        code, text, errors = ends(capsys, *words, "--help")
+        assert code == 0 and errors == "", words
+        assert text.startswith(f"usage: gemini-hpc {' '.join(words)}".rstrip())
+        parser = at(words)
+        assert parser.description, f"{words} says what it does"
+        for action in parser._actions:
+            assert all(option in text for option in action.option_strings), (words, action.dest)
+            assert action.help or not action.option_strings, f"{action.dest} of {words} is explained"
+            if isinstance(action, argparse._SubParsersAction):
+                absent = [n for n in action.choices if f"\n    {n} " not in text and f"\n    {n}\n" not in text]
+                assert absent == [], words
+
+
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        *(
+            "",
+            "inspect",
+            "no-such-verb",
+            "inspect 1 --no-such-option",
+            "inspect 1 --watch inf",
+            "inspect 1 --watch nan",
+        ),
+        *("demo --cuts 0", "demo --steps 19", "demo --json /nowhere/at/all", "run --max-restarts -1 -- true"),
+    ):
+        code, _, errors = ends(capsys, *line.split())
+        assert code == 2 and "usage: gemini-hpc" in errors, line
 
 
 def test_from_a_shell() -> None:
@@ -74,25 +82,22 @@ def test_from_a_shell() -> None:
     assert all(verb in done.stdout for verb in VERBS)
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_help_fits_a_terminal(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([*words, "--help"])
-    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+    for words in ALL:
+        _, text, _ = ends(capsys, *words, "--help")
+        assert [line for line in text.splitlines() if len(line) > 80] == [], words
 
 
-@pytest.mark.parametrize("words", [["--help"], ["jobs", "--help"]], ids=" ".join)
-def test_an_output_that_takes_nothing(words: list[str]) -> None:
-    argv = [sys.executable, "-m", "gemini_hpc.cli.main", *words]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "gemini-hpc: the output cannot be written: No space left on device\n"
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "w") as nobody:
-        done = subprocess.run(argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == 141 and done.stderr == ""
+def test_an_output_that_takes_nothing() -> None:
+    for words in (["--help"], ["jobs", "--help"]):
+        argv = [sys.executable, "-m", "gemini_hpc.cli.main", *words]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == 1, words
+        assert done.stderr.count("\n") == 1 and os.strerror(errno.ENOSPC) in done.stderr, words
+        reads, writes = os.pipe()
+        os.close(reads)
+        with os.fdopen(writes, "w") as nobody:
+            done = subprocess.run(argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == 141 and done.stderr == "", words

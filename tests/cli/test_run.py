@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,66 +22,84 @@ from gemini_hpc.cli import sendback
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.wire import local
 
-pytestmark = pytest.mark.slow
-
 Attempt = Callable[..., tuple[int, int, str]]
-SHOW = "echo ${SLURM_NTASKS-none} ${SLURM_NPROCS-none}"
 
 
-def run(*command: str, **slurm: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "GEMINI_"))} | slurm
-    argv = [sys.executable, "-m", "gemini_hpc.cli.main", "run", "--", *command]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+def main(*words: str) -> int:
+    """Run the verb in this process."""
+    parser = argparse.ArgumentParser()
+    verb.register(parser.add_subparsers())
+    return verb.run(parser.parse_args(["run", *words]))
 
 
-@pytest.mark.parametrize(
-    ("tasks", "nodes", "most", "wanted"),
-    [
-        ("3", "2", "1", "2 2"),  # one node less
-        ("16", "3", "4", "12 12"),
-        ("5", "3", "2", "5 none"),  # there is room: as the user has it
-        ("3", "4", "1", "3 none"),
-        ("3", "2", "", "3 none"),
-        ("3", "two", "1", "3 none"),
-        ("3", "2", "9" * 30, "3 none"),
-        ("3", "0", "1", "3 none"),
-    ],
-)
+@pytest.fixture(autouse=True)
+def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No job's environment, no pause before an attempt, and afterwards the signals as they were."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "GEMINI_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(verb, "HEALTHY_FOR_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (*verb.SENT, signal.SIGCONT)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_a_job_with_fewer_nodes_than_it_was_submitted_with_has_fewer_tasks(
-    tasks: str, nodes: str, most: str, wanted: str
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run("sh", "-c", SHOW, SLURM_NTASKS=tasks, SLURM_JOB_NUM_NODES=nodes, SLURM_NTASKS_PER_NODE=most)
-    assert (done.returncode, done.stdout.strip()) == (0, wanted)
-    assert ("job now has" in done.stderr) == (wanted.split()[1] != "none")
+    names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
+    for tasks, nodes, most, wanted in (
+        ("3", "2", "1", "2"),  # one node less
+        ("16", "3", "4", "12"),
+        ("5", "3", "2", None),  # there is room: as the user has it
+        ("3", "4", "1", None),
+        ("3", "2", "", None),
+        ("3", "two", "1", None),
+        ("3", "2", "9" * 30, None),
+        ("3", "0", "1", None),
+    ):
+        given = dict(zip(names, (tasks, nodes, most), strict=True))
+        environ = dict(given)
+        verb._fit_tasks(environ)
+        fewer = {} if wanted is None else {"SLURM_NTASKS": wanted, "SLURM_NPROCS": wanted}
+        assert environ == given | fewer, given
+        assert bool(capsys.readouterr().err) == bool(fewer), given
+    nothing: dict[str, str] = {}
+    verb._fit_tasks(nothing)
+    assert nothing == {}
 
 
-def test_outside_of_slurm_nothing_is_set() -> None:
-    assert run("sh", "-c", SHOW).stdout.strip() == "none none"
+def test_the_command_has_the_tasks_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "3")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
+    assert main("--", "sh", "-c", "echo $SLURM_NTASKS $SLURM_NPROCS") == 0
+    assert capfd.readouterr().out == "2 2\n"
 
 
 def test_its_exit_status_is_the_commands() -> None:
-    assert run("sh", "-c", "exit 7").returncode == 7
-    assert run("kill-me-not-there").returncode == 127
-    assert run().returncode == 2
+    assert main("--", "kill-me-not-there") == 127
+    assert main() == main("--") == 2
+    argv = [sys.executable, "-m", "gemini_hpc.cli.main", "run", "--", "sh", "-c", "exit 7"]
+    assert subprocess.run(argv, timeout=60, check=False).returncode == 7
 
 
 # ---- with an agent that tells what has been sealed -------------------------------------------------------
 
-JOB = """
-import os, signal, sys
-tries = len(os.listdir(sys.argv[1]))
-open(os.path.join(sys.argv[1], str(tries)), "w").close()
-with open(sys.argv[2]) as f:
-    said = f.read().splitlines()
-sealed, begun, status = said[min(tries, len(said) - 1)].split()
-with open(sys.argv[3] + ".new", "w") as f:
-    f.write(f"{sealed} {begun}")
-os.rename(sys.argv[3] + ".new", sys.argv[3])
-if int(status) < 0:
-    if -int(status) != signal.SIGKILL:
-        signal.signal(-int(status), signal.SIG_DFL)  # nohup ignores one of them
-    os.kill(os.getpid(), -int(status))
-sys.exit(int(status))
+# The step: notes that it was tried, tells the agent "sealed begun" of its line, and ends with the line's status.
+STEP = """
+tries=$(ls "$1" | wc -l)
+: >"$1/$tries"
+line=$(sed -n "$((tries + 1))p" "$2")
+[ -n "$line" ] || line=$(tail -n 1 "$2")
+state=$3
+set -- $line
+echo "$1 $2" >"$state.new"
+mv "$state.new" "$state"
+case $3 in -*) kill "$3" $$ ;; *) exit "$3" ;; esac
 """
 
 
@@ -113,19 +133,29 @@ class Told:
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:
+def agent(tmp_path: Path) -> Iterator[Told]:
+    told = Told(tmp_path)
+    yield told
+    told.close()
+
+
+@pytest.fixture
+def attempt(
+    agent: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Attempt:
     """Runs a step whose attempts go as told, each "sealed begun status": exit status, attempts, what was said."""
-    agent = Told(tmp_path)
-    (tmp_path / "tries").mkdir()
+    monkeypatch.setenv("GEMINI_SOCKET", agent.path)
+    tries, said = tmp_path / "tries", tmp_path / "said"
 
-    def attempts(*said: str) -> tuple[int, int, str]:
-        (tmp_path / "said").write_text("\n".join(said))
-        places = [str(tmp_path / name) for name in ("tries", "said", "state")]
-        done = run(sys.executable, "-c", JOB, *places, GEMINI_SOCKET=agent.path)
-        return done.returncode, len(list((tmp_path / "tries").iterdir())), done.stderr
+    def attempts(*lines: str) -> tuple[int, int, str]:
+        shutil.rmtree(tries, ignore_errors=True)
+        tries.mkdir()
+        agent.state.unlink(missing_ok=True)
+        said.write_text("".join(f"{line}\n" for line in lines))
+        status = main("--", "sh", "-c", STEP, "step", str(tries), str(said), str(agent.state))
+        return status, len(list(tries.iterdir())), capfd.readouterr().err
 
-    yield attempts
-    agent.close()
+    return attempts
 
 
 def test_without_a_sealed_version_a_step_is_started_again_once_only(attempt: Attempt) -> None:
@@ -152,37 +182,57 @@ def test_another_end_at_the_same_step_is_no_pattern(attempt: Attempt) -> None:
     assert status == 5 and "each time" not in said, said
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
-def test_a_signal_that_somebody_has_sent_to_the_ranks_is_no_failure(attempt: Attempt, number: int) -> None:
-    status, tries, said = attempt(f"7 7 {-number}")
-    assert (status, tries) == (128 + number, 1), said
-    assert f"somebody ended the step with {signal.Signals(number).name}" in said
+def test_a_signal_that_somebody_has_sent_to_the_ranks_is_no_failure(attempt: Attempt) -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        status, tries, said = attempt(f"7 7 {-number}")
+        assert (status, tries) == (128 + number, 1), said
+        assert number.name in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
-def test_a_fault_is_a_failure(attempt: Attempt, number: int) -> None:
+def test_a_fault_is_a_failure(attempt: Attempt) -> None:
     """SIGTERM too: srun ends the other ranks with it where one has failed."""
-    status, tries, said = attempt(f"7 7 {-number}", "9 9 0")
-    assert (status, tries) == (0, 2), said
+    for number in (signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM):
+        status, tries, said = attempt(f"7 7 {-number}", "9 9 0")
+        assert (status, tries) == (0, 2), said
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_that_was_passed_on_ends_the_step_whatever_its_status(tmp_path: Path, number: int) -> None:
+def test_a_signal_that_was_passed_on_ends_the_step_whatever_its_status(agent: Told) -> None:
     """A handler that saves and leaves with a status of its own."""
-    agent = Told(tmp_path)
-    step = f"import signal, sys, time; signal.signal({number:d}, lambda *_: sys.exit(9)); print(1, flush=True)"
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | {"GEMINI_SOCKET": agent.path}
-    argv = [sys.executable, "-m", "gemini_hpc.cli.main", "run", "--", sys.executable, "-c", f"{step}\ntime.sleep(60)"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, env=env, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "1\n"
-            process.send_signal(number)
-            _, said = process.communicate(timeout=60)
-        finally:
-            process.kill()
-            agent.close()
-    assert process.returncode == 9 and "restart 1" not in said, said
+    for name in ("USR1", "TERM"):
+        step = f"trap 'exit 9' {name}; echo ready; while :; do sleep 0.05; done"
+        argv = [sys.executable, "-m", "gemini_hpc.cli.main", "run", "--", "sh", "-c", step]
+        env = os.environ | {"GEMINI_SOCKET": agent.path}
+        with subprocess.Popen(argv, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                assert process.stdout is not None and process.stdout.readline() == "ready\n", name
+                process.send_signal(signal.Signals[f"SIG{name}"])
+                _, said = process.communicate(timeout=120)
+            finally:
+                process.kill()
+        assert process.returncode == 9 and "restart 1" not in said, said
+
+
+def test_a_signal_that_comes_while_the_step_is_started_goes_on_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it ended the batch script, and left the step alone."""
+    started = subprocess.Popen
+    before = list[int]()
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        child = started(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return child
+
+    signal.signal(signal.SIGUSR1, lambda number, _: before.append(number))
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert main("--", "sleep", "20") == 128 + signal.SIGUSR1 and before == []
+
+
+def test_a_signal_that_is_ignored_is_not_passed_on() -> None:
+    """As with nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert main("--", "sh", "-c", "kill -HUP $PPID; kill -HUP $$; exit 5") == 5
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 class Asked:
@@ -203,19 +253,18 @@ class Asked:
         self.requeued.append(job.id)
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_where_nobody_requeues_the_job_it_asks_for_it(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+def test_where_nobody_requeues_the_job_it_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An array's task by its own id: by the raw one, its last task would be all of the array. What it does it says
     before, for Slurm may end it at once."""
     happened: list[str] = []
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setattr(sendback, "Slurm", Asked)
     monkeypatch.setattr(Asked, "requeued", happened)
-    monkeypatch.setattr(Asked, "refuses", refuses)
     monkeypatch.setattr(verb, "_say", happened.append)
     for name, value in (("REQUEUE_WAIT_S", 0.3), ("SENT_BACK_WAIT_S", 0.1)):
         monkeypatch.setattr(verb, name, value)
     monkeypatch.setattr(verb, "ask_verdict", lambda _: local.Verdict(dead=("b",), alive=("a",)))
-    assert not verb._nodes_healthy("", threading.Event())
-    last = "Slurm does not requeue this job: not now" if refuses else "40_42"
-    assert happened[-2:] == ["nobody has requeued this job in 0.3 s: requeuing it", last]
+    for refuses, last in ((False, "40_42"), (True, "Slurm does not requeue this job: not now")):
+        monkeypatch.setattr(Asked, "refuses", refuses)
+        assert not verb._nodes_healthy("", threading.Event()), last
+        assert happened[-2:] == ["nobody has requeued this job in 0.3 s: requeuing it", last]

@@ -11,6 +11,7 @@ from test_faults import in_code, tables
 from test_links import ROOT
 
 from gemini_hpc.cli.main import main
+from gemini_hpc.forecast import goodput
 
 JOB = ["--nodes", "64", "--state", "1TB", "--network", "200Gbps", "--iteration", "20"]
 TABLES = [
@@ -47,7 +48,8 @@ def test_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found) == FIGURE and all(list(row) == VALUE for row in found["rows"])
 
 
-def test_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+def test_goodput(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(goodput, "DAYS", 1.0)
     found = said(["simulate", "--figure", "goodput"], capsys)
     assert list(found) == [*FIGURE, "published"]
     assert all(list(row) == GOODPUT for row in found["rows"])

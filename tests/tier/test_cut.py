@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import nodefile, orders, publish, version, worker
+from gemini_hpc.tier import nodefile, orders, publish, version
 from gemini_hpc.tier.shards import Shard, digest
 
-from .test_worker import Node
+from .test_worker import Node, here
 
 pytestmark = pytest.mark.slow
 
@@ -93,11 +93,6 @@ class Drain:
             if isinstance(answer, orders.Written):
                 self.node.files.append(answer.file)
         return answer
-
-
-def here(order: orders.Order) -> Any:
-    """Carried out in this process."""
-    return worker.DOES[type(order)](order)
 
 
 def watched(where: Path, what: str) -> list[tuple[str, int]]:

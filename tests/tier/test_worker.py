@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Row
 from gemini_hpc.tier import orders, version, worker
 from gemini_hpc.tier.shards import Shard, digest
+from tests import waiting
 
 from . import slots
-
-pytestmark = pytest.mark.slow
 
 ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = Stamp(2, 7)
@@ -45,7 +43,16 @@ def start(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> subpr
     return process
 
 
+def here(order: orders.Order) -> Any:
+    """Carry out an order in this process, without its signs of life."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "_humble", lambda: None)
+        patch.setattr(worker, "_say", lambda _: None)
+        return worker.answer(orders.encode(order))
+
+
 def carry_out(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> Any:
+    """Carry out an order in a process of its own, as an agent does."""
     with start(order, *fds, before=before) as process:
         assert process.stdout is not None
         answers = [orders.answer_decoder.decode(line) for line in process.stdout.read().splitlines()]
@@ -73,10 +80,10 @@ class Node:
 
     def write(self, rank: int, **more: Any) -> Any:
         order = orders.Write(self.tier, 5, "default", self.stamp, rank, (self.source(rank),), **more)
-        return carry_out(order, self.fds[rank])
+        return here(order)
 
     def finish(self, **more: Any) -> Any:
-        return carry_out(orders.Finish(self.tier, 5, "default", self.stamp, 2, tuple(self.files), **more))
+        return here(orders.Finish(self.tier, 5, "default", self.stamp, 2, tuple(self.files), **more))
 
     def save(self, **more: Any) -> Any:
         self.files = [self.write(rank).file for rank in range(2)]
@@ -100,13 +107,19 @@ def io_class(pid: int) -> int:
 
 
 def look(tier: Path, *without: tuple[str, tuple[int, int]], make: bool = False) -> Any:
-    return carry_out(orders.Look(str(tier), 5, "", without, begin=True, make=make))
+    return here(orders.Look(str(tier), 5, "", without, begin=True, make=make))
 
 
+@pytest.mark.slow
 def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
-    assert look(tmp_path).manifests == ()
-    assert node.save() == orders.Finished()
-    (manifest,) = look(tmp_path).manifests
+    """By processes of their own, each with the descriptors of its order."""
+    looks = orders.Look(str(tmp_path), 5, "", begin=True)
+    assert carry_out(looks).manifests == ()
+    for rank in range(2):
+        write = orders.Write(node.tier, 5, "default", node.stamp, rank, (node.source(rank),))
+        node.files.append(carry_out(write, node.fds[rank]).file)
+    assert carry_out(orders.Finish(node.tier, 5, "default", node.stamp, 2, tuple(node.files))) == orders.Finished()
+    (manifest,) = carry_out(looks).manifests
     assert manifest.stamp == STAMP and manifest.whole and manifest.serial == 1
     for rank, (_, stored) in manifest.shards().items():
         fd = os.memfd_create("into")
@@ -136,7 +149,7 @@ def test_a_version_that_a_node_has_not_written_is_none(node: Node, tmp_path: Pat
     node.files = [node.write(0).file]
     assert "2 ranks" in node.finish().reason
     assert look(tmp_path).manifests == ()
-    assert carry_out(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
+    assert here(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
     assert version.stamps(str(tmp_path / "gemini-5/default")) == []
 
 
@@ -144,7 +157,7 @@ def test_what_was_overwritten_while_it_was_copied_is_not_written(node: Node, tmp
     source = node.source(0)
     node.slots[0].memory[9000] ^= 1
     order = orders.Write(str(tmp_path), 5, "default", STAMP, 0, (source,))
-    assert "overwritten" in carry_out(order, node.fds[0]).reason
+    assert "overwritten" in here(order).reason
     assert os.listdir(tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))) == []
 
 
@@ -158,6 +171,7 @@ def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
     assert [s.version for s in version.stamps(str(tmp_path / "gemini-5/default"))] == [6, 5, 3]
 
 
+@pytest.mark.slow
 def test_a_tier_in_which_one_may_make_directories_and_not_look(node: Node, tmp_path: Path) -> None:
     node.tier = str(tmp_path / "tier")
     os.mkdir(node.tier)
@@ -167,42 +181,42 @@ def test_a_tier_in_which_one_may_make_directories_and_not_look(node: Node, tmp_p
     assert isinstance(carry_out(order, node.fds[0], before=WITHOUT_RIGHTS), orders.Written)
 
 
-TROUBLES = {
-    "gone": "the directory is not there",
-    "file": "not a directory",
-    "full": "the file system is full",
-    "read-only": "the file system is read-only",
-    "another's": "permission denied",
-    "quota": "the quota is used up",
-}
+def written_to(node: Node, tier: Path, before: tuple[str, ...] = ()) -> str:
+    """Return why a version cannot be written to this tier; nothing of it is left there."""
+    node.tier = str(tier)
+    order = orders.Write(node.tier, 5, "default", node.stamp, 0, (node.source(0),))
+    answer = carry_out(order, node.fds[0], before=before) if before else here(order)
+    assert isinstance(answer, orders.Failed) and answer.reason.startswith(node.tier), answer
+    assert [name for _, _, names in os.walk(node.tier) for name in names] == [], tier
+    return answer.reason.rpartition(": ")[2]
 
 
-@pytest.mark.parametrize("kind", TROUBLES)
-def test_one_sentence_says_what_is_wrong(node: Node, tmp_path: Path, kind: str) -> None:
-    mounts = {"full": "size=4k", "read-only": "ro"}
-    before: tuple[str, ...] = ()
-    node.tier = str(tmp_path / kind)
-    if kind == "file":
-        Path(node.tier).touch()
-    elif kind != "gone":
-        os.mkdir(node.tier)
-    if kind in mounts:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", mounts[kind], "none", node.tier], check=True)
-    elif kind == "another's":
-        before = WITHOUT_RIGHTS
-        shutil.chown(node.tier, 65534)
-        os.chmod(node.tier, 0o755)
-    elif kind == "quota":
-        before = ("strace", "-D", "-f", "-o", "/dev/null", "-e", "inject=pwrite64:error=EDQUOT")
-    try:
-        order = orders.Write(node.tier, 5, "default", node.stamp, 0, (node.source(0),))
-        answer = carry_out(order, node.fds[0], before=before)
-        assert isinstance(answer, orders.Failed) and answer.reason.startswith(node.tier)
-        assert answer.reason.endswith(f": {TROUBLES[kind]}")
-        assert [name for _, _, names in os.walk(node.tier) for name in names] == []
-    finally:
-        if kind in mounts:
-            subprocess.run(["umount", node.tier], check=True)
+def test_one_sentence_says_what_is_wrong(node: Node, tmp_path: Path) -> None:
+    assert written_to(node, tmp_path / "gone") == "the directory is not there"
+    (tmp_path / "file").touch()
+    assert written_to(node, tmp_path / "file") == "not a directory"
+
+
+@pytest.mark.slow
+def test_one_sentence_says_what_is_wrong_with_a_file_system(node: Node, tmp_path: Path) -> None:
+    full = ("strace", "-D", "-f", "-o", "/dev/null", "-e", "inject=pwrite64:error=EDQUOT")
+    for kind, options, before, why in (
+        ("full", "size=4k", (), "the file system is full"),
+        ("read-only", "ro", (), "the file system is read-only"),
+        ("another's", "", WITHOUT_RIGHTS, "permission denied"),
+        ("quota", "", full, "the quota is used up"),
+    ):
+        tier = tmp_path / kind
+        tier.mkdir()
+        if kind == "another's":
+            shutil.chown(tier, 65534)
+        if options:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", tier], check=True)
+        try:
+            assert written_to(node, tier, before) == why, kind
+        finally:
+            if options:
+                subprocess.run(["umount", tier], check=True)
 
 
 def test_the_directory_of_a_user_is_made_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -217,6 +231,7 @@ def test_nothing_is_made_where_a_file_system_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "not-mounted").exists()
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
     """A rate of 1 byte a second: it would not come to its end by itself."""
     order = orders.Write(str(tmp_path), 5, "default", STAMP, 0, (node.source(0),), 1.0)
@@ -232,22 +247,19 @@ def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
     assert agent.stdout is not None
     pid = int(agent.stdout.readline())
     where = tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))
-    deadline = time.monotonic() + 20
-    while not (where.is_dir() and os.listdir(where)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    waiting.until(lambda: where.is_dir() and os.listdir(where), every_s=0.02)
     assert [name for name in os.listdir(where) if name.endswith(".tmp")]
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     assert io_class(pid) == IDLE
     agent.send_signal(signal.SIGKILL)
     agent.wait()
     agent.stdout.close()
-    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{pid}/stat").exists()
-    assert carry_out(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
+    waiting.until(lambda: not Path(f"/proc/{pid}/stat").exists(), every_s=0.02)
+    assert here(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
     shutil.rmtree(tmp_path / "gemini-5")
 
 
+@pytest.mark.slow
 def test_torch_is_never_loaded_and_what_a_training_waits_for_is_not_behind_others(node: Node, tmp_path: Path) -> None:
     """torch takes seconds and hundreds of MB, for each order."""
     fd = os.memfd_create("into")
@@ -280,10 +292,6 @@ def test_torch_is_never_loaded_and_what_a_training_waits_for_is_not_behind_other
 
 
 def test_garbage_is_an_order_for_nothing() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    out, _ = process.communicate(b'{"op":"write","tier":"/"}\n')
-    assert isinstance(orders.answer_decoder.decode(out), orders.Failed) and process.returncode == 0
+    argv = [sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())]
+    done = subprocess.run(argv, input=b'{"op":"write","tier":"/"}\n', stdout=subprocess.PIPE, check=True)
+    assert isinstance(orders.answer_decoder.decode(done.stdout), orders.Failed)
