@@ -35,6 +35,7 @@ from gemini_hpc.wire.stored import Tier
 
 IMPORTED_AT = clock.time()
 CLOSE_TIMEOUT_S = 10.0
+_LAST_S = 10.0  # for threads of ours that nothing holds up any more
 
 
 class Checkpointer:
@@ -281,9 +282,9 @@ class Checkpointer:
         if self._holding is not None:
             self._holding.end()
         in_peace = success and session.protected and not session.verdict.refused
-        ended = engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
+        engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         session.finish(success=success)
-        if success and ended:
+        if engine.wait_ended(_LAST_S) and success:
             for keeper in engine.keepers():
                 keeper.close()
 

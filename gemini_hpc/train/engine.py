@@ -331,17 +331,21 @@ class SaveEngine:
             if self._parity is not None:
                 self._parity.reserve(totals)
             for receiver in self.receivers:
+                if session.ending:
+                    return
                 rank, pushed = receiver.rank, isinstance(receiver, Reserved)
                 shards.append(register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed))
             for shard in shards:
+                if session.ending:
+                    return
                 if not shard.pushed:
                     shard.populate()
             self.replicator.pin(shards[0])
             self._recognise(shards[0])
         except Exception as error:
-            self._listen([])
-            known = isinstance(error, (AgentLost, AgentRefused, ValueError, OSError))
-            session.lose(str(error) if known else f"{type(error).__name__}: {error}")
+            if self._listen([]):
+                known = isinstance(error, (AgentLost, AgentRefused, ValueError, OSError))
+                session.lose(str(error) if known else f"{type(error).__name__}: {error}")
             return
         if self._listen(shards):
             session.verdict.prepared()
@@ -394,9 +398,8 @@ class SaveEngine:
 
     # ---- the end ---------------------------------------------------------------------------------------
 
-    def shut_down(self, patience_s: float) -> bool:
-        """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links. Whether all
-        of them have ended."""
+    def shut_down(self, patience_s: float) -> None:
+        """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links."""
         deadline = clock.monotonic() + patience_s
         if self.driver is not None:
             self.driver.finish(in_peace=patience_s > 0)
@@ -419,9 +422,22 @@ class SaveEngine:
                 self.replicator.stop(1.0)
             for receiver in self.receivers:
                 receiver.join(1.0)
-        ended = self._arming is None or not self._arming.is_alive()
-        ended = (self.replicator is None or self.replicator.stop(0.0)) and ended
-        ended = (self._rescuer is None or self._rescuer.close()) and ended
+        if self._rescuer is not None:
+            self._rescuer.close(1.0)
         if self.driver is not None:
             self.driver.close()
-        return all(receiver.join(0.0) for receiver in self.receivers) and ended
+
+    def wait_ended(self, patience_s: float) -> bool:
+        """Wait for the threads, once neither links nor the agent hold them up, and return whether all have ended.
+        Python aborts when it ends while one is at work in torch."""
+        deadline = clock.monotonic() + patience_s
+
+        def left_s() -> float:
+            return max(0.0, deadline - clock.monotonic())
+
+        if self._arming is not None:
+            self._arming.join(left_s())
+        ended = self._arming is None or not self._arming.is_alive()
+        ended = (self.replicator is None or self.replicator.stop(left_s())) and ended
+        ended = (self._rescuer is None or self._rescuer.close(left_s())) and ended
+        return all(receiver.join(left_s()) for receiver in self.receivers) and ended

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from waiting import until
@@ -153,15 +154,19 @@ def test_one_rank_that_cannot_plan_ends_protection_on_all(make_job: MakeJob) -> 
     assert all("pop from empty list" in err for err in run.stderr)
 
 
-@pytest.mark.parametrize("delay_s", [1.0, 6.0])
-def test_close_while_memory_is_reserved(make_job: MakeJob, delay_s: float) -> None:
-    """Threads that begin to wait for other ranks after close() would abort the process at its exit."""
+@pytest.mark.parametrize(
+    ("delay_s", "options"),
+    [(0.3, {}), (1.5, {"close_s": 0.2}), (0.0, {"close_s": 0.2, "populates_s": 1.5})],
+    ids=["waited for", "the agent is slow", "at work in torch"],
+)
+def test_close_while_memory_is_reserved(make_job: MakeJob, delay_s: float, options: dict[str, Any]) -> None:
+    """A thread that waits for other ranks, or is at work in torch, would abort the process at its exit."""
     job = make_job(2, 2)
     job.delay["Register"] = delay_s
-    run = Run(job, 2, {"kind": "ddp", "steps": 2})
+    run = Run(job, 2, {"kind": "ddp", "steps": 2, **options})
     run.wait(timeout_s=60)
     assert job.finished == {0, 1}
-    assert not any("link" in err for err in run.stderr)
+    assert not any("link" in err or "no longer protected" in err for err in run.stderr)
 
 
 def test_without_an_agent_one_line(make_job: MakeJob) -> None:

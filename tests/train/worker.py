@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import gemini_hpc as gemini
-from gemini_hpc.client import agent_connection
+from gemini_hpc.client import agent_connection, mapped_slots
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.train import rejecting
+from gemini_hpc.train import checkpointer, rejecting
 from gemini_hpc.train.device import host_copy, pins, streams
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.restorer import Restorer
@@ -230,6 +230,13 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     pins.of_training = lambda device: gpu.pin
 
 
+def keep_torch_busy(seconds: float) -> None:
+    """Without the interpreter's lock for most of that time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        torch.zeros(1 << 20)
+
+
 def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
     """Bounded: not where nothing protects, or what is wrong is what the test wants to see."""
     client = ckpt._session.client
@@ -373,6 +380,10 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     slow = SlowLink(o["rate"]) if "rate" in o else None
     if "not_yet_s" in o:
         agent_connection.NOT_YET_S = o["not_yet_s"]
+    if "close_s" in o:
+        checkpointer.CLOSE_TIMEOUT_S = o["close_s"]
+    if "populates_s" in o:
+        mapped_slots.Slot.populate = lambda slot: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
     if o.get("no_manifest_on") == rank:
         shard_manifest.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None

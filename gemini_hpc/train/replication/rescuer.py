@@ -61,7 +61,7 @@ class Rescuer:
             with suppress(AgentLost, AgentRefused):
                 self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=nodes))
 
-    def close(self, timeout_s: float = 1.0) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """Whether the thread has ended."""
         self._closed.set()
         sock = self._sock
