@@ -148,14 +148,14 @@ def site(shared_site: Site) -> Iterator[Site]:
     assert_nothing_new(before, lambda: present(shared_site.cluster), 20)
 
 
-def one_line(done: Any, *words: str, status: int | None = None) -> str:
-    """The one line on stderr of a command that failed as it should."""
-    assert done.returncode == status if status is not None else done.returncode not in (0, -1), done
+def one_line(done: Any, *words: str, status: int | None = None, case: str = "") -> str:
+    """The one line on stderr of a command that failed as it should; `case` names it in a failure."""
+    assert done.returncode == status if status is not None else done.returncode not in (0, -1), f"{case}: {done}"
     lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert len(lines) == 1, f"{case}: {done.stderr}"
+    assert "Traceback" not in done.stderr and done.stdout == "", case
     for word in words:
-        assert word in lines[0], lines[0]
+        assert word in lines[0], f"{case}: {lines[0]}"
     return str(lines[0])
 
 

@@ -97,6 +97,7 @@ def test_reports_about_what_is_not_the_jobs(site: Site) -> None:
     assert untouched(site)
 
 
+@pytest.mark.alone
 def test_flood_of_one_user_delays_no_other(site: Site) -> None:
     """bob's agents and questions without end; alice's inspect, a new job of hers, her events and her log."""
     job = site.cluster.sbatch(["-N1", "-n1"], user="bob", script="#!/bin/sh\nsleep 300\n")

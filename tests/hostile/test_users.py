@@ -22,36 +22,31 @@ def queued(site: Site) -> int:
     return len(site.cluster.run(["squeue", "-h", "-a"]).stdout.splitlines())
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "x", "99", "", "1.5", "2;reboot", "4294967298", " 2", "0x2"])
-def test_replicas_are_checked_at_submission(site: Site, value: str) -> None:
+@pytest.mark.witness("a wrong option is refused at submission, in one line")
+def test_replicas_are_checked_at_submission(site: Site) -> None:
     before = queued(site)
-    done = site.cluster.run(
-        ["sbatch", f"--gemini-replicas={value}", "--wrap=true", "-N2"], user="alice", timeout_s=20
-    )
-    assert done.returncode != 0 and done.stdout == ""
-    ours = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
-    assert len(ours) == 1, done.stderr
-    assert f"wanted a whole number from 1 to 32, found '{value}'" in ours[0]
+    for value in ("0", "-1", "x", "99", "", "1.5", "2;reboot", "4294967298", " 2", "0x2"):
+        options = [f"--gemini-replicas={value}", "--wrap=true", "-N2"]
+        done = site.cluster.run(["sbatch", *options], user="alice", timeout_s=20)
+        assert done.returncode != 0 and done.stdout == "", value
+        ours = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
+        assert len(ours) == 1, done.stderr
+        assert f"wanted a whole number from 1 to 32, found '{value}'" in ours[0]
     assert queued(site) == before
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param("sbatch -N2", marks=pytest.mark.witness("a wrong option is refused at submission, in one line")),
-        *("sbatch", "salloc -N1-2", "srun --nodes=2"),
-    ],
-)
-def test_more_replicas_than_nodes_are_refused_at_submission(site: Site, command: str) -> None:
+def test_more_replicas_than_nodes_are_refused_at_submission(site: Site) -> None:
     before = queued(site)
     script = site.cluster.home("alice") / "few.sh"
     script.write_text("#!/bin/sh\n#SBATCH --requeue -N 2\ntrue\n")
-    tool, *options = command.split()
-    what = [str(script), "-N9"] if tool == "sbatch" else ["true"]
-    done = site.cluster.run([tool, "--gemini-replicas=3", *options, *what], user="alice", timeout_s=20)
-    assert done.returncode != 0 and done.stdout == ""
-    ours = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
-    assert len(ours) == 1 and "--nodes asks for 2: ask for more nodes or fewer replicas" in ours[0], done.stderr
+    for command in ("sbatch -N2", "sbatch", "salloc -N1-2", "srun --nodes=2"):
+        tool, *options = command.split()
+        what = [str(script), "-N9"] if tool == "sbatch" else ["true"]
+        done = site.cluster.run([tool, "--gemini-replicas=3", *options, *what], user="alice", timeout_s=20)
+        assert done.returncode != 0 and done.stdout == "", command
+        ours = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
+        told = "--nodes asks for 2: ask for more nodes or fewer replicas"
+        assert len(ours) == 1 and told in ours[0], f"{command}: {done.stderr}"
     assert queued(site) == before
 
 
@@ -117,9 +112,9 @@ def test_inspect_of_what_is_not_yours_or_not_there(site: Site) -> None:
     assert site.gemini("inspect", job).returncode == 0
 
 
-@pytest.mark.parametrize("word", ["x", "", "1.5", "1e3", "99999999999", "../1", "1_", "\u0663", "1\n2"])
-def test_inspect_of_no_number(site: Site, word: str) -> None:
-    one_line(site.gemini("inspect", "--", word), "is not a job id", status=2)
+def test_inspect_of_no_number(site: Site) -> None:
+    for word in ("x", "", "1.5", "1e3", "99999999999", "../1", "1_", "\u0663", "1\n2"):
+        one_line(site.gemini("inspect", "--", word), "is not a job id", status=2, case=repr(word))
 
 
 def test_inspect_without_a_controller(site: Site) -> None:
@@ -159,14 +154,8 @@ def settings_file(site: Site) -> Iterator[Path]:
     path.write_bytes(good)
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
-    content, words = BAD[kind]
-    settings_file.write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_bad_settings(site: Site, settings_file: Path) -> None:
     node, where = site.nodes[0], "/etc/gemini-hpc/gemini.toml"
-    one_line(site.gemini("inspect", str(site.job.id)), where, words, status=1)
-    one_line(site.gemini("controller", "--foreground", user=None), where, words, status=2)
-    one_line(site.gemini("controller", user=None), where, words, status=2)
     agent = [
         PYTHON,
         "-I",
@@ -181,25 +170,17 @@ def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
         "--dir",
         "/tmp",
     ]
-    one_line(site.cluster.exec(node, agent, user="alice"), where, words, status=2)
-    given = {
-        "job": "999",
-        "uid": str(ALICE),
-        "restart": "0",
-        "replicas": "2",
-        "node": node,
-        "nodelist": "n[1-2]",
-    }
-    prolog = [
-        PYTHON,
-        "-I",
-        "-m",
-        "gemini_hpc.node.prolog",
-        *[given.get(name, "") for name in ARGUMENTS],
-    ]
-    done = site.cluster.exec(node, prolog)
-    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
-    assert words in done.stderr and done.stderr.startswith("gemini-hpc: prolog: job=999 not protected: ")
+    given = {"job": "999", "uid": str(ALICE), "restart": "0", "replicas": "2", "node": node, "nodelist": "n[1-2]"}
+    prolog = [PYTHON, "-I", "-m", "gemini_hpc.node.prolog", *[given.get(name, "") for name in ARGUMENTS]]
+    for kind, (content, words) in BAD.items():
+        settings_file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        one_line(site.gemini("inspect", str(site.job.id)), where, words, status=1, case=kind)
+        one_line(site.gemini("controller", "--foreground", user=None), where, words, status=2, case=kind)
+        one_line(site.gemini("controller", user=None), where, words, status=2, case=kind)
+        one_line(site.cluster.exec(node, agent, user="alice"), where, words, status=2, case=kind)
+        done = site.cluster.exec(node, prolog)
+        assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), f"{kind}: {done.stderr}"
+        assert words in done.stderr and done.stderr.startswith("gemini-hpc: prolog: job=999 not protected: "), kind
 
 
 @pytest.mark.witness("a mistake in the site's settings costs protection and no job")

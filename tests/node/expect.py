@@ -10,12 +10,11 @@ def silent(done: subprocess.CompletedProcess[str]) -> bool:
     return (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def one_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The one complaint of a script that must not fail all the same."""
-    assert done.returncode == 0
-    assert done.stdout == ""
+def one_line(done: subprocess.CompletedProcess[str], case: str = "") -> str:
+    """The one complaint of a script that must not fail all the same; `case` names it in a failure."""
+    assert (done.returncode, done.stdout) == (0, ""), f"{case}: {done}"
     lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("gemini-hpc: ")
-    assert lines[0].isprintable()
+    assert len(lines) == 1, f"{case}: {done.stderr}"
+    assert lines[0].startswith("gemini-hpc: "), f"{case}: {lines[0]}"
+    assert lines[0].isprintable(), f"{case}: {lines[0]!r}"
     return lines[0]

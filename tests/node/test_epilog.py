@@ -43,22 +43,23 @@ def test_no_agent(node: Node) -> None:
     assert silent(node.epilog())
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        ("silent", "did not answer in time"),
-        ("garbage", "not JSON"),
-        ("oversized", "longer than"),
-        ("refuse", "refused"),
-    ],
-)
-def test_agent_that_does_not_do_its_part(node: Node, mode: str, words: str) -> None:
-    assert silent(node.prolog())
-    node.mode(mode)
-    began = time.monotonic()
-    assert words in one_line(node.epilog())
-    assert time.monotonic() - began < 5
-    assert node.exists("/run/gemini-hpc/7")
+SAID = {
+    "silent": "did not answer in time",
+    "garbage": "not JSON",
+    "oversized": "longer than",
+    "refuse": "refused",
+}
+
+
+def test_agent_that_does_not_do_its_part(node: Node) -> None:
+    for job, (mode, words) in enumerate(SAID.items(), 7):
+        node.mode("ok")
+        assert silent(node.prolog(job=job)), mode
+        node.mode(mode)
+        began = time.monotonic()
+        assert words in one_line(node.epilog(job=job), case=mode), mode
+        assert time.monotonic() - began < 5, mode
+        assert node.exists(f"/run/gemini-hpc/{job}"), mode
 
 
 def test_owner_who_stops_the_helper_is_not_waited_for(node: Node) -> None:
@@ -86,19 +87,18 @@ def test_directory_of_another_owner_is_left_alone(node: Node) -> None:
     assert node.exists("/run/gemini-hpc/7")
 
 
-@pytest.mark.parametrize("make", ["mkfifo", "touch", "mkdir", "ln -s /run/victim"])
-def test_something_else_in_the_sockets_place(node: Node, make: str) -> None:
-    node.sh(
-        f"touch /run/victim; mkdir -p /run/gemini-hpc/7; {make} /run/gemini-hpc/7/agent.sock; "
-        f"chown -hR {ALICE} /run/gemini-hpc/7"
-    )
-    assert silent(node.epilog())
-    assert node.exists("/run/victim")
+def test_something_else_in_the_sockets_place(node: Node) -> None:
+    node.sh("touch /run/victim")
+    for job, make in enumerate(("mkfifo", "touch", "mkdir", "ln -s /run/victim"), 7):
+        directory = f"/run/gemini-hpc/{job}"
+        node.sh(f"mkdir -p {directory}; {make} {directory}/agent.sock; chown -hR {ALICE} {directory}")
+        assert silent(node.epilog(job=job)), make
+        assert node.exists("/run/victim"), make
 
 
-@pytest.mark.parametrize("value", ["$(touch /run/pwned)", "-1", "1;touch /run/pwned", "9" * 30])
-def test_hostile_exit_code(node: Node, value: str) -> None:
-    one_line(node.epilog(SLURM_JOB_EXIT_CODE=value))
+def test_hostile_exit_code(node: Node) -> None:
+    for value in ("$(touch /run/pwned)", "-1", "1;touch /run/pwned", "9" * 30):
+        one_line(node.epilog(SLURM_JOB_EXIT_CODE=value), case=value)
 
 
 def test_epilog_never_fails_even_strict(node: Node) -> None:

@@ -96,4 +96,6 @@ def test_owners_who_take_up_the_time_do_not_keep_other_leftovers(
     monkeypatch.setattr(stale_jobs, "_is_leftover", slow)
     for _ in range(200):
         stale_jobs.remove(fd, str(path / "run"), except_job=7)
+        if not (path / "run" / "200").exists():
+            break
     assert not (path / "run" / "200").exists()

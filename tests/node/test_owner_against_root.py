@@ -93,23 +93,25 @@ HANDICAPS = {
 }
 
 
-@pytest.mark.parametrize("script", ["prolog", "epilog"])
-@pytest.mark.parametrize("name", HANDICAPS)
-def test_root_that_cannot_become_the_owner_does_nothing(node: Node, name: str, script: str) -> None:
-    handicap, words = HANDICAPS[name]
-    if script == "epilog":
-        node.mode("detach")
-        assert silent(node.prolog())
-    before, records = node.agents(), node.records()
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
+def test_root_that_cannot_become_the_owner_does_nothing(node: Node) -> None:
+    env = {"SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
     env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2"}
-    done = node.run([*handicap, f"/opt/scripts/{script}"], **env)
-    if name == "knows no other uid":
-        # Nor has it the rights to mount; in the epilog the directory is a stranger's.
-        assert done.returncode == 0 and (words in done.stderr or (script == "epilog" and not done.stderr))
-    else:
-        assert words in one_line(done)
-    assert (node.agents(), node.records()) == (before, records)
+    node.mode("detach")
+    cases = [(script, name) for script in ("prolog", "epilog") for name in HANDICAPS]
+    for job, (script, name) in enumerate(cases, 7):
+        handicap, words = HANDICAPS[name]
+        if script == "epilog":
+            assert silent(node.prolog(job=job)), name
+        before, records = node.agents(), node.records(job)
+        done = node.run([*handicap, f"/opt/scripts/{script}"], **env, SLURM_JOB_ID=str(job))
+        case = f"{script} that {name}"
+        if name == "knows no other uid":
+            # Nor has it the rights to mount; in the epilog the directory is a stranger's.
+            told = words in done.stderr or (script == "epilog" and not done.stderr)
+            assert done.returncode == 0 and told, f"{case}: {done}"
+        else:
+            assert words in one_line(done, case=case), case
+        assert (node.agents(), node.records(job)) == (before, records), case
 
 
 def test_users_limits_cost_users_alone(node: Node) -> None:
@@ -315,17 +317,15 @@ def test_first_jobs_of_a_node_at_the_same_time(node: Node) -> None:
 # ---- forged words of the agent ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("said", "held"),
-    [("1", "1"), ("0", "0"), ("2", ""), ("-1", ""), ('"0"', ""), ("null", ""), ("1e9", ""), ("[0]", "")],
-)
-def test_restart_count_is_slurmds(node: Node, said: str, held: str) -> None:
+def test_restart_count_is_slurmds(node: Node) -> None:
     """The agent, its owner's, may choose between slurmd's restart count and the one before, and nothing else."""
-    node.mode(f"hold {said}")
-    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
-    assert silent(node.epilog(SLURM_JOB_RESTART_COUNT="1"))
-    text = node.sh("cat /run/held 2>/dev/null || :").strip()
-    assert text == (f"--job 7 --restart {held} --node n2 --nodes n[1-3]" if held else "")
+    words = {"1": "1", "0": "0", "2": "", "-1": "", '"0"': "", "null": "", "1e9": "", "[0]": ""}
+    for job, (said, held) in enumerate(words.items(), 7):
+        node.mode(f"hold {said}")
+        assert silent(node.prolog(job=job, SLURM_JOB_RESTART_COUNT="1")), said
+        assert silent(node.epilog(job=job, SLURM_JOB_RESTART_COUNT="1")), said
+        text = node.sh("cat /run/held 2>/dev/null || :; rm -f /run/held").strip()
+        assert text == (f"--job {job} --restart {held} --node n2 --nodes n[1-3]" if held else ""), said
 
 
 def test_nobody_is_killed_for_a_process_that_is_not_seen(node: Node) -> None:
