@@ -1,6 +1,6 @@
 """Where CUDA is in what the training's threads have launched: events on its streams.
 
-This file has not run on a GPU. It never waits for the device: events are read when they are complete.
+It never waits for the device: events are read when they are complete.
 
 The end of an asynchronous operation is an event on a side stream of ours that is made to wait for it through the
 work's *future*. `work.wait()` would do that too, but it also tells torch's allocator that the caller has waited: the

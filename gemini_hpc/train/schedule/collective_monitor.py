@@ -81,7 +81,7 @@ class CollectiveMonitor:
     while it waits for a slow peer, and a barrier (0 bytes) likewise. Sends and receives are taken to need
     bytes / `bytes_per_s`: a send right after its launch, a receive right before its end (a receive for which nobody
     waited within its iteration counts as no time).
-    With NCCL they are the device's (see `train.device`; not run on a GPU yet): what was launched is what the device
+    With NCCL they are the device's (see `train.device`): what was launched is what the device
     has come to, it is in flight until the device has ended it, and a trace comes some `mark()`s later (`ago`), as the
     host runs ahead."""
 

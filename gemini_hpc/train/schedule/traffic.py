@@ -20,7 +20,7 @@ class Traffic:
     Args:
         transport: what carries them. "host": from agent to agent, out of the slots, with no thread of the training on
             the network. "gloo": from rank to rank. "mpi": from rank to rank of an MPI job that has imported
-            mpi4py.MPI. "nccl": from GPU to GPU; never run on one so far. "auto" is "host". Where one cannot be had
+            mpi4py.MPI. "nccl": from GPU to GPU; not run between two so far. "auto" is "host". Where one cannot be had
             all ranks use "auto" (of "nccl": gloo), and one line on stderr says why.
         every: save each j-th version only; 0: as often as the idle spans allow.
         overhead: by what share the training may be slowed at most, 0 to 1. Where the idle spans are too small for
