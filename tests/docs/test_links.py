@@ -30,6 +30,7 @@ FOREIGN = {
     *("--parsable", "--dependency", "--nodelist"),
     *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert"),
     "--with-ft",  # Open MPI's
+    *("--tiny", "--fake"),  # python -m benchmarks, benchmarks.gpu
 }
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 LONE = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")

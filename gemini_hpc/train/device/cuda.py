@@ -1,4 +1,4 @@
-"""Streams, events and pinned memory of CUDA, through torch. Nothing in this file has run on a GPU.
+"""Streams, events and pinned memory of CUDA, through torch.
 
 A thread that has never said which device it means is on device 0: its first call would make a context there, of some
 hundred MB, in each process of a node. So what threads of ours call says it each time.
