@@ -21,7 +21,7 @@ def launch(make_agents: Callable[..., RealJob], tmp_path: Path) -> Iterator[Call
     begun: list[Launchers] = []
 
     def begin(world: int = 2, *, nodes: int = 2, **more: Any) -> Launchers:
-        job = make_agents(nodes, 2)
+        job = make_agents(nodes, 2, heartbeat_s=1.0)  # no test waits for a dead node: a busy machine makes none
         begun.append(Launchers(job, tmp_path / f"ranks{len(begun)}", world, **more))
         return begun[-1]
 

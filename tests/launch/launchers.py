@@ -86,7 +86,7 @@ class Launchers:
                 else Process(env, module="gemini_hpc.launch", arguments=arguments)
             )
 
-    def wait(self, timeout_s: float = 60.0) -> list[int]:
+    def wait(self, timeout_s: float = 120.0) -> list[int]:
         """Exit statuses by rank."""
         deadline = time.monotonic() + timeout_s
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]

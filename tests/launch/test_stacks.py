@@ -27,7 +27,7 @@ def sealed(job: RealJob) -> int:
 
 @pytest.mark.parametrize("stack", ["huggingface", pytest.param("lightning", marks=pytest.mark.long)])
 def test_a_rank_is_killed(make_agents: Callable[..., RealJob], tmp_path: Path, stack: str) -> None:
-    job = make_agents(2, 2)
+    job = make_agents(2, 2, heartbeat_s=1.0)
     arguments = [str(ROOT / "examples" / f"train_{stack}.py"), "--steps", "250"]
     ranks: list[Command] = []
     try:
