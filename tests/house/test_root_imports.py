@@ -5,21 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import sys
 before = set(sys.modules)
-import gemini_hpc.node.{name}
+from gemini_hpc.node import epilog, prolog, reaper
 for module in sorted(set(sys.modules) - before):
     if module.partition(".")[0] not in sys.stdlib_module_names and not module.startswith("gemini_hpc"):
         print(module)
 """
 
 
-@pytest.mark.parametrize("name", ["prolog", "epilog", "reaper"])
-def test_nothing_but_the_standard_library(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(name=name)], capture_output=True, text=True, timeout=60, check=True
-    )
+def test_nothing_but_the_standard_library() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == ""

@@ -29,6 +29,7 @@ from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.wire.inspect_schema import InspectPart, Record, RecordAsk, TrainingState
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
+from .test_charts import colours, rgb
 from .test_text import STEADY, but, part
 
 pytestmark = pytest.mark.slow
@@ -134,63 +135,40 @@ def test_pictures() -> None:
     assert size_of(drawing.overhead_png(ONE))[0] == width
 
 
-def colours(png: bytes) -> set[tuple[int, int, int]]:
-    import io
-
-    import matplotlib.image
-    import numpy as np
-
-    pixels = np.asarray(matplotlib.image.imread(io.BytesIO(png), format="png"))[:, :, :3]
-    return {tuple(int(c) for c in row) for row in np.unique((pixels * 255).round().reshape(-1, 3), axis=0)}
-
-
-def rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:], 16)
+def test_each_lane_is_drawn() -> None:
+    """Where a timeline has one lane alone, of all their colours only its own is in the picture."""
+    lanes = {"ops": drawing._TRAINING, "chunks": drawing._CHUNK, "copies": drawing._COPY, "waits": drawing._WAIT}
+    for lane, colour in lanes.items():
+        alone = msgspec.structs.replace(TIMELINE, **{name: () for name in lanes if name != lane})
+        drawn = colours(drawing.timeline_png(Shown("default", 0, "n1", STEADY, alone, ())))
+        assert {c for c in lanes.values() if rgb(c) in drawn} == {colour}, lane
 
 
-@pytest.mark.parametrize(
-    ("lane", "colour"),
-    [("ops", drawing._TRAINING), ("chunks", drawing._CHUNK), ("copies", drawing._COPY), ("waits", drawing._WAIT)],
-)
-def test_each_lane_is_drawn(lane: str, colour: str) -> None:
-    drawn = colours(drawing.timeline_png(ONE))
-    assert rgb(colour) in drawn
-    without = msgspec.structs.replace(TIMELINE, **{lane: ()})
-    assert rgb(colour) not in colours(drawing.timeline_png(Shown("default", 0, "n1", STEADY, without, ())))
-
-
-@pytest.mark.parametrize(
-    "timeline",
-    [
+def test_strange_timelines() -> None:
+    cut = stats_messages.timeline(
+        version=1, iteration_s=1e-9, gate_s=5.0, ops=[("x", 5.0, -5.0, 1)], waits=[(0.0, 0.0)]
+    )
+    holders = stats_messages.timeline(
+        version=1, iteration_s=1.0, gate_s=0.5, chunks=[(0.1, 0.2, 1, r) for r in range(200)]
+    )
+    backwards = msgspec.msgpack.encode([1, 1.0, 0.5, [["$\\frac{$", 0.9, 0.1, 1]]])
+    for timeline in (
         TimelineState(0, 0.0, 0.0),
         TimelineState((1 << 40) - 1, 1e5, 1e5),
-        stats_messages.timeline(
-            version=1, iteration_s=1e-9, gate_s=5.0, ops=[("x", 5.0, -5.0, 1)], waits=[(0.0, 0.0)]
-        ),
-        stats_messages.timeline(
-            version=1, iteration_s=1.0, gate_s=0.5, chunks=[(0.1, 0.2, 1, r) for r in range(200)]
-        ),
-        msgspec.msgpack.decode(
-            msgspec.msgpack.encode([1, 1.0, 0.5, [["$\\frac{$", 0.9, 0.1, 1]]]), type=TimelineState
-        ),
-    ],
-    ids=["nothing", "bounds", "cut", "holders", "backwards"],
-)
-def test_strange_timelines(timeline: TimelineState) -> None:
-    size_of(drawing.timeline_png(Shown(EVIL, 0, EVIL, STEADY, timeline, ())))
+        cut,
+        holders,
+        msgspec.msgpack.decode(backwards, type=TimelineState),
+    ):
+        size_of(drawing.timeline_png(Shown(EVIL, 0, EVIL, STEADY, timeline, ())))
 
 
-@pytest.mark.parametrize(
-    "series",
-    [
+def test_strange_series() -> None:
+    for series in (
         (Point(0.0, 0.0, 0),),
         (Point(0.0, -1.0, 1), Point(1e11, 1e6, 1 << 20)),
         (Point(5.0, 0.1, 1), Point(5.0, 0.2, 2)),
-    ],
-    ids=["one", "bounds", "at once"],
-)
-def test_strange_series(series: tuple[Point, ...]) -> None:
-    size_of(drawing.overhead_png(Shown(EVIL, 0, "n1", STEADY, None, series)))
+    ):
+        size_of(drawing.overhead_png(Shown(EVIL, 0, "n1", STEADY, None, series)))
 
 
 # ---- the page ------------------------------------------------------------------------------------------
