@@ -7,12 +7,21 @@ With "module" and "arguments" in place of options the process is `python -m MODU
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
 import select
 import sys
 import traceback
+
+# What trainings of other stacks import, imported here when the first of them is asked for.
+STACKS = {
+    "huggingface": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "lightning": ("lightning.pytorch",),
+    "fabric": ("lightning.fabric",),
+    "accelerate": ("accelerate",),
+}
 
 
 def main() -> None:
@@ -42,6 +51,8 @@ def main() -> None:
         while b"\n" in buffer:
             line, _, buffer = buffer.partition(b"\n")
             request = json.loads(line)
+            for name in STACKS.get((request.get("options") or {}).get("stack"), ()):
+                importlib.import_module(name)
             pid = os.fork()
             if pid == 0:
                 # the child leaves this loop and ends as any Python process does: hooks, atexit, finalization
