@@ -391,7 +391,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if "close_s" in o:
         checkpointer.CLOSE_TIMEOUT_S = o["close_s"]
     if "populates_s" in o:
-        mapped_slots.Slot.populate = lambda slot: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
+        mapped_slots.Slot.populate = lambda self: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
     if o.get("no_manifest_on") == rank:
         shard_manifest.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None

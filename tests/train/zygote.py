@@ -46,12 +46,12 @@ def main() -> None:
             continue
         part = os.read(0, 1 << 20)
         if not part:
-            return None
+            return
         buffer += part
         while b"\n" in buffer:
             line, _, buffer = buffer.partition(b"\n")
             request = json.loads(line)
-            for name in STACKS.get((request.get("options") or {}).get("stack"), ()):
+            for name in STACKS.get((request.get("options") or {}).get("stack", ""), ()):
                 importlib.import_module(name)
             pid = os.fork()
             if pid == 0:
@@ -66,8 +66,10 @@ def main() -> None:
                 os.environ.update(request["env"])
                 if "module" in request:
                     sys.argv[1:] = request["arguments"]
-                    return runpy.run_module(request["module"], run_name="__main__", alter_sys=True) and None
-                return worker.main(request["options"])
+                    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+                else:
+                    worker.main(request["options"])
+                return
             children.add(pid)
             print(json.dumps({"pid": pid}), flush=True)
 
