@@ -18,10 +18,10 @@ from typing import Any
 Request = dict[str, Any]
 
 
-def serve(child: Callable[[Request], object]) -> None:
-    """Fork until standard input ends. A child returns from here when it has run `child`, and ends as any Python
-    process does: hooks, atexit, finalization."""
-    request = _fork()
+def serve(child: Callable[[Request], object], prepare: Callable[[Request], object] = bool) -> None:
+    """Fork until standard input ends; `prepare` runs before each fork. A child returns from here when it has run
+    `child`, and ends as any Python process does: hooks, atexit, finalization."""
+    request = _fork(prepare)
     if request is None:
         return
     try:
@@ -35,7 +35,7 @@ def serve(child: Callable[[Request], object]) -> None:
         raise error
 
 
-def _fork() -> Request | None:
+def _fork(prepare: Callable[[Request], object]) -> Request | None:
     """In a child: its request. None: there are no more."""
     gc.collect()
     gc.freeze()
@@ -55,6 +55,7 @@ def _fork() -> Request | None:
         *lines, buffer = (buffer + part).split(b"\n")
         for line in lines:
             request = json.loads(line)
+            prepare(request)
             pid = os.fork()
             if pid == 0:
                 for fd in children:

@@ -62,7 +62,7 @@ class _Zygote:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             with self._changed:
-                assert self._changed.wait_for(lambda: bool(self._pids), 120), f"{self._script} does not answer"
+                assert self._changed.wait_for(lambda: bool(self._pids), 240), f"{self._script} does not answer"
                 return self._pids.pop()
 
     def code(self, pid: int, timeout_s: float) -> int | None:

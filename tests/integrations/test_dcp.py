@@ -45,8 +45,7 @@ def goes_on_alike(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) ->
         assert b["digest"] == a["digest"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("kind", "asynchronous"), [("ddp", False), ("fsdp2", True)], ids=["save", "async_save"])
 def test_all_trainers_are_killed(make_job: MakeJob, train: Train, kind: str, asynchronous: bool) -> None:
     options = {"kind": kind, "asynchronous": asynchronous, "labels": True}
     whole = train(None, 2, **options).wait()
@@ -63,23 +62,14 @@ def test_all_trainers_are_killed(make_job: MakeJob, train: Train, kind: str, asy
         assert [r["saved"] for r in resumed] == [list(range(DIED + 1, STEPS + 1))] * 2
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ddp",
-        pytest.param(
-            "fsdp2",
-            marks=pytest.mark.witness("torch.distributed.checkpoint keeps its checkpoints in the agents' memory"),
-        ),
-    ],
-)
-def test_a_node_is_lost_with_its_memory(make_job: MakeJob, train: Train, kind: str) -> None:
-    whole = train(None, 2, kind=kind).wait()
+@pytest.mark.witness("torch.distributed.checkpoint keeps its checkpoints in the agents' memory")
+def test_a_node_is_lost_with_its_memory(make_job: MakeJob, train: Train) -> None:
+    whole = train(None, 2, kind="fsdp2").wait()
     job = make_job(2, 2)
-    train(job, 2, kind=kind, die_at=DIED).wait(codes=(3,))
+    train(job, 2, kind="fsdp2", die_at=DIED).wait(codes=(3,))
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
-    goes_on_alike(whole, train(job, 2, kind=kind, seed=5).wait())
+    goes_on_alike(whole, train(job, 2, kind="fsdp2", seed=5).wait())
 
 
 @pytest.mark.parametrize(("nodes", "before", "after"), [(1, 2, 1), (1, 1, 2), (2, 4, 2), (2, 2, 3)])
@@ -148,10 +138,9 @@ def test_an_agent_is_away_for_a_while(make_job: MakeJob, train: Train, tmp_path:
     assert [r["digest"] for r in results] == [r["digest"] for r in train(None, 2, kind="fsdp2", steps=20).wait()]
 
 
-@pytest.mark.parametrize("growth", [0, 300_000])
-def test_agents_that_die_get_back_what_they_had(make_job: MakeJob, train: Train, tmp_path: Path, growth: int) -> None:
+def test_agents_that_die_get_back_what_they_had(make_job: MakeJob, train: Train, tmp_path: Path) -> None:
     """Also where others' shards have outgrown their slots."""
-    options = {"kind": "fsdp2", "growth": growth}
+    options = {"kind": "fsdp2", "growth": 300_000}
     whole = train(None, 2, **options).wait()
     job = make_job(2, 2)
     first = train(job, 2, pause_at=DIED, paused=str(tmp_path), **options)

@@ -15,14 +15,9 @@ STEPS = 24  # an epoch has 9
 HF: dict[str, Any] = {"stack": "huggingface", "steps": STEPS}
 
 
-def test_the_ranks_are_killed(recovery: Recovery) -> None:
-    """Logs, evaluations, a callback's state and the final loss included."""
-    recovery.comes_back(13, **HF)
-
-
 @pytest.mark.witness("Hugging Face's Trainer goes on in mid-epoch as if nothing had been")
 def test_a_node_is_lost(recovery: Recovery) -> None:
-    """With its agent and its memory: what it had comes from the other one."""
+    """Logs, evaluations, a callback's state and the final loss included."""
     recovery.comes_back(13, lose=["n2"], **HF)
 
 

@@ -15,13 +15,8 @@ STEPS = 24  # an epoch has 17 batches, which are 9 steps; validation after each 
 PL: dict[str, Any] = {"stack": "lightning", "steps": STEPS}
 
 
-def test_the_ranks_are_killed(recovery: Recovery) -> None:
-    """No hook of a callback is called twice or left out, validation included."""
-    recovery.comes_back(13, **PL)
-
-
 def test_a_node_is_lost(recovery: Recovery) -> None:
-    """With its agent and its memory: what it had comes from the other one."""
+    """No hook of a callback is called twice or left out, validation included."""
     recovery.comes_back(13, lose=["n2"], **PL)
 
 

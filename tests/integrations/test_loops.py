@@ -15,18 +15,13 @@ STACKS = ["accelerate", "fabric"]
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_ranks_are_killed(recovery: Recovery, stack: str) -> None:
-    recovery.comes_back(13, stack=stack, steps=STEPS)
-
-
-@pytest.mark.parametrize("stack", STACKS)
 def test_a_node_is_lost(recovery: Recovery, stack: str) -> None:
     """With its agent and its memory: what it had comes from the other one."""
     recovery.comes_back(13, lose=["n2"], stack=stack, steps=STEPS)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_without_an_agent(start: Start, tmp_path: Path, stack: str) -> None:
+def test_without_an_agent(start: Start, tmp_path: Path) -> None:
+    stack = "accelerate"
     plain = start(None, stack=stack, steps=STEPS, without=True, directory=str(tmp_path)).wait()
     run = start(None, stack=stack, steps=STEPS, directory=str(tmp_path))
     for a, b in zip(plain, run.wait(), strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from gemini_hpc.wire import munge
 
@@ -72,6 +73,31 @@ def make_agents(tmp_path: Path, open_munge: None) -> Iterator[Callable[..., Real
 def real_job(make_agents: Callable[..., RealJob]) -> Callable[..., RealJob]:
     """real_job(nodes, m, tier=...): the same."""
     return make_agents
+
+
+class Pause:
+    """Where the ranks of a training wait in mid-training, until the test lets them go."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self._directory = directory
+
+    def at(self, *steps: int) -> dict[str, Any]:
+        """Return the options of a training that stands still after each of these steps."""
+        return {"stands_at": steps, "stands_in": str(self._directory)}
+
+    def wait(self, step: int, world: int = 2) -> None:
+        """Return when all ranks stand still."""
+        files = [self._directory / f"{step}.{rank}" for rank in range(world)]
+        until(lambda: all(file.exists() for file in files), 60, every_s=0.01, what=f"all ranks at step {step}")
+
+    def end(self, step: int) -> None:
+        (self._directory / f"{step}.go").touch()
+
+
+@pytest.fixture
+def pause(tmp_path: Path) -> Pause:
+    return Pause(tmp_path / "paused")
 
 
 @pytest.fixture

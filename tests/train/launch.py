@@ -113,8 +113,8 @@ class Run:
             at = out.rfind('{"rank"')
             results.append(json.JSONDecoder().raw_decode(out[at:])[0] if at >= 0 else {})
         assert not failures, "; ".join(failures) + "\n" + "\n".join(self.stderr)
-        if isinstance(self.job, FakeJob):  # the agents may still look at the last copies
-            until(lambda: not self.job.unverified, what="verified")
+        if isinstance(job := self.job, FakeJob):  # the agents may still look at the last copies
+            until(lambda: not job.unverified, what="verified")
         return results
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.train.state import encode
@@ -87,7 +87,6 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=150, deadline=None)
 def test_round_trip(value: Any) -> None:
     assert same(encode.decode(encode.encode(value)), value)
 
@@ -169,7 +168,6 @@ def test_a_cycle_is_an_error() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
 def test_garbage_is_refused(data: bytes) -> None:
     try:
         value = encode.decode(data)
@@ -179,7 +177,6 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 
 @given(values, st.data())
-@settings(max_examples=200, deadline=None)
 def test_damaged_bytes_are_refused_or_harmless(value: Any, data: st.DataObject) -> None:
     raw = bytearray(encode.encode({"v": value, "t": torch.ones(3), "a": np.ones(2)}))
     for _ in range(data.draw(st.integers(1, 4))):

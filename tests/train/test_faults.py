@@ -13,6 +13,7 @@ from waiting import until
 
 from gemini_hpc.wire import local
 
+from .conftest import Pause
 from .fake_agent import FakeJob
 from .launch import Run, train
 
@@ -25,50 +26,65 @@ def sealed_version(job: FakeJob) -> int:
     return job.sealed.version if job.sealed else 0
 
 
-def test_agent_dies_and_comes_back(make_job: MakeJob) -> None:
+def test_agent_dies_and_comes_back(make_job: MakeJob, pause: Pause) -> None:
     job = make_job(2, 2)
-    run = Run(job, 2, {"kind": "ddp", "steps": 120, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 1.0}})
-    until(lambda: sealed_version(job) >= 5, what="the first seals")
+    options = {"kind": "ddp", "steps": 24, "armed": True, "kwargs": {"seal_timeout_s": 1.0}}
+    run = Run(job, 2, {**options, **pause.at(6, 12, 20)})
+    pause.wait(6)
+    until(lambda: sealed_version(job) >= 4, what="the first seals")
     job.nodes[1].die()
     before = sealed_version(job)
-    time.sleep(1.0)
+    pause.end(6)
+    pause.wait(12)
     with job.lock:
         assert sealed_version(job) <= before + 1, "nothing can be sealed without an agent"
         job.nodes[1].start()
+    until(lambda: len(job.nodes[1].handed_back) == 4, what="the hand-back")
+    pause.end(12)
+    pause.wait(20)
     until(lambda: sealed_version(job) > before + 2, what="seals after the hand-back")
+    pause.end(20)
     results = run.wait()
     back = job.nodes[1].handed_back
     assert {(m.rank, m.slot) for m in back} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert any(m.digest and m.version >= before - 1 for m in back)
     assert job.nodes[1].hellos[-1].rejoin
-    assert all(r["report"]["version"] == 120 and r["report"]["state"] == "protected" for r in results)
+    assert all(r["report"]["version"] == 24 and r["report"]["state"] == "protected" for r in results)
     assert "protection is degraded: the agent is gone" in run.stderr[1]
     assert "protected again" in run.stderr[1]
     assert not job.corrupt
 
 
-def test_a_cut_connection_is_not_a_dead_agent(make_job: MakeJob) -> None:
+def test_a_cut_connection_is_not_a_dead_agent(make_job: MakeJob, pause: Pause) -> None:
     job = make_job(2, 2)
-    run = Run(job, 2, {"kind": "ddp", "steps": 60, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 1.0}})
+    options = {"kind": "ddp", "steps": 24, "armed": True, "kwargs": {"seal_timeout_s": 1.0}}
+    run = Run(job, 2, {**options, **pause.at(6, 20)})
+    pause.wait(6)
     until(lambda: sealed_version(job) >= 4, what="the first seals")
     memory = {h.rank: os.fstat(h.fds[0]).st_ino for h in job.nodes[1].held.values()}
+    before, greeted = sealed_version(job), len(job.nodes[1].hellos)
     job.nodes[1].cut()
-    before = sealed_version(job)
+    until(lambda: len(job.nodes[1].hellos) > greeted, what="the reconnection")
+    pause.end(6)
+    pause.wait(20)
     until(lambda: sealed_version(job) > before + 2, what="seals after the reconnection")
+    pause.end(20)
     assert all(r["report"]["state"] == "protected" for r in run.wait())
     assert memory == {h.rank: os.fstat(h.fds[0]).st_ino for h in job.nodes[1].held.values()}
 
 
-def test_agent_of_another_incarnation_is_not_joined(make_job: MakeJob) -> None:
+def test_agent_of_another_incarnation_is_not_joined(make_job: MakeJob, pause: Pause) -> None:
     job = make_job(1, 1)
-    run = Run(job, 1, {"steps": 60, "sleep_s": 0.05})
+    run = Run(job, 1, {"steps": 6, "armed": True, **pause.at(4)})
+    pause.wait(4, world=1)
     until(lambda: sealed_version(job) >= 3, what="the first seals")
     job.nodes[0].die()
     job.epoch += 1
     job.nodes[0].start()
-    result = run.wait()[0]
-    assert result["report"]["state"] == "unprotected"
-    assert "no longer protected: the agent came back at epoch 2" in run.stderr[0]
+    said = "no longer protected: the agent came back at epoch 2"
+    until(lambda: said in run.processes[0].read()[1], what=said)
+    pause.end(4)
+    assert run.wait()[0]["report"]["state"] == "unprotected"
     assert not job.nodes[0].handed_back
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,66 +11,60 @@ import pytest
 from waiting import until
 
 from .agents import RealJob
-from .launch import ROOT, environments
+from .launch import Process, environments
 
 pytestmark = pytest.mark.slow
 
 STEPS, AT = 60, 40
 HANG_S = 5
-THREADS = {"OMP_NUM_THREADS": "1"}
 MakeJob = Callable[..., RealJob]
 
 
 class Ranks:
     """One on each node of a job; launchers: each below one of its own."""
 
-    def __init__(
-        self,
-        job: RealJob | None,
-        how: str,
-        output: Path,
-        *,
-        launchers: bool = True,
-        most: int = 3,
-        **more: str,
-    ) -> None:
-        self.output = output
-        argv = [sys.executable]
-        argv += ["-m", "gemini_hpc.launch", f"--max-restarts={most}"] if launchers else []
-        argv += [str(Path(__file__).with_name("hanging.py")), str(STEPS), str(AT), how]
+    def __init__(self, job: RealJob | None, how: str, *, launchers: bool = True, most: int = 3, **more: str) -> None:
+        arguments = [str(STEPS), str(AT), how]
+        script = str(Path(__file__).with_name("hanging.py"))
         self.processes = []
-        with output.open("w") as out:
-            for rank, place in enumerate(environments(3)):
-                env = {**os.environ, **place, "GEMINI_STEP": "1.0", "PYTHONPATH": str(ROOT), **THREADS, **more}
-                if job is not None:
-                    env["GEMINI_SOCKET"] = job.nodes[rank].path
-                self.processes.append(subprocess.Popen(argv, env=env, stdout=out, stderr=out))
+        for rank, place in enumerate(environments(3)):
+            env = {**place, "GEMINI_STEP": "1.0", **more}
+            if job is not None:
+                env["GEMINI_SOCKET"] = job.nodes[rank].path
+            if launchers:
+                words = [f"--max-restarts={most}", script, *arguments]
+                self.processes.append(Process(env, module="gemini_hpc.launch", arguments=words))
+            else:
+                self.processes.append(Process(env, module="tests.train.hanging", arguments=arguments))
+
+    def output(self) -> str:
+        """What they have written."""
+        return "".join(text for process in self.processes for text in process.read())
 
     def wait(self) -> list[str]:
         """What the ranks have come to."""
         codes = [process.wait(120) for process in self.processes]
-        assert codes == [0, 0, 0], self.output.read_text()
-        return sorted(re.findall(r"rank \d+ result [-+.0-9a-fxp]+;", self.output.read_text()))
+        assert codes == [0, 0, 0], self.output()
+        return sorted(re.findall(r"rank \d+ result [-+.0-9a-fxp]+;", self.output()))
 
     def begun(self) -> set[tuple[int, int]]:
         """Attempts, and the version that each began with."""
-        found = re.findall(r"rank \d+ attempt (\d+) begins at (\d+);", self.output.read_text())
+        found = re.findall(r"rank \d+ attempt (\d+) begins at (\d+);", self.output())
         return {(int(attempt), int(version)) for attempt, version in found}
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+def ranks() -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
     def begin(job: RealJob | None, how: str, **more: object) -> Ranks:
-        made.append(Ranks(job, how, tmp_path / f"output{len(made)}", **more))  # type: ignore[arg-type]
+        made.append(Ranks(job, how, **more))  # type: ignore[arg-type]
         return made[-1]
 
     yield begin
     for process in (p for r in made for p in r.processes):
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait(10)
+        process.signal(signal.SIGKILL)
+        process.wait(10)
 
 
 def events(job: RealJob, name: str) -> list[tuple[str, str]]:

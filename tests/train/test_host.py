@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 
 from .agents import RealJob, RealNode
-from .conftest import HOST, STEPS
+from .conftest import HOST, STEPS, Pause
 from .launch import Run, train
 
 pytestmark = pytest.mark.slow
@@ -118,18 +118,21 @@ def test_ranks_that_join_twice_are_protected(make_job: MakeJob, run: Start, undi
 
 @pytest.mark.parametrize("grow_at", [0, 8])
 def test_agents_die_and_get_back_what_others_had_pushed_to_them(
-    make_job: MakeJob, run: Start, undisturbed: list[str], grow_at: int
+    make_job: MakeJob, run: Start, undisturbed: list[str], grow_at: int, pause: Pause
 ) -> None:
     """The training stands still meanwhile: no copy comes anew."""
     job = make_job(2, 2)
-    training = run(job, pause_at=20, pause_s=8.0, grow_at=grow_at, kwargs={**HOST, "scheme": "background"})
-    until(lambda: sealed(job, job.nodes[0]) == 20, what="version 20 is sealed")
+    options = {"armed": True, "sealed_until": STEPS, "grow_at": grow_at, **pause.at(20)}
+    training = run(job, **options, kwargs={**HOST, "scheme": "background"})
+    pause.wait(20)
+    both_hold(job, 20)
     before = [job.held(node, rank) for node in job.nodes for rank in (0, 1)]
     assert all((1, 20) in stamps and len(stamps) == 2 for stamps in before), before
     for node in job.nodes:
         node.die()
         node.start(again=True)
     until(lambda: [job.held(node, rank) for node in job.nodes for rank in (0, 1)] == before, what="all is back")
+    pause.end(20)
     results = training.wait()
     assert [r["digest"] for r in results] == undisturbed
     for r in results:

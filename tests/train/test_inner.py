@@ -62,6 +62,7 @@ def run(
     return start, losses, [*map(bits, model.parameters()), *state_of(optimizer)], report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_quantized_optimizer_states_come_back(
     job: FakeJob, uncompiled: None, capfd: pytest.CaptureFixture[str], kind: str

@@ -8,13 +8,16 @@ import pytest
 
 from gemini_hpc.core import ranges
 
-from .conftest import HOST
+from .conftest import HOST, Pause
 from .launch import train
 from .test_host import MakeJob, Start, both_hold
 
 pytestmark = pytest.mark.slow
 
-ADAPTER = {"adapter": True, "width": 128, "steps": 40, "norm": "layer", "sleep_s": 0.02}
+STEPS = 40
+# Each version is sealed before the next step.
+ADAPTER: dict[str, Any] = {"adapter": True, "width": 128, "steps": STEPS, "norm": "layer"}
+ADAPTER |= {"armed": True, "sealed_until": STEPS}
 
 
 def shares(result: dict[str, Any]) -> tuple[float, float]:
@@ -63,17 +66,18 @@ def test_a_tensor_that_is_written_unseen_voids_one_version(make_agents: MakeJob,
     assert [r["digest"] for r in results] == [r["digest"] for r in whole], "the change is in what was sealed later"
 
 
-def test_an_agent_that_dies_gets_the_next_version_whole(make_agents: MakeJob, start: Start) -> None:
+def test_an_agent_that_dies_gets_the_next_version_whole(make_agents: MakeJob, start: Start, pause: Pause) -> None:
     """Its successor's slots are handed back; what it does not have is sent."""
-    settings = {**ADAPTER, "pause_at": 20, "pause_s": 3.0, "kwargs": {**HOST, "scheme": "background"}}
     job = make_agents(2, 2)
-    training = start(job, **settings)
+    training = start(job, **ADAPTER, **pause.at(20), kwargs={**HOST, "scheme": "background"})
+    pause.wait(20)
     both_hold(job, 20)
     job.nodes[1].die()
     job.nodes[1].start(again=True)
+    pause.end(20)
     results = training.wait()
-    both_hold(job, 40)
-    assert all(r["report"]["sealed"][1] >= 39 for r in results)
+    both_hold(job, STEPS)
+    assert all(r["report"]["sealed"][1] >= STEPS - 1 for r in results)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.train.state.ownership import Block, Entry, deal, unequal
@@ -37,7 +37,6 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
 
 
 @given(shapes, shapes, st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
 def test_every_cell_has_one_keeper(replicated: list[Shape], sharded: list[Shape], world: int) -> None:
     entries = [
         [whole(f"w{i}", s) for i, s in enumerate(replicated)]

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 from waiting import until
 
-from .conftest import HOST, STEPS
+from .conftest import HOST, STEPS, Pause
 from .launch import train
 from .test_host import MakeJob, Start, both_hold, sealed
 
 pytestmark = pytest.mark.slow
 
-DDP = {"kind": "ddp", "width": 128, "norm": "layer", "sleep_s": 0.02}
+DDP: dict[str, Any] = {"kind": "ddp", "width": 128, "norm": "layer"}
+SEALED: dict[str, Any] = {"armed": True, "sealed_until": STEPS}  # each version before the next step
+SLOW: dict[str, Any] = {"sleep_s": 0.02}  # where a version is never sealed
 
 
 def share(result: dict[str, Any]) -> float:
@@ -38,7 +40,7 @@ def share(result: dict[str, Any]) -> float:
 def test_ddp_sends_what_is_not_replicated_and_comes_back(
     make_agents: MakeJob, start: Start, options: dict[str, Any]
 ) -> None:
-    settings = {**DDP, **options}
+    settings = {**DDP, **SEALED, **options}
     whole = train(None, 2, steps=STEPS, **settings)
     job = make_agents(2, 2)
     start(job, die_at=25, **settings).wait(codes=(1,))
@@ -57,7 +59,7 @@ def test_ddp_sends_what_is_not_replicated_and_comes_back(
 @pytest.mark.parametrize("kind", ["hsdp", "ddp"])
 def test_replicas_that_are_not_alike_from_the_beginning(make_agents: MakeJob, start: Start, kind: str) -> None:
     """HSDP does not make them alike, DDP does: what differs is each rank's own."""
-    settings = {**DDP, "kind": kind, "unlike": True}
+    settings = {**DDP, **SLOW, "kind": kind, "unlike": True}
     whole = train(None, 2, steps=STEPS, **settings)
     assert (whole[0]["digest"] == whole[1]["digest"]) is (kind == "ddp")
     job = make_agents(2, 2)
@@ -71,7 +73,7 @@ def test_replicas_that_are_not_alike_from_the_beginning(make_agents: MakeJob, st
 
 def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, start: Start) -> None:
     """Local steps: the digest finds the first version in which they differ, which is never sealed."""
-    settings = {**DDP, "apart_from": 15, "steps": STEPS}
+    settings = {**DDP, **SLOW, "apart_from": 15, "steps": STEPS}
     whole = train(None, 2, **settings)
     job = make_agents(2, 2)
     started = start(job, die_at=35, **settings)
@@ -88,7 +90,7 @@ def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, 
 
 def test_one_element_that_differs_is_found_and_its_tensor_named(make_agents: MakeJob, start: Start) -> None:
     """Memory that has failed, say: the digest finds it, in whatever element, and every rank keeps what it has."""
-    settings = {**DDP, "flip_at": 15, "steps": STEPS}
+    settings = {**DDP, **SLOW, "flip_at": 15, "steps": STEPS}
     whole = train(None, 2, **settings)
     job = make_agents(2, 2)
     started = start(job, die_at=35, **settings)
@@ -103,14 +105,15 @@ def test_one_element_that_differs_is_found_and_its_tensor_named(make_agents: Mak
     assert [r["digest"] for r in results] == [r["digest"] for r in whole]
 
 
-def test_an_agent_that_dies_in_between(make_agents: MakeJob, start: Start) -> None:
+def test_an_agent_that_dies_in_between(make_agents: MakeJob, start: Start, pause: Pause) -> None:
     job = make_agents(2, 2)
-    settings = {**DDP, "pause_at": 20, "pause_s": 4.0, "kwargs": {**HOST, "scheme": "background"}}
-    training = start(job, **settings)
+    training = start(job, **DDP, **SEALED, **pause.at(20), kwargs={**HOST, "scheme": "background"})
+    pause.wait(20)
     both_hold(job, 20)
     job.nodes[1].die()
     job.nodes[1].start(again=True)
     until(lambda: sealed(job, job.nodes[1]) >= 20, what="the successor knows of the seal")
+    pause.end(20)
     results = training.wait()
     assert [r["digest"] for r in results] == [r["digest"] for r in train(None, 2, steps=STEPS, **DDP)]
     both_hold(job, STEPS)

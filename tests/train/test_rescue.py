@@ -61,11 +61,10 @@ def sealed(job: RealJob) -> int:
     return stamps[0][1] if stamps and stamps[0] is not None else 0
 
 
-@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
-def test_a_whole_group_is_lost(make_agents: MakeJob, begin: Begin, kind: str) -> None:
-    whole = train(None, 4, **{**DDP, "kind": kind})
+def test_a_whole_group_is_lost(make_agents: MakeJob, begin: Begin) -> None:
+    whole = train(None, 4, **DDP)
     job = make_agents(4, 2)
-    run = begin(job, 4, kind=kind, **STANDS)
+    run = begin(job, 4, **STANDS)
     until(lambda: all(job.held(node, r) for r, node in enumerate(job.nodes)), 60, what="protected")
     until(lambda: AT in {v for _, v in job.held(job.nodes[0], 0)}, 60, what="at the pause")
     until(lambda: sealed(job) == AT, 30, what="sealed")
@@ -74,7 +73,7 @@ def test_a_whole_group_is_lost(make_agents: MakeJob, begin: Begin, kind: str) ->
         until(lambda s=shard: any(job.held(n, s) for n in job.nodes[:2]), 10, what=f"{shard}: {job.nodes[0].log()}")
     stop(run)
     job.requeue(["n1", "n2", "n5", "n6"])
-    results = begin(job, 4, kind=kind).wait()
+    results = begin(job, 4).wait()
     assert [r["start"] for r in results] == [AT] * 4, "no step repeated"
     assert [r["digest"] for r in results] == [r["digest"] for r in whole]
 

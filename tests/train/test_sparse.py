@@ -79,8 +79,10 @@ def thaw(model: Pruned) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("edit", [None, scale, Pruned.replace], ids=["stays", "written", "replaced"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "edit"),
+    [("coo", None), ("coo", scale), ("csr", scale), *((layout, Pruned.replace) for layout in LAYOUTS)],
+)
 def test_a_frozen_one_comes_back(job: FakeJob, layout: str, edit: Edit | None) -> None:
     """Also what was done to it in mid-training."""
     job.stop_after(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.train.schedule import stats_messages
@@ -25,7 +25,6 @@ def taken(message: local.Message) -> local.Message:
     return local.request_decoder.decode(packet)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_summary_is_taken(data: st.DataObject) -> None:
     maybe = st.none() | strange
@@ -49,7 +48,6 @@ def test_any_summary_is_taken(data: st.DataObject) -> None:
     assert taken(local.Traffic("s", 0, state)) == local.Traffic("s", 0, state)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(words, strange, strange, whole), max_size=20),
     st.lists(st.tuples(strange, strange, whole, whole), max_size=20),

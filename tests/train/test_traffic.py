@@ -22,7 +22,13 @@ pytestmark = pytest.mark.slow
 MakeJob = Callable[[int, int], FakeJob]
 
 # Two ranks, four blocks of 10 ms forward and 20 ms backward; a shard of 1.8 MB, so 20 MB/s leave room and 4 do not.
-TRAINING = {"kind": "fsdp2", "width": 256, "compute_s": 0.01, "steps": 60, "kwargs": {"chunk_bytes": 1 << 17}}
+TRAINING: dict[str, Any] = {
+    "kind": "fsdp2",
+    "width": 256,
+    "compute_s": 0.01,
+    "steps": 60,
+    "kwargs": {"chunk_bytes": 1 << 17},
+}
 ROOM, NO_ROOM = 4e7, 6e6
 
 
@@ -39,6 +45,7 @@ def longest_run(job: FakeJob, j: int) -> int:
     return best
 
 
+@pytest.mark.alone
 def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
     alone = train(None, 2, **TRAINING)
     job = make_job(2, 2)
@@ -73,12 +80,14 @@ def test_a_dtensor_that_changes_before_its_copy_voids_the_version(make_job: Make
 
 def test_every_version_is_sealed_while_it_is_profiled(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 20})
+    kwargs = {**TRAINING["kwargs"], "seal_timeout_s": 20.0}  # the optimizer waits for each, also on a busy machine
+    results = train(job, 2, rate=ROOM, armed=True, **{**TRAINING, "steps": 12, "kwargs": kwargs})
     sealed = {s.version for s in job.seals}
-    assert sealed >= set(range(min(sealed), 21)) and min(sealed) <= 8
+    assert sealed >= set(range(min(sealed), 13)) and min(sealed) <= 8
     assert traffic(results[0])["stage"] == "profile"
 
 
+@pytest.mark.alone
 def test_too_little_idle_time_lowers_the_frequency(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     results = train(job, 2, rate=NO_ROOM, **{**TRAINING, "steps": 80})
@@ -91,22 +100,7 @@ def test_too_little_idle_time_lowers_the_frequency(make_job: MakeJob) -> None:
     assert not any("degraded" in finding for r in results for finding in r["report"]["findings"])
 
 
-def test_the_frequency_can_be_forced(make_job: MakeJob) -> None:
-    job = make_job(2, 2)
-    kwargs = {**TRAINING["kwargs"], "every": 3}
-    results = train(job, 2, rate=ROOM, **{**TRAINING, "kwargs": kwargs})
-    assert all({tuple(h[1:]) for h in traffic(r)["history"]} == {(3, 1)} for r in results)
-    assert longest_run(job, 3) >= 5
-
-
-def test_a_link_that_becomes_slower_is_noticed(make_job: MakeJob) -> None:
-    job = make_job(2, 2)
-    results = train(job, 2, rate=ROOM, rates={45: NO_ROOM}, **{**TRAINING, "steps": 110})
-    seen = traffic(results[0])
-    assert seen["history"][0][1] == 1 and max(j for _, j, _ in seen["history"]) > 1
-    assert seen["B"] < 1.5 * NO_ROOM
-
-
+@pytest.mark.alone
 def test_another_pattern_is_profiled_again(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     run = Run(job, 2, {**TRAINING, "rate": ROOM, "steps": 150, "more_from": 50})
@@ -116,6 +110,7 @@ def test_another_pattern_is_profiled_again(make_job: MakeJob) -> None:
     assert seen["collectives"] == 16 and len(seen["history"]) >= 2
 
 
+@pytest.mark.alone
 def test_an_evaluation_now_and_then_is_not_another_pattern(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     run = Run(job, 2, {**TRAINING, "rate": ROOM, "evaluate_every": 7, "steps": 70})
@@ -124,24 +119,13 @@ def test_an_evaluation_now_and_then_is_not_another_pattern(make_job: MakeJob) ->
     assert traffic(results[0])["history"] and traffic(results[0])["collectives"] == 15
 
 
-@pytest.mark.parametrize("scheme", ["blocking", "background", "naive", "no_pipeline"])
-def test_schemes_for_comparison(make_job: MakeJob, scheme: str) -> None:
-    job = make_job(2, 2)
-    kwargs = {**TRAINING["kwargs"], "scheme": scheme}
-    results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 40, "kwargs": kwargs})
-    seen = traffic(results[0])
-    assert seen["scheme"] == scheme and seen["problem"] == ""
-    assert [s.version for s in job.seals][-1] == 40
-    if scheme == "naive":  # one partition for each span
-        assert seen["stage"] == "steady" and seen["largest_chunk_bytes"] > 1 << 17
-
-
 def test_scheme_none_saves_nothing(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     train(job, 2, **{**TRAINING, "steps": 12, "kwargs": {"scheme": "none"}})
     assert not job.seals
 
 
+@pytest.mark.alone
 def test_schemes_can_be_switched(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     schemes = {36: "none", 40: "gemini", 46: "blocking", 52: "gemini"}
@@ -152,12 +136,12 @@ def test_schemes_can_be_switched(make_job: MakeJob) -> None:
     assert traffic(results[0])["stage"] == "steady"
 
 
-@pytest.mark.parametrize("lost", [(), (1,)])
-def test_the_profile_outlives_the_incarnation(make_job: MakeJob, lost: tuple[int, ...]) -> None:
+@pytest.mark.alone
+def test_the_profile_outlives_the_incarnation(make_job: MakeJob) -> None:
     """Also where a node is replaced, which has no profile: here all ranks have the same pattern."""
     job = make_job(2, 2)
     Run(job, 2, {**TRAINING, "rate": ROOM, "die_at": 45}).wait(codes=(1,))
-    stamp = job.requeue(lost)
+    stamp = job.requeue((1,))
     assert stamp is not None and stamp.version >= 44
     results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 60})
     for result in results:
@@ -168,6 +152,7 @@ def test_the_profile_outlives_the_incarnation(make_job: MakeJob, lost: tuple[int
     assert {state.stage for state in told.values()} <= {"agree", "steady"} and set(told) == {0, 1}
 
 
+@pytest.mark.alone
 def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> None:
     """Our own waits are bounded by 1.5 s; the training's collectives wait for as long as they do without us."""
     job = make_job(2, 2)
@@ -182,31 +167,6 @@ def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> 
     times = results[0]["report"]["times"]
     assert times["worst_hook_s"] < 2.0, times  # 1.5 s and what a busy machine adds
     assert [s.version for s in job.seals][-1] == 45
-
-
-def test_copies_follow_a_device_that_the_host_runs_ahead_of(make_job: MakeJob) -> None:
-    """The host launches an iteration in a few milliseconds, then waits at the optimizer for the device's 0.2 s."""
-    job = make_job(2, 2)
-    options = {**TRAINING, "lagging": {"collective_s": 0.005}, "kwargs": {**TRAINING["kwargs"], "every": 1}}
-    run = Run(job, 2, {**options, "rate": ROOM})
-    results = run.wait()
-    alone = train(None, 2, **{**TRAINING, "compute_s": 0.0})
-    assert [r["digest"] for r in results] == [r["digest"] for r in alone]
-    for result in results:
-        seen = traffic(result)
-        assert result["report"]["gpu"] == {"pinned": 0, "pins": 2}, "both own slots, and released at the end"
-        assert (seen["stage"], seen["problem"], seen["j"], seen["s"]) == ("steady", "", 1, 1)
-        assert seen["iteration_s"] > 0.15 and seen["idle_s"] > 0.1 and seen["collectives"] == 15
-        # the host waits for most of the time, the device for hardly any
-        assert result["report"]["times"]["hook_s"] > 0.3 * 60 * seen["iteration_s"]
-        assert seen["waited_s"] < 0.5 * seen["iteration_s"], seen
-        assert seen["overlap"]["chunks"] >= 10
-        assert seen["overlap"]["beside_s"] < 0.2 * seen["overlap"]["chunks_s"], seen["overlap"]
-        # only the versions before the plan went when the device had come to the optimizer
-        first = seen["history"][0][0]
-        assert first < 40 and result["report"]["versions"]["spilled_bytes"] < (first + 4) * seen["fitting_bytes"]
-    assert not any("degraded" in text for text in run.stderr) and not job.corrupt
-    assert [s.version for s in job.seals][-1] == 60
 
 
 def test_a_device_that_can_pin_no_memory_is_told_of_once(make_job: MakeJob) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,13 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     pins.of_training = lambda device: gpu.pin
 
 
+def stand_still(directory: Path, step: int, rank: int) -> None:
+    """Until the test lets this rank go on: see `Pause` in conftest.py."""
+    (directory / f"{step}.{rank}").touch()
+    while not (directory / f"{step}.go").exists():
+        time.sleep(0.005)
+
+
 def keep_torch_busy(seconds: float) -> None:
     """Without the interpreter's lock for most of that time."""
     deadline = time.monotonic() + seconds
@@ -383,7 +391,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if "close_s" in o:
         checkpointer.CLOSE_TIMEOUT_S = o["close_s"]
     if "populates_s" in o:
-        mapped_slots.Slot.populate = lambda slot: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
+        mapped_slots.Slot.populate = lambda self: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
     if o.get("no_manifest_on") == rank:
         shard_manifest.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
@@ -482,7 +490,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         ckpt.step()
         if o.get("armed") and step == done + 1:  # so short a training would be over before its memory is there
             deadline = time.monotonic() + 20
-            while not ckpt._session.verdict.word and time.monotonic() < deadline:
+            while ckpt._session.client and not ckpt._session.verdict.word and time.monotonic() < deadline:
                 time.sleep(0.01)
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
@@ -495,6 +503,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             if o.get("pause_sealed"):
                 wait_for_seal(ckpt, step)
             time.sleep(o["pause_s"])
+        if step in o.get("stands_at", ()):
+            stand_still(Path(o["stands_in"]), step, rank)
         if o.get("sleep_s"):
             time.sleep(o["sleep_s"])
         if step == o.get("interrupt_at") and ckpt._engine.transport is not None:

@@ -5,6 +5,7 @@ With "options" a child is what worker.py says; with "module" and "arguments" it 
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 
@@ -17,6 +18,20 @@ from tests.train import worker  # torch and all the rest
 
 assert torch.distributed.fsdp and torch.distributed.checkpoint and torch._dynamo
 
+# What trainings of other stacks import, imported here when the first of them is asked for.
+STACKS = {
+    "huggingface": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "lightning": ("lightning.pytorch",),
+    "fabric": ("lightning.fabric",),
+    "accelerate": ("accelerate",),
+}
+
+
+def prepare(request: Request) -> None:
+    """Import the stack of a training, in the zygote."""
+    for name in STACKS.get((request.get("options") or {}).get("stack", ""), ()):
+        importlib.import_module(name)
+
 
 def train(request: Request) -> None:
     if "module" in request:
@@ -27,4 +42,4 @@ def train(request: Request) -> None:
 
 
 if __name__ == "__main__":
-    serve(train)
+    serve(train, prepare)
