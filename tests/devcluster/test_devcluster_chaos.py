@@ -98,18 +98,17 @@ def test_ctrl_c_gives_power_back(cluster: Cluster, job: int) -> None:
     assert "back n" in out and all(cluster.is_on(node) for node in cluster.node_names), out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
+    cases: list[tuple[list[str], str]] = [
         ([], "one of the arguments --mtbf --every is required"),
         (["--mtbf", "0"], "wanted a number of seconds above 0"),
         (["--mtbf", "5", "--every", "5"], "not allowed with"),
         (["--every", "5", "--spare", "n9"], "has no node 'n9'"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(cluster: Cluster, words: list[str], said: str) -> None:
-    done = storm(cluster, *words)
-    assert done.returncode in (1, 2) and said in done.stderr and not done.stdout, done.stderr
+    ]
+    for case in cases:
+        words, said = case
+        done = storm(cluster, *words)
+        assert done.returncode in (1, 2) and said in done.stderr and not done.stdout, (case, done.stderr)
 
 
 @given(st.integers(0, 1 << 32), st.floats(0.1, 1e6))
