@@ -1,4 +1,4 @@
-"""One cluster for each file of hostile tests, with a real training on two nodes that must not notice anything."""
+"""One cluster for all hostile tests, with a real training on two nodes that must not notice anything."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from gemini_hpc.devcluster.cluster import Cluster
 CAP_BYTES = 32 << 20
 ALICE, BOB, NOBODY = 5001, 5002, 65534
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
+FAILED = pytest.StashKey[bool]()
 
 
 class Site:
@@ -122,30 +123,82 @@ class Site:
         return self.cluster.run(["gemini-hpc", *args], user=user, node=node)
 
 
-@pytest.fixture(scope="module")
-def shared_site() -> Iterator[Site]:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
-    # A busy machine's pause must not have Slurm set a node DOWN.
-    patient = ["SlurmdTimeout=300"]
-    with Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient) as cluster:
-        with (cluster.directory / "etc" / "group").open("a") as f:
-            f.write("ops:x:6001:daemon\n")
-        site = Site(cluster)
-        yield site
+class Sites:
+    """The one site of all these tests, in place of which there is a new one after a test that failed."""
+
+    def __init__(self) -> None:
+        self._site: Site | None = None
+
+    def get(self) -> Site:
+        if self._site is None:
+            self._site = self._up()
+        return self._site
+
+    @staticmethod
+    def _up() -> Site:
+        total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+        settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
+        # A busy machine's pause must not have Slurm set a node DOWN.
+        patient = ["SlurmdTimeout=300"]
+        cluster = Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient)
+        try:
+            with (cluster.directory / "etc" / "group").open("a") as f:
+                f.write("ops:x:6001:daemon\n")
+            return Site(cluster)
+        except BaseException:
+            cluster.down()
+            raise
+
+    def drop(self) -> None:
+        """Take it down, whatever state it is in."""
+        if self._site is not None:
+            self._site.cluster.down()
+            self._site = None
+
+    def end(self) -> None:
+        """Take it down, if nothing is left in it when alice's training has ended."""
+        if self._site is None:
+            return
+        cluster = self._site.cluster
         cluster.run(["scancel", "--user=alice"])
         until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
         assert_nothing_new({}, lambda: present(cluster), 40)
 
 
+@pytest.fixture(scope="session")
+def sites() -> Iterator[Sites]:
+    found = Sites()
+    found.get()  # before the leak checks of a file and of a test look for the first time
+    try:
+        yield found
+        found.end()
+    finally:
+        found.drop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report = yield
+    if call.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
 @pytest.fixture
-def site(shared_site: Site) -> Iterator[Site]:
-    shared_site.goes_on(2)
-    before = present(shared_site.cluster)
-    yield shared_site
-    shared_site.goes_on()
-    shared_site.unharmed()
-    assert_nothing_new(before, lambda: present(shared_site.cluster), 20)
+def site(sites: Sites, request: pytest.FixtureRequest) -> Iterator[Site]:
+    found = sites.get()
+    try:
+        found.goes_on(2)
+        before = present(found.cluster)
+        yield found
+        found.goes_on()
+        found.unharmed()
+        assert_nothing_new(before, lambda: present(found.cluster), 20)
+    except BaseException:
+        sites.drop()
+        raise
+    if request.node.stash.get(FAILED, True):
+        sites.drop()
 
 
 def one_line(done: Any, *words: str, status: int | None = None, case: str = "") -> str:
