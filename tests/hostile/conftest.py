@@ -127,12 +127,7 @@ class Sites:
     """The one site of all these tests, in place of which there is a new one after a test that failed."""
 
     def __init__(self) -> None:
-        self._site: Site | None = None
-
-    def get(self) -> Site:
-        if self._site is None:
-            self._site = self._up()
-        return self._site
+        self.now = self._up()
 
     @staticmethod
     def _up() -> Site:
@@ -149,17 +144,14 @@ class Sites:
             cluster.down()
             raise
 
-    def drop(self) -> None:
-        """Take it down, whatever state it is in."""
-        if self._site is not None:
-            self._site.cluster.down()
-            self._site = None
+    def replace(self) -> None:
+        """At once, whatever state it is in: the leak checks of the next test find a cluster of that name."""
+        self.now.cluster.down()
+        self.now = self._up()
 
     def end(self) -> None:
-        """Take it down, if nothing is left in it when alice's training has ended."""
-        if self._site is None:
-            return
-        cluster = self._site.cluster
+        """End alice's training; then nothing is left."""
+        cluster = self.now.cluster
         cluster.run(["scancel", "--user=alice"])
         until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
         assert_nothing_new({}, lambda: present(cluster), 40)
@@ -168,12 +160,11 @@ class Sites:
 @pytest.fixture(scope="session")
 def sites() -> Iterator[Sites]:
     found = Sites()
-    found.get()  # before the leak checks of a file and of a test look for the first time
     try:
         yield found
         found.end()
     finally:
-        found.drop()
+        found.now.cluster.down()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -186,7 +177,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def site(sites: Sites, request: pytest.FixtureRequest) -> Iterator[Site]:
-    found = sites.get()
+    found = sites.now
     try:
         found.goes_on(2)
         before = present(found.cluster)
@@ -195,10 +186,10 @@ def site(sites: Sites, request: pytest.FixtureRequest) -> Iterator[Site]:
         found.unharmed()
         assert_nothing_new(before, lambda: present(found.cluster), 20)
     except BaseException:
-        sites.drop()
+        sites.replace()
         raise
     if request.node.stash.get(FAILED, True):
-        sites.drop()
+        sites.replace()
 
 
 def one_line(done: Any, *words: str, status: int | None = None, case: str = "") -> str:
