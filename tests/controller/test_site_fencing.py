@@ -65,7 +65,7 @@ def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(sit
     try:
         said = until(lambda: site.event(job, "not_fenced"), 20)
         assert "kernel" in said["detail"] and said["host"] == hosts[1]
-        stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 6)
+        stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 3)
         site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurmd is gone"])
         site.running(job, restart=1)
         assert {hosts[0], hosts[2]} < set(site.nodes(job)) and not fenced(site)
@@ -86,7 +86,7 @@ def test_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[...
     time.sleep(1.5)  # what they have said lately vouches for them for a second
     site.cluster.power_off(hosts[4])
     until(lambda: site.event(job, "detected"), 10)
-    stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 5)
+    stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 3)
     for address in addresses:
         site.cluster.run(["ip", "route", "del", "unreachable", address])
     until(lambda: fenced(site) == [hosts[4]], 20)
@@ -107,7 +107,7 @@ def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Si
         site.cluster.power_off(hosts[1])
     for job, _ in jobs:
         until(partial(over_budget, site, job), 20)
-    stays(site, lambda: not fenced(site), 8)
+    stays(site, lambda: not fenced(site), 4)
 
 
 @pytest.mark.cluster
