@@ -25,9 +25,8 @@ GROUP = grp.getgrgid(GAMES.pw_gid).gr_name
 FOREIGN = "no-such-user-here"
 
 
-@pytest.mark.parametrize(
-    ("entries", "yes"),
-    [
+def test_names_and_groups() -> None:
+    cases: list[tuple[tuple[str, ...], bool]] = [
         ((), False),
         (("games",), True),
         ((str(GAMES.pw_uid),), True),
@@ -40,10 +39,10 @@ FOREIGN = "no-such-user-here"
         (("@games\n",), False),
         (("GAMES",), False),
         (("@-1", "-1"), False),
-    ],
-)
-def test_names_and_groups(entries: tuple[str, ...], yes: bool) -> None:
-    assert listed(GAMES.pw_uid, entries) is yes
+    ]
+    for case in cases:
+        entries, yes = case
+        assert listed(GAMES.pw_uid, entries) is yes, case
 
 
 def test_supplementary_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +103,15 @@ def test_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.MonkeyPatch)
     assert who._threads <= 4
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), OSError("x"), MemoryError()])
-def test_lookup_that_fails_lets_nobody_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*_: object) -> bool:
-        raise error
+def test_lookup_that_fails_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[Exception] = [KeyError("x"), OSError("x"), MemoryError()]
+    for error in cases:
 
-    monkeypatch.setattr(operators, "listed", fail)
-    assert ask(Operators(("games",), ()), GAMES.pw_uid) == [False]
+        def fail(*_: object, error: Exception = error) -> bool:
+            raise error
+
+        monkeypatch.setattr(operators, "listed", fail)
+        assert ask(Operators(("games",), ()), GAMES.pw_uid) == [False], error
 
 
 # ---- slurmdbd --------------------------------------------------------------------------------------------
@@ -143,9 +144,8 @@ class Database(FakeSlurm):
         return parse_admin_level(self.printed, user)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "yes"),
-    [
+def test_operators_of_slurmdbd() -> None:
+    cases: list[tuple[str, str | Exception, bool]] = [
         ("slurmdbd", "games|Operator\n", True),
         ("slurmdbd", "games|Administrator\n", True),
         ("slurmdbd", "games|None\n", False),
@@ -158,13 +158,13 @@ class Database(FakeSlurm):
         ("slurmdbd", "xgames|Operator\ngames|None\n", False),
         ("slurmdbd", SlurmError("sacctmgr: error: Unable to connect to the database"), False),
         ("none", "games|Operator\n", False),
-    ],
-)
-def test_operators_of_slurmdbd(kind: str, rows: str | Exception, yes: bool) -> None:
-    database = Database(kind, rows)
-    who = Operators((), (0,), Accounting(database).operator)
-    assert ask(who, GAMES.pw_uid) == [yes]
-    assert database.asked == (kind == "slurmdbd")
+    ]
+    for case in cases:
+        kind, rows, yes = case
+        database = Database(kind, rows)
+        who = Operators((), (0,), Accounting(database).operator)
+        assert ask(who, GAMES.pw_uid) == [yes], case
+        assert database.asked == (kind == "slurmdbd"), case
 
 
 def test_answers_that_sacctmgr_has_given() -> None:
@@ -173,13 +173,13 @@ def test_answers_that_sacctmgr_has_given() -> None:
     assert found == {"alice": "None", "bob": "Operator", "games": "Administrator", "nosuch": "", "ali": "", "": ""}
 
 
-@pytest.mark.parametrize("user", ["a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"])
-def test_names_that_are_no_arguments(user: str, tattling_slurm: Callable[[], str]) -> None:
+def test_names_that_are_no_arguments(tattling_slurm: Callable[[], str]) -> None:
     from gemini_hpc.slurm import Slurm
 
-    with pytest.raises(SlurmError):
-        asyncio.run(Slurm().admin_level(user))
-    assert tattling_slurm() == ""
+    for user in ("a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"):
+        with pytest.raises(SlurmError):
+            pytest.fail(f"{user!r}: {asyncio.run(Slurm().admin_level(user))}")
+        assert tattling_slurm() == "", user
 
 
 @pytest.fixture

@@ -199,9 +199,8 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
 # ---- single ones -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("act", "word", "changes"),
-    [
+def test_vetoes() -> None:
+    cases: list[tuple[Act, str, dict[str, Any]]] = [
         (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent": Port.ANSWERS}),
         (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True}),
         (Act.WAIT, "only the agent", {"slurmd": Port.ANSWERS}),
@@ -233,11 +232,10 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
         (Act.DISMISS, "again", {"restarts": 1}),
         (Act.DISMISS, "restart 0", {"restarts": 2}),
         (Act.DISMISS, "long before", {"state": "FAILED", "end_time": JOB.start_time + 100}),
-    ],
-)
-def test_vetoes(act: Act, word: str, changes: dict[str, Any]) -> None:
-    verdict = judge(case(**changes))
-    assert verdict.act is act and word in verdict.why, verdict
+    ]
+    for act, word, changes in cases:
+        verdict = judge(case(**changes))
+        assert verdict.act is act and word in verdict.why, (changes, verdict)
 
 
 def test_one_witness_is_enough_where_only_one_node_is_left() -> None:

@@ -116,16 +116,16 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     journal.close()
 
 
-@pytest.mark.parametrize(
-    ("state", "reason", "kept"),
-    [
+def test_what_others_have_drained_keeps_their_reason() -> None:
+    cases: list[tuple[str, str, str]] = [
         ("IDLE+DRAIN", "broken fan [root@2026-11-26T06:00:00]", "broken fan"),
         ("IDLE+DRAIN", f"{REASON}, job 7 restart 0 [slurm@2026-11-26T06:00:00]", ""),
         ("IDLE+DRAIN", "", "drained by hand"),
         ("DOWN*", "Not responding [slurm@2026-11-26T06:00:00]", ""),
         ("IDLE", "broken fan [root@2026-11-26T06:00:00]", ""),
-    ],
-)
-def test_what_others_have_drained_keeps_their_reason(state: str, reason: str, kept: str) -> None:
-    reasons = f" Reason={reason}" if reason else ""
-    assert give_back.drained_for(parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")) == kept
+    ]
+    for case in cases:
+        state, reason, kept = case
+        reasons = f" Reason={reason}" if reason else ""
+        node = parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")
+        assert give_back.drained_for(node) == kept, case

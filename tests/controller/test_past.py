@@ -55,18 +55,20 @@ def test_a_job_that_died_at_night() -> None:
     assert "{" not in text and "protected" not in text and max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"])
-def test_slurm_knows_it_still(state: str) -> None:
-    slurm = {**SLURM, "state": state, "exit_code": "0:9", "end_time": f"{NOW - 30:.0f}"}
-    d, text = shown(NIGHT[:-1], slurm)
-    assert d["state"] == "ended" and d["ended"]["state"] == state and d["ended"]["t"] == NOW - 30
-    assert f"ended as {state}, exit code 0:9" in text and "partly" not in text
+def test_slurm_knows_it_still() -> None:
+    cases: list[str] = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"]
+    for state in cases:
+        slurm = {**SLURM, "state": state, "exit_code": "0:9", "end_time": f"{NOW - 30:.0f}"}
+        d, text = shown(NIGHT[:-1], slurm)
+        assert d["state"] == "ended" and d["ended"]["state"] == state and d["ended"]["t"] == NOW - 30, state
+        assert f"ended as {state}, exit code 0:9" in text and "partly" not in text, state
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED", ""])
-def test_a_job_that_lives_has_not_ended(state: str) -> None:
-    d, _ = shown(NIGHT, {**SLURM, "state": state})
-    assert d["ended"] is None and d["state"] != "ended"
+def test_a_job_that_lives_has_not_ended() -> None:
+    cases: list[str] = ["RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED", ""]
+    for state in cases:
+        d, _ = shown(NIGHT, {**SLURM, "state": state})
+        assert d["ended"] is None and d["state"] != "ended", state
 
 
 def test_copies_that_are_still_kept_are_shown() -> None:

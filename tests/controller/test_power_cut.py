@@ -60,50 +60,6 @@ def test_requeued_on_survivors_and_one_spare(make_site: Callable[..., Site], pro
     assert [n for n in names if n in order] == order
 
 
-def test_batch_host_dies(site: Site) -> None:
-    job, _ = start(site)
-    cut = time.time()
-    site.cluster.power_off("n1")
-    site.running(job, restart=1)
-    assert {"n2", "n3"} < set(site.nodes(job))
-    until(lambda: not site.reservations() and site.event(job, "released"), 5)
-    story(site, job, cut)
-
-
-def test_two_nodes_at_once_are_one_recovery(site: Site) -> None:
-    job, _ = start(site)
-    cut = time.time()
-    site.cluster.power_off("n2")
-    site.cluster.power_off("n3")
-    site.running(job, restart=1)
-    assert set(site.nodes(job)) == {"n1", "n4", "n5"}
-    until(lambda: not site.reservations(), 5)
-    names = story(site, job, cut)
-    assert names.count("reserved") == 1 and names.count("down") == 2
-    assert drained(site) == {"n2", "n3"}
-
-
-def test_busy_cluster_survivors_are_not_taken(site: Site) -> None:
-    job, _ = start(site)
-    short = "#!/bin/sh\nsrun sleep 4\n"
-    theirs = [site.submit("-N1", "--exclusive", user="bob", script=short) for _ in range(12)]
-    site.cluster.run(["scontrol", "update", f"jobid={','.join(map(str, theirs))}", "priority=4294900000"])
-    cut = time.time()
-    site.cluster.power_off("n2")
-    seen: set[str] = set()
-
-    def again() -> bool:
-        rows = site.cluster.run(["squeue", "-h", "-u", "bob", "-t", "R,CG", "-o", "%N"]).stdout.split()
-        seen.update(rows)
-        return site.cluster.job(job)["Restarts"] == "1" and site.cluster.job(job)["JobState"] == "RUNNING"
-
-    until(again, 40)
-    assert {"n1", "n3"} < set(site.nodes(job))
-    assert not seen & {"n1", "n3"}, f"bob's jobs ran on {seen}"
-    until(lambda: not site.reservations(), 5)
-    story(site, job, cut)
-
-
 def test_survivor_dies_while_pending(site: Site) -> None:
     # n4 and n5 are bob's: the job stays pending with its survivors pinned.
     theirs = [site.submit("-N1", "--exclusive", "-w", n, user="bob") for n in ("n4", "n5")]

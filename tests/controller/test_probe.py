@@ -45,9 +45,8 @@ def resolves(monkeypatch: pytest.MonkeyPatch, *addresses: str, after_s: float = 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
 
 
-@pytest.mark.parametrize(
-    ("error", "port"),
-    [
+def test_only_the_silence_of_the_other_side_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[int, Port]] = [
         (errno.EMFILE, Port.UNKNOWN),
         (errno.ENOBUFS, Port.UNKNOWN),
         (errno.EADDRNOTAVAIL, Port.UNKNOWN),
@@ -57,15 +56,13 @@ def resolves(monkeypatch: pytest.MonkeyPatch, *addresses: str, after_s: float = 
         (errno.EHOSTUNREACH, Port.SILENT),
         (errno.ETIMEDOUT, Port.SILENT),
         (errno.ECONNREFUSED, Port.REFUSES),
-    ],
-)
-def test_only_the_silence_of_the_other_side_is_silence(
-    monkeypatch: pytest.MonkeyPatch, error: int, port: Port
-) -> None:
-    fails_with(monkeypatch, {V4: error})
-    assert asyncio.run(probe.probe(V4, 7)) is port
-    found = asyncio.run(probe.look(Target(V4, 7, (8,), range(9, 12))))
-    assert {found.slurmd, found.agent, found.kernel} == {port}
+    ]
+    for case in cases:
+        error, port = case
+        fails_with(monkeypatch, {V4: error})
+        assert asyncio.run(probe.probe(V4, 7)) is port, case
+        found = asyncio.run(probe.look(Target(V4, 7, (8,), range(9, 12))))
+        assert {found.slurmd, found.agent, found.kernel} == {port}, case
 
 
 def test_a_connect_that_takes_too_long_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gemini_hpc.controller.progress import barren
 from gemini_hpc.wire.inspect_schema import EventRecord
 
@@ -23,9 +21,8 @@ def lives(*told: list[EventRecord]) -> list[EventRecord]:
     return [event for events in told for event in events]
 
 
-@pytest.mark.parametrize(
-    ("events", "since", "expected"),
-    [
+def test_lives_that_led_nowhere() -> None:
+    cases: list[tuple[list[EventRecord], int, tuple[int, int]]] = [
         ([], 1, (0, 0)),
         (life(0, 0, 9), 1, (0, 9)),  # the first life is no recovery
         (lives(life(0, 0, 9), life(1, 9, 9)), 1, (1, 9)),
@@ -37,8 +34,8 @@ def lives(*told: list[EventRecord]) -> list[EventRecord]:
         (lives(life(0, 0, 9), life(1, 9, 9), life(2, 9, 9, "")), 1, (0, 9)),  # preempted
         (lives(life(0, 0, 9), life(1, 9, 9), life(2, 9, None)), 1, (0, 9)),  # nobody has told how far it came
         (lives(life(0, 0, 9), life(1, 9, 9), life(3, 9, 9)), 1, (1, 9)),  # one left no trace
-    ],
-)
-def test_lives_that_led_nowhere(events: list[EventRecord], since: int, expected: tuple[int, int]) -> None:
-    assert barren(events, since) == expected
-    assert barren(reversed(events), since) == expected
+    ]
+    for case in cases:
+        events, since, expected = case
+        assert barren(events, since) == expected, case
+        assert barren(reversed(events), since) == expected, case

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from gemini_hpc.controller.requeue_rules import (
     barred,
     candidates,
@@ -45,9 +43,8 @@ def test_candidates_fit_and_idle_ones_come_first() -> None:
     assert fits(wanting, dataclasses.replace(nodes["n5"], features=frozenset(("gpu", "ib"))))
 
 
-@pytest.mark.parametrize(
-    ("state", "ended", "free"),
-    [
+def test_release() -> None:
+    cases: list[tuple[str | None, float | None, bool]] = [
         ("RUNNING", None, False),
         ("PENDING", None, False),
         ("COMPLETED", 0.0, True),
@@ -60,10 +57,10 @@ def test_candidates_fit_and_idle_ones_come_first() -> None:
         (None, None, True),
         (None, 10.0, False),
         (None, 900.0, True),
-    ],
-)
-def test_release(state: str | None, ended: float | None, free: bool) -> None:
-    assert bool(release_reason(state, ended, 900.0)) is free
+    ]
+    for case in cases:
+        state, ended, free = case
+        assert bool(release_reason(state, ended, 900.0)) is free, case
 
 
 def test_reasons_that_no_node_can_help() -> None:
@@ -87,9 +84,8 @@ def test_one_percent_of_a_large_partition() -> None:
     assert candidates_wanted(JOB, elsewhere, 1, 2) == 3
 
 
-@pytest.mark.parametrize(
-    ("state", "partitions", "reserved_from", "word"),
-    [
+def test_what_slurm_would_not_allocate() -> None:
+    cases: list[tuple[str, dict[str, str], float | None, str]] = [
         ("IDLE", {"main": "UP"}, None, ""),
         ("ALLOCATED", {"main": "UP"}, 200.0, ""),
         ("IDLE+RESERVED", {"main": "UP"}, None, ""),
@@ -104,15 +100,13 @@ def test_one_percent_of_a_large_partition() -> None:
         ("IDLE", {"main": "INACTIVE"}, None, "partition main is INACTIVE"),
         ("IDLE", {"main": "DRAIN"}, None, "partition main is DRAIN"),
         ("IDLE", {"main": "UP"}, 50.0, "reservation weekly"),
-    ],
-)
-def test_what_slurm_would_not_allocate(
-    state: str, partitions: dict[str, str], reserved_from: float | None, word: str
-) -> None:
-    node = parse_node(f"NodeName=n2 CPUTot=4 RealMemory=2000 State={state} Partitions=main")
-    others = [] if reserved_from is None else [weekly(("n1", "n2"), reserved_from)]
-    why = barred(JOB, node, partitions, others, 100.0)
-    assert word in why and bool(why) is bool(word)
+    ]
+    for case in cases:
+        state, partitions, reserved_from, word = case
+        node = parse_node(f"NodeName=n2 CPUTot=4 RealMemory=2000 State={state} Partitions=main")
+        others = [] if reserved_from is None else [weekly(("n1", "n2"), reserved_from)]
+        why = barred(JOB, node, partitions, others, 100.0)
+        assert word in why and bool(why) is bool(word), case
 
 
 def weekly(nodes: tuple[str, ...], start: float) -> Reservation:

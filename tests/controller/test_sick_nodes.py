@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons, read
@@ -47,9 +45,8 @@ CASE = Case(
 )
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
+def test_the_judgement() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, ""),
         ({"allowed": 0}, "sick_nodes_per_day is 0"),
         ({"job": None}, "does not run there"),
@@ -64,11 +61,11 @@ CASE = Case(
         ({"strangers": frozenset({5002}), "guard": False}, ""),
         ({"drained": 4}, "4 nodes drained within a day, 4 allowed"),
         ({"user_drained": 2}, "for jobs of this user, 2 allowed"),
-    ],
-)
-def test_the_judgement(change: dict[str, Any], why: str) -> None:
-    found = why_not(dataclasses.replace(CASE, **change))
-    assert bool(found) == bool(why) and why in found, found
+    ]
+    for case in cases:
+        change, why = case
+        found = why_not(dataclasses.replace(CASE, **change))
+        assert bool(found) == bool(why) and why in found, (case, found)
 
 
 class Scene(FakeSlurm):

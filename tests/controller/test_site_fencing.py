@@ -65,7 +65,7 @@ def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(sit
     try:
         said = until(lambda: site.event(job, "not_fenced"), 20)
         assert "kernel" in said["detail"] and said["host"] == hosts[1]
-        stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 6)
+        stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 3)
         site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurmd is gone"])
         site.running(job, restart=1)
         assert {hosts[0], hosts[2]} < set(site.nodes(job)) and not fenced(site)
@@ -86,7 +86,7 @@ def test_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[...
     time.sleep(1.5)  # what they have said lately vouches for them for a second
     site.cluster.power_off(hosts[4])
     until(lambda: site.event(job, "detected"), 10)
-    stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 5)
+    stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 3)
     for address in addresses:
         site.cluster.run(["ip", "route", "del", "unreachable", address])
     until(lambda: fenced(site) == [hosts[4]], 20)
@@ -107,24 +107,7 @@ def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Si
         site.cluster.power_off(hosts[1])
     for job, _ in jobs:
         until(partial(over_budget, site, job), 20)
-    stays(site, lambda: not fenced(site), 8)
-
-
-@pytest.mark.cluster
-def test_budget_survives_a_controller_restart(make_site: Callable[..., Site]) -> None:
-    site = make_site(settings={"fence_budget_nodes": 1})
-    job, hosts = start(site)
-    site.cluster.power_off(hosts[1])
-    site.running(job, restart=1)
-    until(lambda: not site.reservations(), 10)
-    site.cluster.controller_stop(signal.SIGKILL)
-    site.cluster.controller_start()
-    now = site.nodes(job)
-    site.end_agents()
-    site.agents(job, 1, now)
-    site.cluster.power_off(now[-1])
-    until(lambda: [e for e in site.events(job) if e["name"] == "not_fenced" and "budget" in e["detail"]], 20)
-    assert fenced(site) == [hosts[1]]
+    stays(site, lambda: not fenced(site), 4)
 
 
 @pytest.mark.cluster
@@ -151,18 +134,6 @@ def test_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site])
     assert given_back in site.log()
     # From 24.11 on Slurm keeps the reason of a node that it has taken back.
     stays(site, lambda: site.log().count(given_back) == 1 and "give-back:" not in site.log(), 4)
-
-
-@pytest.mark.cluster
-def test_node_that_was_only_cut_off_is_not_given_back(make_site: Callable[..., Site]) -> None:
-    """It answers again, but it is the same boot: nobody knows what it was doing."""
-    site = make_site(settings={"auto_resume_s": 1.0})
-    job, hosts = start(site)
-    site.cluster.exec(hosts[1], ["ip", "link", "set", "eth0", "down"])
-    site.running(job, restart=1, timeout_s=60)
-    site.end_agents()
-    site.cluster.exec(hosts[1], ["ip", "link", "set", "eth0", "up"])
-    stays(site, lambda: fenced(site) == [hosts[1]], 5)
 
 
 @pytest.mark.cluster

@@ -61,7 +61,7 @@ def test_healthy_node_that_its_user_floods_is_neither_down_nor_drained(
     said = until(lambda: site.event(job, "not_fenced") or site.event(job, "dismissed"), 90)
     assert said["host"] == victim, said
     assert "left to Slurm" in said["detail"] or "slurmd answers" in said["detail"], said
-    stays(site, lambda: "dr" not in site.cluster.node_states()[victim] and not fenced(site), 12)
+    stays(site, lambda: "dr" not in site.cluster.node_states()[victim] and not fenced(site), 6)
     assert site.cluster.job(job)["Restarts"] == "0" and site.event(job, "confirmed") is None
     assert not site.reservations(), "an attacker's own word holds no node"
     site.cluster.exec(victim, ["pkill", "-CONT", "-u", "alice", "-f", "fake_agent"])

@@ -171,13 +171,6 @@ def test_job_that_waits_for_a_hold_keeps_no_nodes(site: Site) -> None:
     until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)", 5)
 
 
-def test_requeue_by_hand_holds_nothing(site: Site) -> None:
-    job, _ = start(site)
-    site.cluster.run(["scontrol", "requeue", str(job)], user="alice")
-    site.running(job, restart=1, timeout_s=40)
-    nothing_held(site, job)
-
-
 def test_drain_holds_nothing(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=drain", "reason=maintenance"])
@@ -200,19 +193,6 @@ def test_preemption_holds_nothing(make_site: Callable[..., Site]) -> None:
     nothing_held(site, job)
     site.running(job, restart=1, timeout_s=60)
     nothing_held(site, job)
-
-
-def test_two_jobs_lose_a_node_at_once(make_site: Callable[..., Site]) -> None:
-    """Neither takes the other's survivors."""
-    site = make_site(nodes=8)
-    one, first = start(site, "-N3")
-    two, second = start(site, "-N3")
-    site.cluster.power_off(first[1])
-    site.cluster.power_off(second[1])
-    for job, hosts in ((one, first), (two, second)):
-        site.running(job, restart=1, timeout_s=60)
-        assert {hosts[0], hosts[2]} < set(site.nodes(job)), site.log()
-    until(lambda: not site.reservations(), 10)
 
 
 def test_job_without_requeue_is_told_so(site: Site) -> None:

@@ -98,34 +98,6 @@ def make_trial(make_site: Callable[..., Site]) -> Trial:
     return Trial(make_site(controller=False, settings={"fence_budget_nodes": 1000}))
 
 
-WORST = (
-    "after scontrol create reservation",  # it exists, and the journal does not know
-    "after scontrol update NodeName State=DRAIN",  # drained, not yet DOWN
-    "after journal down after",  # DOWN, and the requeue is steered by nobody
-    "after scontrol update JobId ReqNodeList",  # pinned, no start time
-    "after scontrol update JobId ReservationName=",  # detached, not deleted
-)
-
-
-def short(place: str) -> str:
-    """Without what differs from run to run."""
-    words = [w for w in place.split() if not w.startswith(("Reason=", "Nodes=", "Users=", "Duration=", "Flags="))]
-    text = " ".join(words)
-    for key, value in (("NodeName=", "NodeName"), ("JobId=", "JobId")):
-        text = " ".join(value if w.startswith(key) else w for w in text.split())
-    return text.replace("ResetAccrueTime ", "")
-
-
-def test_controller_killed_at_the_worst_moments(make_site: Callable[..., Site]) -> None:
-    trial = make_trial(make_site)
-    places, killed = trial.run(0)
-    assert not killed and 20 <= len(places) <= MOST, places
-    for worst in WORST:
-        at = next(i for i, place in enumerate(places, 1) if short(place).startswith(worst))
-        _, killed = trial.run(at)
-        assert killed, worst
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_controller_killed_between_any_two_actions(make_site: Callable[..., Site]) -> None:

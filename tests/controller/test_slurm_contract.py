@@ -242,9 +242,8 @@ def test_it_is_never_imported_by_this_package() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "slurm", "pyslurm", "name"),
-    [
+def test_which_way_is_chosen() -> None:
+    cases: list[tuple[str, str, str, str]] = [
         ("auto", "slurm-wlm 22.05.8", "22.5.3", ways.PYSLURM),
         ("auto", "slurm 25.11.5", "25.11.2", ways.PYSLURM),
         ("pyslurm", "slurm 24.11.5", "24.11.0", ways.PYSLURM),
@@ -254,8 +253,8 @@ def test_it_is_never_imported_by_this_package() -> None:
         ("pyslurm", "", "25.11.2", ways.COMMANDS),
         ("json", "slurm 24.11.5", "24.11.0", ways.JSON),
         ("commands", "slurm 24.11.5", "24.11.0", ways.COMMANDS),
-    ],
-)
-def test_which_way_is_chosen(setting: str, slurm: str, pyslurm: str, name: str) -> None:
-    way = ways.choose(setting, slurm, pyslurm)
-    assert way.name == name and way.why and not way.left
+    ]
+    for case in cases:
+        setting, slurm, pyslurm, name = case
+        way = ways.choose(setting, slurm, pyslurm)
+        assert way.name == name and way.why and not way.left, case

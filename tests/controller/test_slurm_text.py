@@ -64,17 +64,19 @@ def test_later_releases() -> None:
     assert node.partitions == ("main", "long") and node.features == {"gpu", "ib"} and node.slurmd_start == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [("RUNNING", "RUNNING"), ("PENDING,COMPLETING", "COMPLETING"), ("RUNNING,CONFIGURING", "CONFIGURING")],
-)
-def test_compound_states(text: str, state: str) -> None:
-    assert state_of(text) == state
+def test_compound_states() -> None:
+    cases: list[tuple[str, str]] = [
+        ("RUNNING", "RUNNING"),
+        ("PENDING,COMPLETING", "COMPLETING"),
+        ("RUNNING,CONFIGURING", "CONFIGURING"),
+    ]
+    for case in cases:
+        text, state = case
+        assert state_of(text) == state, case
 
 
-@pytest.mark.parametrize(
-    ("text", "up", "down"),
-    [
+def test_node_states() -> None:
+    cases: list[tuple[str, bool, bool]] = [
         ("IDLE", True, False),
         ("IDLE*", False, False),
         ("MIXED+PLANNED", True, False),
@@ -83,11 +85,11 @@ def test_compound_states(text: str, state: str) -> None:
         ("ALLOCATED+DRAIN", False, False),
         ("IDLE+POWERED_DOWN", False, False),
         ("ALLOCATED+COMPLETING", True, False),
-    ],
-)
-def test_node_states(text: str, up: bool, down: bool) -> None:
-    node = parse_node(f"NodeName=n1 State={text} ThreadsPerCore=1")
-    assert (node.up, node.down) == (up, down)
+    ]
+    for case in cases:
+        text, up, down = case
+        node = parse_node(f"NodeName=n1 State={text} ThreadsPerCore=1")
+        assert (node.up, node.down) == (up, down), case
 
 
 def test_rows_and_reservations() -> None:

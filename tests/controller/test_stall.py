@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from gemini_hpc.agent.replicas.pace import Pace
 from gemini_hpc.cli.inspect import render
@@ -39,9 +38,8 @@ def test_the_pace_of_a_launch() -> None:
     assert pace.state() is None and pace.version == 0
 
 
-@pytest.mark.parametrize(
-    ("paces", "every", "running_s", "wanted"),
-    [
+def test_what_is_a_stall() -> None:
+    cases: list[tuple[list[PaceState], int, float | None, Stall | None]] = [
         ([PaceState(240, 0.8, 2)], 1, None, Stall(240, 0.8)),
         ([PaceState(119, 0.8, 2)], 1, None, None),  # shorter than the site calls a stall
         ([PaceState(240, 13, 15)], 1, None, None),  # 20 iterations are 260 s
@@ -53,10 +51,10 @@ def test_the_pace_of_a_launch() -> None:
         ([PaceState(240, 0.8, 2)], 1, 30.0, None),  # it was suspended until a moment ago
         ([PaceState(240, 0.8, 2)], 1, 0.0, None),
         ([], 1, None, None),
-    ],
-)
-def test_what_is_a_stall(paces: list[PaceState], every: int, running_s: float | None, wanted: Stall | None) -> None:
-    assert stall(paces, every, running_s, 120.0) == wanted
+    ]
+    for case in cases:
+        paces, every, running_s, wanted = case
+        assert stall(paces, every, running_s, 120.0) == wanted, case
 
 
 def shown(
@@ -102,17 +100,16 @@ def test_a_hang_is_a_stall_however_short() -> None:
     assert shown(PaceState(12.0, 0.8, 2.0), "recovering", hung="n2")["trainings"][0]["stalled"] is None
 
 
-@pytest.mark.parametrize(
-    ("pace", "state", "slurm"),
-    [
+def test_what_is_not_called_stalled() -> None:
+    cases: list[tuple[PaceState | None, str, dict[str, str]]] = [
         (PaceState(250.0, 0.8, 2.0), "protected", {"state": "SUSPENDED"}),
         (PaceState(250.0, 0.8, 2.0), "protected", {"running_s": "3"}),
         (PaceState(250.0, 0.8, 2.0, stalled_s=300.0), "protected", {}),
         (PaceState(250.0, 0.8, 2.0), "finished", {}),
         (PaceState(250.0, 0.8, 2.0), "degraded", {}),
         (None, "protected", {}),
-    ],
-)
-def test_what_is_not_called_stalled(pace: PaceState | None, state: str, slurm: dict[str, str]) -> None:
-    d = shown(pace, state, slurm)
-    assert d["trainings"][0]["state"] == state and d["trainings"][0]["stalled"] is None
+    ]
+    for case in cases:
+        pace, state, slurm = case
+        d = shown(pace, state, slurm)
+        assert d["trainings"][0]["state"] == state and d["trainings"][0]["stalled"] is None, case

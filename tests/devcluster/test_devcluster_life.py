@@ -16,7 +16,7 @@ from waiting import until
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.status import names
-from gemini_hpc.devcluster.teardown import members
+from gemini_hpc.devcluster.teardown import down, members
 
 from .conftest import CHECKOUT, PREFIX, Trace, killed_up, links, tool
 
@@ -86,26 +86,28 @@ def test_a_cluster_whose_init_was_killed_can_be_started_again(name: str) -> None
     trace.assert_gone()
 
 
-@pytest.mark.parametrize(
-    "milestone",
-    [
+@pytest.mark.timeout(300)
+def test_tool_killed_in_the_middle_of_up(name: str) -> None:
+    cases: list[str] = [
         *("etc", "opt/base", "log/init.log", "outer.json", "munge/munge.key", "munge/munged.ctl.log"),
         *("etc/slurm/plugstack.conf", "log/slurmctld.log", "nodes/n1.boot_id", "nodes/n1.json", "nodes/n5.json"),
         *("log/slurmd.n1.log", "cluster.json"),
-    ],
-)
-def test_tool_killed_in_the_middle_of_up(name: str, milestone: str) -> None:
-    killed_up(name, milestone)
-    trace = Trace.of(name)
-    done = tool("down", "--name", name)
-    assert done.returncode == 0, done.stderr
-    trace.assert_gone()
+    ]
+    for milestone in cases:
+        print(f"killed at {milestone}")
+        killed_up(name, milestone)
+        trace = Trace.of(name)
+        done = tool("down", "--name", name)
+        assert done.returncode == 0, done.stderr
+        trace.assert_gone()
 
 
-@pytest.mark.parametrize("milestone", ["outer.json", "etc/slurm/plugstack.conf", "nodes/n1.boot_id", "nodes/n2.json"])
-def test_a_cluster_that_is_not_complete_dies_with_the_tool(name: str, milestone: str) -> None:
-    killed_up(name, milestone)
-    until(lambda: not members(Layout(name)), 10)
+def test_a_cluster_that_is_not_complete_dies_with_the_tool(name: str) -> None:
+    cases: list[str] = ["outer.json", "etc/slurm/plugstack.conf", "nodes/n1.boot_id", "nodes/n2.json"]
+    for milestone in cases:
+        killed_up(name, milestone)
+        until(lambda: not members(Layout(name)), 10, what=f"killed at {milestone}")
+        down(Layout(name))
 
 
 def test_the_recorded_pid_of_somebody_else_is_left_alone(name: str) -> None:

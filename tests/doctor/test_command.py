@@ -147,17 +147,16 @@ def test_run_in_job() -> None:
     assert found.status == "wrong" and "RunInJob" in found.fix
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
+def test_expedited_requeue() -> None:
+    cases: list[tuple[dict[str, str], str]] = [
         ({"SLURM_VERSION": "25.11.2"}, "has none"),
         ({"SLURM_VERSION": "25.11.3"}, "is off"),
         ({"SLURM_VERSION": "26.05.0", "SlurmctldParameters": "enable_expedited_requeue"}, "is on"),
-    ],
-)
-def test_expedited_requeue(values: dict[str, str], words: str) -> None:
-    found = slurm.expedited(Told(**values))
-    assert found.status == "ok" and words in found.found
+    ]
+    for case in cases:
+        values, words = case
+        found = slurm.expedited(Told(**values))
+        assert found.status == "ok" and words in found.found, case
 
 
 def test_separate_prolog_timeout() -> None:
@@ -217,9 +216,8 @@ def test_hidden_directories() -> None:
     assert containers.hidden_directories(yaml, ("/run/gemini-hpc", "/proc/x")) == ["/run/gemini-hpc"]
 
 
-@pytest.mark.parametrize(
-    ("key", "plugin", "name", "text", "status"),
-    [
+def test_namespaces_that_hide_the_agent(tmp_path: Path) -> None:
+    cases: list[tuple[str, str, str, str, str]] = [
         ("JobContainerType", "job_container/tmpfs", "job_container.conf", "BasePath=/x Dirs=/run\n", "wrong"),
         ("JobContainerType", "job_container/tmpfs", "job_container.conf", "BasePath=/x\n", "ok"),
         ("JobContainerType", "(null)", "job_container.conf", "Dirs=/run\n", "ok"),
@@ -235,15 +233,14 @@ def test_hidden_directories() -> None:
             "warning",
         ),
         ("NamespaceType", "namespace/linux", "other.yaml", "defaults:\n", "skipped"),
-    ],
-)
-def test_namespaces_that_hide_the_agent(
-    tmp_path: Path, key: str, plugin: str, name: str, text: str, status: str
-) -> None:
-    (tmp_path / name).write_text(text)
-    facts = Told(SLURM_CONF=str(tmp_path / "slurm.conf"), **{key: plugin})
-    (found,) = examine.examine(facts, ["slurm.job-container"])
-    assert found.status == status, found
+    ]
+    for case in cases:
+        key, plugin, name, text, status = case
+        (tmp_path / name).write_text(text)
+        facts = Told(SLURM_CONF=str(tmp_path / "slurm.conf"), **{key: plugin})
+        (found,) = examine.examine(facts, ["slurm.job-container"])
+        assert found.status == status, (case, found)
+        (tmp_path / name).unlink()
 
 
 def test_small_texts() -> None:
@@ -256,11 +253,16 @@ def test_small_texts() -> None:
     assert [(s.port, s.uid, s.inode) for s in listeners(lines)] == [(0x4278, 5001, 77)]
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + b"\xff" * 200, b"\x7fELF\x01\x01" + bytes(100), b"#!/bin/sh\n"]
-)
-def test_what_is_not_a_plugin(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "x.so"
-    path.write_bytes(data)
-    with pytest.raises((elf.ElfError, struct.error)):
-        elf.built_for(str(path))
+def test_what_is_not_a_plugin(tmp_path: Path) -> None:
+    cases: list[bytes] = [
+        b"",
+        b"\x7fELF",
+        b"\x7fELF\x02\x01" + b"\xff" * 200,
+        b"\x7fELF\x01\x01" + bytes(100),
+        b"#!/bin/sh\n",
+    ]
+    for data in cases:
+        path = tmp_path / "x.so"
+        path.write_bytes(data)
+        with pytest.raises((elf.ElfError, struct.error)):
+            pytest.fail(f"{data!r}: {elf.built_for(str(path))}")

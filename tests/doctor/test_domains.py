@@ -30,23 +30,23 @@ def look(setting: str) -> Finding:
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "status", "words"),
-    [
+def test_the_sites_file(tmp_path: Path) -> None:
+    cases: list[tuple[str | None, int, str, str]] = [
         ("n[1-2] rack1\nn3 rack2\n", 0o644, "ok", "3 nodes in 2 domains"),
         ("n[2-3] rack1\n", 0o644, "warning", "does not name n1"),
         ("n1\n", 0o644, "wrong", "line 1: wanted NODES DOMAIN"),
         ("n1 rack1\n", 0o640, "wrong", "cannot be read by every job's owner"),
         (None, 0, "wrong", "No such file or directory"),
-    ],
-)
-def test_the_sites_file(tmp_path: Path, text: str | None, mode: int, status: str, words: str) -> None:
-    path = tmp_path / "racks"
-    if text is not None:
-        path.write_text(text)
-        path.chmod(mode)
-    found = look(str(path))
-    assert found.status == status and words in found.found
+    ]
+    for case in cases:
+        text, mode, status, words = case
+        path = tmp_path / "racks"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+            path.chmod(mode)
+        found = look(str(path))
+        assert found.status == status and words in found.found, case
 
 
 def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

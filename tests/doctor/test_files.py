@@ -22,9 +22,8 @@ ALICE = 5001
 VERB = "import sys; sys.path.insert(0, '{place}'); from gemini_hpc.cli.main import main; sys.exit(main())"
 
 
-@pytest.mark.parametrize(
-    ("check", "name", "change", "words"),
-    [
+def test_cve_2016_10030_what_root_runs(patient: Patient) -> None:
+    cases: list[tuple[str, str, dict[str, int], str]] = [
         ("files.settings", "etc/gemini-hpc/gemini.toml", {"mode": 0o666}, "0666"),
         ("files.settings", "etc/gemini-hpc/gemini.toml", {"owner": ALICE}, "alice"),
         ("files.settings", "etc/gemini-hpc", {"mode": 0o777}, "0777"),
@@ -34,19 +33,17 @@ VERB = "import sys; sys.path.insert(0, '{place}'); from gemini_hpc.cli.main impo
         ("files.plugin", "etc/slurm/plugstack.conf", {"mode": 0o646}, "0646"),
         ("files.python", "opt/venv/bin", {"owner": ALICE}, "alice"),
         ("files.python", "opt/venv/lib/{python}/site-packages", {"mode": 0o777}, "0777"),
-    ],
-)
-def test_cve_2016_10030_what_root_runs(
-    patient: Patient, check: str, name: str, change: dict[str, int], words: str
-) -> None:
-    path = patient.directory / name.format(python=f"python{sys.version_info[0]}.{sys.version_info[1]}")
-    with patient.access(path, **change):
-        report = patient.doctor(node="n1")
-    assert report.news == {check: "wrong"} and report.code == 1
-    assert words in report[check]["found"]
-    if check == "files.python" and path.name == "bin":
-        # Root does not even run it to ask for its version.
-        assert report["files.version"]["status"] == "skipped"
+    ]
+    for case in cases:
+        check, name, change, words = case
+        path = patient.directory / name.format(python=f"python{sys.version_info[0]}.{sys.version_info[1]}")
+        with patient.access(path, **change):
+            report = patient.doctor(node="n1")
+        assert report.news == {check: "wrong"} and report.code == 1, case
+        assert words in report[check]["found"], case
+        if check == "files.python" and path.name == "bin":
+            # Root does not even run it to ask for its version.
+            assert report["files.version"]["status"] == "skipped", case
 
 
 def test_cve_2016_10030_a_link_through_a_users_home(patient: Patient) -> None:
@@ -91,14 +88,16 @@ def test_what_a_tier_needs(patient: Patient) -> None:
         (packages / "h5py-away").rename(packages / "h5py")
 
 
-@pytest.mark.parametrize(("text", "words"), [("bogus = 1\n", "unknown key"), ("x = [", "not valid TOML")])
-def test_settings_that_cannot_be_used(patient: Patient, text: str, words: str) -> None:
-    with patient.file(patient.settings, text):
-        report = patient.doctor(node="n1")
-    assert report.code == 2 == report.document["status"] and words in report.errors
-    assert report.news == {"files.settings": "wrong"} and words in report["files.settings"]["found"]
-    assert report["plugin.run-dir"]["status"] == "skipped"
-    assert report["slurm.unkillable"]["status"] == "ok", "what needs no settings is looked at all the same"
+def test_settings_that_cannot_be_used(patient: Patient) -> None:
+    cases: list[tuple[str, str]] = [("bogus = 1\n", "unknown key"), ("x = [", "not valid TOML")]
+    for case in cases:
+        text, words = case
+        with patient.file(patient.settings, text):
+            report = patient.doctor(node="n1")
+        assert report.code == 2 == report.document["status"] and words in report.errors, case
+        assert report.news == {"files.settings": "wrong"} and words in report["files.settings"]["found"], case
+        assert report["plugin.run-dir"]["status"] == "skipped", case
+        assert report["slurm.unkillable"]["status"] == "ok", "what needs no settings is looked at all the same"
 
 
 def test_no_settings_file(patient: Patient) -> None:

@@ -41,28 +41,30 @@ def test_munge_does_not_answer(patient: Patient) -> None:
     assert patient.doctor(node="n3").news == {}
 
 
-@pytest.mark.parametrize(
-    ("version", "status"), [("0.5.17", "warning"), ("0.5.18", "ok"), ("0.6.0", "ok"), ("?", "skipped")]
-)
-def test_cve_2026_25506_munge_version(patient: Patient, version: str, status: str) -> None:
-    with (
-        patient.written("munged", f"#!/bin/sh\necho munge-{version}\n", 0o755) as path,
-        patient.mounted("n3", "--bind", str(path), "/usr/sbin/munged"),
-    ):
-        report = patient.doctor("--only", "munge.version", node="n3")
-    assert report["munge.version"]["status"] == status
+def test_cve_2026_25506_munge_version(patient: Patient) -> None:
+    cases: list[tuple[str, str]] = [("0.5.17", "warning"), ("0.5.18", "ok"), ("0.6.0", "ok"), ("?", "skipped")]
+    for case in cases:
+        version, status = case
+        with (
+            patient.written("munged", f"#!/bin/sh\necho munge-{version}\n", 0o755) as path,
+            patient.mounted("n3", "--bind", str(path), "/usr/sbin/munged"),
+        ):
+            report = patient.doctor("--only", "munge.version", node="n3")
+        assert report["munge.version"]["status"] == status, case
 
 
-@pytest.mark.parametrize(("late", "status"), [(0, "ok"), (12, "warning"), (-45, "wrong"), (400, "wrong")])
-def test_clock(patient: Patient, late: int, status: str) -> None:
+def test_clock(patient: Patient) -> None:
     """One machine has one clock: that of the command is set apart, the controller's credential is real."""
-    argv = [PYTHON, "-I", "-c", LATE.format(late=late), "doctor", "--json", "--only", "munge"]
-    done = patient.cluster.run(argv, node="n1")
-    report = Report(done.returncode, json.loads(done.stdout), done.stderr)
-    assert report["munge.clock"]["status"] == status
-    assert set(report.news) <= {"munge.clock"}
-    if late:
-        assert abs(int(re.findall(r"(\d+) s ", report["munge.clock"]["found"])[0]) - abs(late)) <= 2
+    cases: list[tuple[int, str]] = [(0, "ok"), (12, "warning"), (-45, "wrong"), (400, "wrong")]
+    for case in cases:
+        late, status = case
+        argv = [PYTHON, "-I", "-c", LATE.format(late=late), "doctor", "--json", "--only", "munge"]
+        done = patient.cluster.run(argv, node="n1")
+        report = Report(done.returncode, json.loads(done.stdout), done.stderr)
+        assert report["munge.clock"]["status"] == status, case
+        assert set(report.news) <= {"munge.clock"}, case
+        if late:
+            assert abs(int(re.findall(r"(\d+) s ", report["munge.clock"]["found"])[0]) - abs(late)) <= 2, case
 
 
 def test_munge_key(patient: Patient) -> None:
@@ -91,19 +93,23 @@ def test_ephemeral_ports(patient: Patient) -> None:
     assert reserved.news == {} == patient.doctor(node="n2").news
 
 
-@pytest.mark.parametrize(
-    ("port", "user", "status"), [(17005, "alice", "warning"), (24100, None, "warning"), (24100, "alice", "")]
-)
-def test_ports_in_use(patient: Patient, port: int, user: str | None, status: str) -> None:
-    process = patient.cluster.popen([PYTHON, "-c", LISTEN.format(port=port)], user=user, node="n2")
-    try:
-        assert process.stdout is not None and process.stdout.readline()
-        report = patient.doctor(node="n2")
-    finally:
-        process.kill()
-        process.wait()
-    assert report.news == ({"network.in-use": status} if status else {})
-    assert str(port) in report["network.in-use"]["found"] or not status
+def test_ports_in_use(patient: Patient) -> None:
+    cases: list[tuple[int, str | None, str]] = [
+        (17005, "alice", "warning"),
+        (24100, None, "warning"),
+        (24100, "alice", ""),
+    ]
+    for case in cases:
+        port, user, status = case
+        process = patient.cluster.popen([PYTHON, "-c", LISTEN.format(port=port)], user=user, node="n2")
+        try:
+            assert process.stdout is not None and process.stdout.readline(), case
+            report = patient.doctor(node="n2")
+        finally:
+            process.kill()
+            process.wait()
+        assert report.news == ({"network.in-use": status} if status else {}), case
+        assert str(port) in report["network.in-use"]["found"] or not status, case
 
 
 def test_addresses(patient: Patient) -> None:

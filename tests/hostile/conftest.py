@@ -1,4 +1,4 @@
-"""One cluster for each file of hostile tests, with a real training on two nodes that must not notice anything."""
+"""One cluster for all hostile tests, with a real training on two nodes that must not notice anything."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from gemini_hpc.devcluster.cluster import Cluster
 CAP_BYTES = 32 << 20
 ALICE, BOB, NOBODY = 5001, 5002, 65534
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
+FAILED = pytest.StashKey[bool]()
 
 
 class Site:
@@ -122,30 +123,73 @@ class Site:
         return self.cluster.run(["gemini-hpc", *args], user=user, node=node)
 
 
-@pytest.fixture(scope="module")
-def shared_site() -> Iterator[Site]:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
-    # A busy machine's pause must not have Slurm set a node DOWN.
-    patient = ["SlurmdTimeout=300"]
-    with Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient) as cluster:
-        with (cluster.directory / "etc" / "group").open("a") as f:
-            f.write("ops:x:6001:daemon\n")
-        site = Site(cluster)
-        yield site
+class Sites:
+    """The one site of all these tests, in place of which there is a new one after a test that failed."""
+
+    def __init__(self) -> None:
+        self.now = self._up()
+
+    @staticmethod
+    def _up() -> Site:
+        total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+        settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
+        # A busy machine's pause must not have Slurm set a node DOWN.
+        patient = ["SlurmdTimeout=300"]
+        cluster = Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient)
+        try:
+            with (cluster.directory / "etc" / "group").open("a") as f:
+                f.write("ops:x:6001:daemon\n")
+            return Site(cluster)
+        except BaseException:
+            cluster.down()
+            raise
+
+    def replace(self) -> None:
+        """At once, whatever state it is in: the leak checks of the next test find a cluster of that name."""
+        self.now.cluster.down()
+        self.now = self._up()
+
+    def end(self) -> None:
+        """End alice's training; then nothing is left."""
+        cluster = self.now.cluster
         cluster.run(["scancel", "--user=alice"])
         until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
         assert_nothing_new({}, lambda: present(cluster), 40)
 
 
+@pytest.fixture(scope="session")
+def sites() -> Iterator[Sites]:
+    found = Sites()
+    try:
+        yield found
+        found.end()
+    finally:
+        found.now.cluster.down()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report = yield
+    if call.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
 @pytest.fixture
-def site(shared_site: Site) -> Iterator[Site]:
-    shared_site.goes_on(2)
-    before = present(shared_site.cluster)
-    yield shared_site
-    shared_site.goes_on()
-    shared_site.unharmed()
-    assert_nothing_new(before, lambda: present(shared_site.cluster), 20)
+def site(sites: Sites, request: pytest.FixtureRequest) -> Iterator[Site]:
+    found = sites.now
+    try:
+        found.goes_on(2)
+        before = present(found.cluster)
+        yield found
+        found.goes_on()
+        found.unharmed()
+        assert_nothing_new(before, lambda: present(found.cluster), 20)
+    except BaseException:
+        sites.replace()
+        raise
+    if request.node.stash.get(FAILED, True):
+        sites.replace()
 
 
 def one_line(done: Any, *words: str, status: int | None = None, case: str = "") -> str:
