@@ -13,7 +13,7 @@ from training import Training
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = """#!/bin/bash
