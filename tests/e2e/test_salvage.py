@@ -126,6 +126,7 @@ def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Pa
     ), none.stderr
 
 
+@pytest.mark.alone
 def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) -> None:
     free = meminfo()["MemAvailable"]
     assert free > 2 * MOST_MIB * MIB, f"{2 * MOST_MIB} MiB of free memory are wanted, {free // MIB} are there"

@@ -14,7 +14,7 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 FENCE_S, LONGER_S = 2.0, 4.0
 

@@ -18,8 +18,8 @@ CUT_S = 5.0
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    """Whose controller is as slow to call a node dead as at a site."""
-    settings = {"retention_s": 20.0, "fence_confirm_s": 5.0}
+    """Whose controller is even slower to call a node dead than at a site."""
+    settings = {"retention_s": 20.0, "fence_confirm_s": 3 * CUT_S}
     with Shared("pair", nodes=6, settings=settings) as shared:
         yield shared
 

@@ -44,7 +44,7 @@ def signal_rank(job: LiteJob, name: str) -> None:
 
 
 def test_a_rank_that_is_stopped(job: LiteJob) -> None:
-    assert looked_at(job)["state"] == "protected"
+    until(lambda: looked_at(job)["state"] == "protected", 20, what="protected")
     signal_rank(job, "STOP")
     until(lambda: looked_at(job)["state"] == "stalled", 60, 0.5, what="stalled")
     found = looked_at(job)["trainings"][0]
