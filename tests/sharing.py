@@ -28,7 +28,13 @@ class Shared:
     """One cluster for one test after the other."""
 
     def __init__(self, name: str, let_go_s: float = LET_GO_S, **how: Any) -> None:
-        """how: of `Cluster.up`. The name stays when the cluster is replaced, so it is the same to the leak check."""
+        """Bring it up.
+
+        Args:
+            name: stays when the cluster is replaced, which is then the same to the leak check.
+            let_go_s: within which what jobs hold is given back after a test.
+            how: of `Cluster.up`.
+        """
         self._up, self._let_go_s = partial(Cluster.up, f"{name}{os.getpid()}", **how), let_go_s
         self._cluster = self._up()
         self._is_clean = True
@@ -43,7 +49,7 @@ class Shared:
     def lent(
         self, request: pytest.FixtureRequest, sweep: Callable[[Cluster], None] | None = None
     ) -> Iterator[Cluster]:
-        """Lend it to the test of `request`, in its fixture. sweep: takes away what the job's own programs leave."""
+        """Lend it to the test of `request`, from its fixture; `sweep` takes away what the jobs' programs leave."""
         if not self._is_clean:
             self._cluster = self._up(replace=True)
         self._is_clean, failed = False, request.session.testsfailed
@@ -58,14 +64,14 @@ class Shared:
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Shared]:
-    """The cluster of all tests that need no other; the conftest.py of all has it, or each directory had its own."""
+    """Bring up the cluster of all tests that need no other; the conftest.py of all has it, so that there is one."""
     with Shared("shared", nodes=NODES, settings=SETTINGS) as shared:
         yield shared
 
 
 @contextmanager
 def clean(cluster: Cluster, let_go_s: float, sweep: Callable[[Cluster], None] | None = None) -> Iterator[None]:
-    """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
+    """Take one test: afterwards its jobs are ended, all nodes are back, and nothing is left."""
     if cluster.controller_pid() is None:
         cluster.controller_start()
     with nothing_left(cluster, let_go_s):

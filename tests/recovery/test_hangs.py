@@ -14,7 +14,7 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 PROGRAM = Path(__file__).parents[1] / "train" / "hanging.py"
 HANG_S, STEPS, AT = 5, 60, 40
