@@ -14,6 +14,7 @@ import parts
 import pytest
 import quick
 from leaks import Found, assert_nothing_new, machine, new
+from sharing import shared  # noqa: F401
 from unheard import Unheard
 
 from gemini_hpc.devcluster.cluster import Cluster

@@ -18,7 +18,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.core.views import View
 from gemini_hpc.wire import local, peer
-from gemini_hpc.wire.evacuate import EvacuateAsk, Evacuated
+from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.link import Link
 
 _TOGETHER_S = 0.05
@@ -162,7 +162,7 @@ class Spares:
     def _cannot_leave(self, hosts: Sequence[str]) -> str:
         here = self._membership
         if here.incarnation is None or here.detached:
-            return "this node has no part in a running incarnation of the job"
+            return NO_PART
         if not here.incarnation.view.spares:
             return "the job has no spares"
         if here.replicas < 2:

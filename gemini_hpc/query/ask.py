@@ -16,7 +16,7 @@ import msgspec
 from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import inspect_schema
-from gemini_hpc.wire.evacuate import EvacuateAsk, Evacuated
+from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
@@ -231,10 +231,10 @@ async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
         if name == host:
             continue
         reason = await _evacuate_at(settings, raw_id, job.user_id, name, node.address, host)
-        if reason is not None:
-            if reason:
-                raise AskError(f"job {raw_id}: {reason}")
+        if reason == "":
             return
+        if reason not in (None, NO_PART):
+            raise AskError(f"job {raw_id}: {reason}")
     raise AskError(f"job {raw_id}: no agent answers on another node")
 
 

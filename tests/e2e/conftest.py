@@ -1,36 +1,40 @@
-"""Real training (the example, with torch) on a real cluster, against one undisturbed reference run."""
+"""Real training (the example, with torch) on a real cluster, against undisturbed runs without Slurm."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from heat import swept
-from leaks.cluster import nothing_left
-from training import STEPS, Training
+from sharing import Shared, swept
+from train.launch import Process, environments
+from training import SMALL, Run, Training
 
 from gemini_hpc.devcluster.cluster import Cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96"]
 
 
-SETTINGS = {"fence_budget_nodes": 1000, "tier_keep_every": 3}
-
-
-@pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    nodes = getattr(request.module, "NODES", 5)
-    with Cluster.up(f"e2e{os.getpid()}", nodes=nodes, settings=SETTINGS) as cluster:
+@pytest.fixture
+def cluster(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with shared.lent(request, swept) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
+def tier(cluster: Cluster) -> Path:
+    """A directory for one test: agents may write there until the cluster has been tidied."""
+    path = cluster.home("alice") / f"tier-{time.time_ns()}"
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+@pytest.fixture
+def train(cluster: Cluster) -> Callable[..., Training]:
     def submit(
         label: str,
         *options: str,
@@ -48,40 +52,25 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
-        arguments = [
-            *SMALL,
-            "--iteration-s",
-            str(iteration_s),
-            "--parallel",
-            parallel,
-            "--transport",
-            transport,
-            "--log",
-            str(directory / "loss.jsonl"),
-        ]
+        how = [f"--parallel={parallel}", f"--transport={transport}", f"--iteration-s={iteration_s}"]
+        arguments = [*SMALL, *how, f"--log={directory}/loss.jsonl"]
         fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
         return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)
 
-    with nothing_left(cluster, 30):
-        yield submit
-        cluster.run(["scancel", "--user=alice"])
-        cluster.restore()
-        swept(cluster)
+    return submit
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Training]:
-    """The undisturbed runs, made at first use."""
-    return {}
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Run runs, each made once, at first use: ranks on this machine, without Slurm and without agents."""
 
+    @cache
+    def run(parallel: str = "ddp", ranks: int = 3) -> Run:
+        directory = tmp_path_factory.mktemp("reference")
+        arguments = [*SMALL, "--parallel", parallel, "--log", str(directory / "loss.jsonl")]
+        processes = [Process(env, module="examples.train_gpt", arguments=arguments) for env in environments(ranks)]
+        codes = [process.wait(120) for process in processes]
+        assert codes == [0] * ranks, [process.read() for process in processes]
+        return Run(directory)
 
-@pytest.fixture
-def reference(train: Callable[..., Training], references: dict[str, Training]) -> Callable[[str], Training]:
-    def get(parallel: str) -> Training:
-        if parallel not in references:
-            run = train("reference", parallel=parallel)
-            run.finish()
-            references[parallel] = run
-        return references[parallel]
-
-    return get
+    return run

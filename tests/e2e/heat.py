@@ -92,11 +92,3 @@ def plates(n: int) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:
         yield field[1:-1].copy()
         change = field[:-2, 1:-1] + field[2:, 1:-1] + field[1:-1, :-2] + field[1:-1, 2:] - 4 * field[1:-1, 1:-1]
         field[1:-1, 1:-1] += 0.2 * change
-
-
-def swept(cluster: Cluster) -> None:
-    """What MPICH and torch's data loaders leave of ranks that were killed is gone."""
-    for host in cluster.node_names:
-        cluster.exec(
-            host, ["find", "/dev/shm", "(", "-name", "mpich_shm_*", "-o", "-name", "torch_*", ")", "-delete"]
-        )

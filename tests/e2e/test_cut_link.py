@@ -12,7 +12,7 @@ from training import Training
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 ALONE = Path(__file__).with_name("alone.py")
 PYTHON = "/opt/gemini-hpc/venv/bin/python"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from training import Training
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = """#!/bin/bash
@@ -41,9 +42,13 @@ def test_ranks_move_and_protection_goes_on(cluster: Cluster, train: Callable[...
     job.wait("recovery", lambda: any(line["restart"] == 1 for line in job.steps()), 60)
     resumed = min(line["step"] for line in job.steps() if line["restart"] == 1)
     job.reach(resumed + 8)
-    shown = json.loads(cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout)
-    (only,) = shown["trainings"]
-    assert only["state"] == "protected" and only["sealed"][0] == shown["epoch"], only
+
+    def sealed_anew() -> bool:
+        shown = json.loads(cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout)
+        (only,) = shown["trainings"]
+        return bool(only["state"] == "protected" and only["sealed"][0] == shown["epoch"])
+
+    until(sealed_anew, 20, what="a seal of the new epoch")
     cluster.power_off(job.hosts()[1])
     job.finish()
     assert job.repeated() <= 2 and job.output().count("resumed at version") == 2, job.output()

@@ -4,8 +4,6 @@ freed."""
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from heat import Heat, plates, swept
-from leaks.cluster import nothing_left
+from heat import Heat, plates
+from sharing import Shared
+from tiers import saved
 from waiting import until
 
 from gemini_hpc.core.slots import Stamp
@@ -41,24 +40,10 @@ time.sleep(30)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     settings = {"fence_budget_nodes": 1000, "tier_salvage_s": 5, "retention_s": 15, "memory_floor_bytes": 64 * MIB}
-    with Cluster.up(f"scav{os.getpid()}", nodes=4, settings=settings) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def tier(cluster: Cluster) -> Iterator[Path]:
-    path = cluster.home("alice") / "tier"
-    path.mkdir(exist_ok=True)
-    path.chmod(0o777)
-    with nothing_left(cluster, 45):
-        yield path
-        cluster.run(["scancel", "--user=alice"])
-        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
-        cluster.restore()
-        swept(cluster)
-    subprocess.run(["rm", "-rf", str(path)], check=True)
+    with Shared("salvage", nodes=4, settings=settings) as shared:
+        yield shared
 
 
 def lost(cluster: Cluster, tier: Path, which: int) -> tuple[Heat, list[str]]:
@@ -71,10 +56,6 @@ def lost(cluster: Cluster, tier: Path, which: int) -> tuple[Heat, list[str]]:
     assert not saved(tier, job)
     cluster.power_off(hosts[which])
     return job, [host for host in hosts if host != hosts[which]]
-
-
-def saved(tier: Path, job: Heat) -> list[Stamp]:
-    return [Stamp(*m.stamp) for m in version.whole(f"{version.job_directory(str(tier), job.id)}/default")]
 
 
 def agents(job: Heat) -> list[str]:
@@ -104,10 +85,9 @@ def newest(tier: Path, job: Heat, timeout_s: float) -> Stamp:
     return stamp
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["root", "another"])
-def test_a_job_that_waits_for_a_node(cluster: Cluster, tier: Path, which: int) -> None:
+def test_a_job_that_waits_for_a_node(cluster: Cluster, tier: Path) -> None:
     """Longer than memory is kept: it comes back from the tier, and repeats at most one step."""
-    job, left = lost(cluster, tier, which)
+    job, left = lost(cluster, tier, 1)
     stamp = newest(tier, job, 45)
     assert set(agents(job)) == set(left) and job.slurm()["JobState"] == "PENDING"
     until(lambda: not agents(job), 40, what="retention over")
@@ -146,6 +126,7 @@ def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Pa
     ), none.stderr
 
 
+@pytest.mark.alone
 def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) -> None:
     free = meminfo()["MemAvailable"]
     assert free > 2 * MOST_MIB * MIB, f"{2 * MOST_MIB} MiB of free memory are wanted, {free // MIB} are there"

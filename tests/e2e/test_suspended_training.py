@@ -1,10 +1,8 @@
-"""Requirement not-a-failure with torch: a suspended training goes on as if nothing had been; a rank maps only what it
-fills."""
+"""What a training process maps of the copies: only what it fills."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,26 +12,9 @@ from training import Training
 from gemini_hpc.core import placement
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 Train = Callable[..., Training]
-Reference = Callable[[str], Training]
-LONGER_THAN_A_SEAL_IS_AWAITED_S = 7.0
-
-
-def test_suspended_training_goes_on_protected(train: Train, reference: Reference) -> None:
-    wanted = reference("ddp")
-    job = train("suspended", "--gemini-replicas=2")
-    job.reach(10)
-    assert job.cluster.run(["scontrol", "suspend", str(job.id)]).returncode == 0
-    job.wait("suspension", lambda: job.state == "SUSPENDED", 10)
-    time.sleep(LONGER_THAN_A_SEAL_IS_AWAITED_S)
-    assert job.cluster.run(["scontrol", "resume", str(job.id)]).returncode == 0
-    job.finish()
-    job.assert_same_as(wanted)
-    assert job.repeated() == 0 and job.cluster.job(job.id)["Restarts"] == "0"
-    assert "gemini-hpc: rank" not in job.output(), job.output()
-    assert "idle" in set(job.cluster.node_states().values())
 
 
 def mapped(cluster: Cluster, node: str) -> Counter[int]:

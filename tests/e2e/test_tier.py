@@ -1,116 +1,43 @@
-"""The persistent tier under real training: when memory cannot serve, the job comes back from its files."""
+"""The persistent tier: what is saved there, when, and what the job does without it."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import h5py
 import pytest
-from heat import Heat, swept
-from leaks.cluster import nothing_left
-from training import STEPS, Training
+from heat import Heat
+from tiers import saved
 from waiting import until
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.devcluster.cluster import Cluster
-from gemini_hpc.tier import version
 
 pytestmark = pytest.mark.cluster
 
-Train = Callable[..., Training]
-Reference = Callable[[str], Training]
 
-
-@pytest.fixture
-def tier(cluster: Cluster) -> Path:
-    path = cluster.home("alice") / "tier"
-    path.mkdir(exist_ok=True)
-    path.chmod(0o777)
-    return path
-
-
-def saved(tier: Path, job: Training | Heat) -> list[Stamp]:
-    """Whole versions of a job, newest first."""
-    return [Stamp(*m.stamp) for m in version.whole(f"{version.job_directory(str(tier), job.id)}/default")]
-
-
-def ask(job: Training | Heat, user: str, *options: str) -> subprocess.CompletedProcess[str]:
+def ask(job: Heat, user: str, *options: str) -> subprocess.CompletedProcess[str]:
     return job.cluster.run(["gemini-hpc", "flush", *options, str(job.id)], user=user)
 
 
-def inspect(job: Training | Heat, *options: str) -> str:
+def inspect(job: Heat, *options: str) -> str:
     """What it prints, as one line: sentences are wrapped to the terminal's width."""
     return " ".join(job.cluster.run(["gemini-hpc", "inspect", *options, str(job.id)], user="alice").stdout.split())
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param(
-            "ddp", marks=pytest.mark.witness("all copies are lost: the job comes back from the tier, equal bits")
-        ),
-        "fsdp2",
-    ],
-)
-def test_all_nodes_cut(train: Train, reference: Reference, tier: Path, parallel: str) -> None:
-    wanted = reference(parallel)
-    job = train("tier", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=1", parallel=parallel)
-    job.reach(8)
-    until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
-    hosts = job.hosts()
-    for host in hosts[1:]:
-        job.cluster.power_off(host)
-    job.finish()
-    job.assert_same_as(wanted)
-    assert "from the tier" in job.output(), job.output()
-    with h5py.File(tier / f"gemini-{job.id}/default" / version.name(saved(tier, job)[0]) / "index.h5") as index:
-        assert len(index["tensors"]) > 10
-    subprocess.run(["rm", "-rf", str(tier / f"gemini-{job.id}")], check=True)
-
-
-def test_all_nodes_cut_and_fewer_left(train: Train, tier: Path) -> None:
-    """Its user lets it go on with two: two ranks load what three have saved."""
-    job = train("fewer", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=1")
-    until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
-    for host in job.hosts():
-        job.cluster.power_off(host)
-    job.wait("requeue", lambda: job.state == "PENDING", 90)
-    job.cluster.run(["scontrol", "update", f"JobId={job.id}", "NumNodes=2", "NumTasks=2"])
-    job.finish()
-    said = job.output()
-    assert "the job now has 2 nodes: 2 tasks instead of 3" in said and "from the tier" in said, said
-    start = int(re.findall(r"resumed at version ([0-9]+) from the tier", said)[-1])
-    losses = [float.fromhex(line["loss"]) for line in job.steps() if line["step"] > start]
-    assert start >= 8 and [line["step"] for line in job.steps()][-1] == STEPS
-    assert max(losses) < float.fromhex(job.steps()[0]["loss"]), "goes on from what was learnt"
-
-
-@contextmanager
-def endless(cluster: Cluster, tier: Path, *options: str) -> Iterator[Heat]:
+def endless(cluster: Cluster, tier: Path) -> Heat:
     """A job that saves nothing by itself, and does not end."""
-    with nothing_left(cluster, 45):
-        more = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600", *options)
-        job = Heat.submit(cluster, "pmi2", *more, n=60, steps=100000, step_s=0.1)
-        job.reach(8)
-        yield job
-        cluster.run(["scancel", str(job.id)])
-        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
-        swept(cluster)
+    options = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
+    job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
+    job.reach(8)
+    return job
 
 
 def test_flush_by_hand(cluster: Cluster, tier: Path) -> None:
     """Between two saves, by word of mouth; and by nobody else's."""
-    with endless(cluster, tier) as job:
-        _flush(job, tier)
-
-
-def _flush(job: Heat, tier: Path) -> None:
+    job = endless(cluster, tier)
     mine = ask(job, "alice")
     assert mine.returncode == 0, mine.stderr
     [first] = saved(tier, job)
@@ -159,68 +86,56 @@ def partition_drained(job: Heat, tier: Path) -> None:
 
 def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
     """The newest two, and each third that the job saves, whatever is done to it in between."""
-    with nothing_left(cluster, 45):
-        options = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
-        job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
-        made: list[Stamp] = []
-        for count in range(1, 7):
-            if count == 5:
-                host = job.hosts()[1]
-                cluster.power_off(host)
-                until(lambda: job.lines("start")[-1]["start"] > 0, 60, what="the job is back")
-            job.reach(made[-1].version + 2 if made else 4)
-            if count == 3:
-                drained(job, tier)
-            elif count == 4:
-                partition_drained(job, tier)
-            else:
-                done = ask(job, "alice")
-                assert done.returncode == 0, done.stderr
-            made.append(saved(tier, job)[0])
-        assert sorted(set(made)) == made, "each was newer than the one before"
-        assert saved(tier, job) == [made[5], made[4], made[2]]
-        cluster.run(["scancel", str(job.id)])
-        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
-        cluster.restore()
-        swept(cluster)
+    options = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
+    job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
+    made: list[Stamp] = []
+    for count in range(1, 7):
+        if count == 5:
+            host = job.hosts()[1]
+            cluster.power_off(host)
+            until(lambda: job.lines("start")[-1]["start"] > 0, 60, what="the job is back")
+        job.reach(made[-1].version + 2 if made else 4)
+        if count == 3:
+            drained(job, tier)
+        elif count == 4:
+            partition_drained(job, tier)
+        else:
+            done = ask(job, "alice")
+            assert done.returncode == 0, done.stderr
+        made.append(saved(tier, job)[0])
+    assert sorted(set(made)) == made, "each was newer than the one before"
+    assert saved(tier, job) == [made[5], made[4], made[2]]
 
 
 def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> None:
     """As while a file system is not mounted: the job waits, says for what, and goes on when it is there."""
     away = tier.with_name("tier-away")
-    with nothing_left(cluster, 45):
-        options = (f"--gemini-tier={tier}", "--gemini-tier-interval=1")
-        job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
-        until(lambda: saved(tier, job), 60, what="a version on the tier")
-        for host in job.hosts():
-            cluster.power_off(host)
-        tier.rename(away)
-        newest = saved(away, job)[0]
-        cluster.run(["scontrol", "requeue", str(job.id)])
-        cluster.restore(0)
-        reason = f"cannot read the tier: {tier}: the directory is not there"
-        until(lambda: f"waiting: {reason}" in job.said(), 90, what=f"it says: {reason}")
-        assert reason in inspect(job)
-        time.sleep(25)  # it asks again, and again in vain
-        assert len(job.lines("start")) == 1, "it has not begun anew"
-        away.rename(tier)
-        until(lambda: len(job.lines("start")) == 2, 60, what="the job is back")
-        assert job.lines("start")[1]["start"] == newest.version and "from the tier" in job.said()
-        cluster.run(["scancel", str(job.id)])
-        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
-        cluster.restore()
-        swept(cluster)
+    options = (f"--gemini-tier={tier}", "--gemini-tier-interval=1")
+    job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
+    until(lambda: saved(tier, job), 60, what="a version on the tier")
+    for host in job.hosts():
+        cluster.power_off(host)
+    tier.rename(away)
+    newest = saved(away, job)[0]
+    cluster.run(["scontrol", "requeue", str(job.id)])
+    cluster.restore(0)
+    reason = f"cannot read the tier: {tier}: the directory is not there"
+    until(lambda: f"waiting: {reason}" in job.said(), 90, what=f"it says: {reason}")
+    assert reason in inspect(job)
+    time.sleep(5)  # the agents look each second
+    assert len(job.lines("start")) == 1, "it has not begun anew"
+    away.rename(tier)
+    until(lambda: len(job.lines("start")) == 2, 60, what="the job is back")
+    assert job.lines("start")[1]["start"] == newest.version and "from the tier" in job.said()
 
 
 def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
     """Its user hears of it when the job begins; it is as protected as without."""
     tier = cluster.home("alice") / "not-there"
-    with nothing_left(cluster, 45):
-        job = Heat.submit(cluster, "pmi2", f"--gemini-tier={tier}", n=60, steps=30, step_s=0.1)
-        job.finish()
-        reason = f"gemini-hpc: cannot read the tier: {tier}: the directory is not there"
-        assert job.said().count(reason) == 1 and not tier.exists(), job.said()
-        swept(cluster)
+    job = Heat.submit(cluster, "pmi2", f"--gemini-tier={tier}", n=60, steps=30, step_s=0.1)
+    job.finish()
+    reason = f"gemini-hpc: cannot read the tier: {tier}: the directory is not there"
+    assert job.said().count(reason) == 1 and not tier.exists(), job.said()
 
 
 def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
@@ -230,18 +145,13 @@ def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
     above.chmod(0o777)
     text = settings.read_text()
     settings.write_text(f'{text}\ntier = "{above}/{{user}}"\ntier_interval_s = 1.0\n')
-    try:
-        with nothing_left(cluster, 45):
-            job = Heat.submit(cluster, "pmi2", n=60, steps=60, step_s=0.1)
-            until(lambda: saved(above / "alice", job), 60, what="a version on the site's tier")
-            job.finish()
-            assert "cannot read the tier" not in job.said(), job.said()
-            made = (above / "alice").stat()
-            assert (made.st_uid, made.st_mode & 0o777) == (5001, 0o700)
-            swept(cluster)
-    finally:
-        settings.write_text(text)
-        subprocess.run(["rm", "-rf", str(above)], check=True)
+    job = Heat.submit(cluster, "pmi2", n=60, steps=60, step_s=0.1)
+    until(lambda: saved(above / "alice", job), 60, what="a version on the site's tier")
+    job.finish()
+    assert "cannot read the tier" not in job.said(), job.said()
+    made = (above / "alice").stat()
+    assert (made.st_uid, made.st_mode & 0o777) == (5001, 0o700)
+    settings.write_text(text)
 
 
 def test_an_automatic_interval_is_long_once_a_save_has_been_measured(cluster: Cluster, tier: Path) -> None:
@@ -249,37 +159,33 @@ def test_an_automatic_interval_is_long_once_a_save_has_been_measured(cluster: Cl
     settings = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
     text = settings.read_text()
     settings.write_text(f"{text}\ntier_interval_s = 1.0\n")
-    try:
-        with nothing_left(cluster, 45):
-            options = (f"--gemini-tier={tier}", "--gemini-tier-interval=auto")
-            job = Heat.submit(cluster, "pmi2", *options, n=60, steps=150, step_s=0.1)
-            until(lambda: saved(tier, job), 60, what="a version on the tier")
-            until(lambda: "h: auto: a save takes" in inspect(job), 20, what="an automatic interval")
-            first = saved(tier, job)[0]
-            (training,) = json.loads(inspect(job, "--json"))["trainings"]
-            assert 3600 < training["tier"]["interval_s"] <= 86400
-            job.reach(first.version + 30)
-            assert saved(tier, job) == [first], "three seconds later nothing more is due"
-            job.finish()
-            swept(cluster)
-    finally:
-        settings.write_text(text)
+    options = (f"--gemini-tier={tier}", "--gemini-tier-interval=auto")
+    job = Heat.submit(cluster, "pmi2", *options, n=60, steps=150, step_s=0.1)
+    until(lambda: saved(tier, job), 60, what="a version on the tier")
+    until(lambda: "h: auto: a save takes" in inspect(job), 20, what="an automatic interval")
+    first = saved(tier, job)[0]
+    (training,) = json.loads(inspect(job, "--json"))["trainings"]
+    assert 3600 < training["tier"]["interval_s"] <= 86400
+    job.reach(first.version + 30)
+    assert saved(tier, job) == [first], "three seconds later nothing more is due"
+    job.finish()
+    settings.write_text(text)
 
 
 def test_before_the_time_limit(cluster: Cluster, tier: Path) -> None:
     """The limit comes down to a minute after the job has begun."""
-    with endless(cluster, tier) as job:
-        assert not saved(tier, job)
-        cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=1"])
-        until(lambda: saved(tier, job), 20, what="a version on the tier before the time limit")
-        assert job.slurm()["JobState"] == "RUNNING" and saved(tier, job)[0].version >= 8
+    job = endless(cluster, tier)
+    assert not saved(tier, job)
+    cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=1"])
+    until(lambda: saved(tier, job), 20, what="a version on the tier before the time limit")
+    assert job.slurm()["JobState"] == "RUNNING" and saved(tier, job)[0].version >= 8
 
 
 def test_a_job_that_is_cancelled_leaves_its_last_version(cluster: Cluster, tier: Path) -> None:
     """Nobody saves at an interval: agents do when the job has ended, then free the memory."""
-    with endless(cluster, tier) as job:
-        job.reach(10)
-        job.cluster.run(["scancel", str(job.id)])
-        until(lambda: saved(tier, job), 30, what="a version on the tier after the job's end")
-        last = max(line["step"] for line in job.lines("step"))
-        assert saved(tier, job)[0].version >= last - 2
+    job = endless(cluster, tier)
+    job.reach(10)
+    job.cluster.run(["scancel", str(job.id)])
+    until(lambda: saved(tier, job), 30, what="a version on the tier after the job's end")
+    last = max(line["step"] for line in job.lines("step"))
+    assert saved(tier, job)[0].version >= last - 2

@@ -6,31 +6,34 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import h5py
 import pytest
-from training import Training
+from tiers import saved
+from training import Run, Training
+from waiting import until
 
-from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.tier import version
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 Train = Callable[..., Training]
-Reference = Callable[[str], Training]
+Reference = Callable[..., Run]
 CUT_AT = 15
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param(
-            "ddp", marks=pytest.mark.witness("a node dies in mid-training: equal bits, one step repeated at most")
-        ),
-        "fsdp2",
-    ],
-)
-def test_node_cut(train: Train, reference: Reference, parallel: str) -> None:
-    wanted = reference(parallel)
-    job = train("cut", "--gemini-replicas=2", parallel=parallel)
+def test_a_job_is_what_it_would_be_without_slurm(train: Train, reference: Reference) -> None:
+    """Unprotected, on three nodes: the runs that all others are compared with are made without Slurm."""
+    job = train("plain", iteration_s=0.0)
+    job.finish()
+    job.assert_same_as(reference())
+
+
+@pytest.mark.witness("a node dies in mid-training: equal bits, one step repeated at most")
+def test_node_cut(train: Train, reference: Reference) -> None:
+    wanted = reference()
+    job = train("cut", "--gemini-replicas=2")
     job.reach(CUT_AT)
     job.cluster.power_off(job.hosts()[1])
     job.finish()
@@ -38,9 +41,24 @@ def test_node_cut(train: Train, reference: Reference, parallel: str) -> None:
     assert job.repeated() <= 1 and "resumed at version" in job.output(), job.output()
 
 
+@pytest.mark.witness("all copies are lost: the job comes back from the tier, equal bits")
+def test_all_nodes_cut(train: Train, reference: Reference, tier: Path) -> None:
+    wanted = reference("fsdp2")
+    job = train("tier", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=1", parallel="fsdp2")
+    job.reach(8)
+    until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
+    for host in job.hosts()[1:]:
+        job.cluster.power_off(host)
+    job.finish()
+    job.assert_same_as(wanted)
+    assert "from the tier" in job.output(), job.output()
+    with h5py.File(tier / f"gemini-{job.id}/default" / version.name(saved(tier, job)[0]) / "index.h5") as index:
+        assert len(index["tensors"]) > 10
+
+
 def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Reference) -> None:
     """transport="host"; on the way an agent dies, too."""
-    wanted = reference("ddp")
+    wanted = reference()
     job = train("host", "--gemini-replicas=2", transport="host")
     job.reach(8)
     host = job.hosts()[0]
@@ -56,7 +74,7 @@ def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Referen
 def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Reference) -> None:
     """The survivors have all that the optimizer's next step takes; the version before it is not sealed, and never
     will be. They do not take that step: it would be a second one to repeat."""
-    wanted = reference("ddp")
+    wanted = reference()
     job = train("brink", "--gemini-replicas=2", around="brink.py")
     job.wait("the brink", (job.directory / "brink").exists, 90)
     slurmctld = job.cluster.controller_pid()
@@ -76,7 +94,7 @@ def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Referenc
 def test_cut_with_reset_survivors_raise_first(train: Train, reference: Reference) -> None:
     """Requirement survivors-raise-first: connections break at once; the ranks are held until Slurm knows of the dead
     node."""
-    wanted = reference("ddp")
+    wanted = reference()
     job = train("reset", "--gemini-replicas=2")
     job.reach(CUT_AT)
     job.cluster.power_off(job.hosts()[2], reset=True)
@@ -86,46 +104,10 @@ def test_cut_with_reset_survivors_raise_first(train: Train, reference: Reference
 
 
 def test_trainer_killed(train: Train, reference: Reference) -> None:
-    wanted = reference("ddp")
+    wanted = reference()
     job = train("killed", "--gemini-replicas=2")
     job.reach(CUT_AT)
     job.cluster.exec(job.hosts()[1], ["pkill", "-KILL", "-f", "train_gpt[.]py"])
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 1 and job.cluster.job(job.id)["Restarts"] == "0", job.output()
-
-
-def test_agent_killed_then_node_cut(train: Train, reference: Reference, cluster: Cluster) -> None:
-    wanted = reference("ddp")
-    job = train("agent", "--gemini-replicas=2")
-    job.reach(8)
-    host = job.hosts()[0]
-    pids = cluster.exec(host, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
-    cluster.exec(host, ["kill", "-9", max(pids, key=int)])
-    job.reach(25)
-    job.cluster.power_off(job.hosts()[1])
-    job.finish()
-    job.assert_same_as(wanted)
-    assert job.repeated() <= 1 and "resumed at version 2" in job.output(), job.output()
-
-
-def test_protection_changes_nothing(train: Train, reference: Reference) -> None:
-    wanted = reference("ddp")
-    job = train("undisturbed", "--gemini-replicas=3")
-    job.finish()
-    job.assert_same_as(wanted)
-
-
-def test_user_is_told_that_there_will_be_no_requeue(train: Train) -> None:
-    job = train("told", "--gemini-replicas=2", "--no-requeue")
-    job.reach(1)
-    said = job.output()
-    assert said.count("gemini-hpc: this job was submitted without --requeue: the loss of a node ends the job") == 1, (
-        said
-    )
-
-
-def test_nothing_is_said_where_nothing_is_wrong(train: Train) -> None:
-    job = train("untold", "--gemini-replicas=2", "--requeue")
-    job.reach(1)
-    assert "requeue" not in job.output(), job.output()

@@ -7,63 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_tier import saved
-from training import Training
+from tiers import saved
+from training import Run, Training
 from waiting import until
 
-from gemini_hpc.devcluster.cluster import Cluster
-
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 Train = Callable[..., Training]
-Reference = Callable[[str], Training]
-NODES = 6
+Reference = Callable[..., Run]
 CUT_AT = 15
 
 
-@pytest.fixture
-def tier(cluster: Cluster) -> Path:
-    path = cluster.home("alice") / "tier"
-    path.mkdir(exist_ok=True)
-    path.chmod(0o777)
-    return path
-
-
-@pytest.mark.parametrize(("parallel", "victim"), [("fsdp2", 1), ("ddp", 2)])
-def test_a_node_of_three_is_cut(train: Train, reference: Reference, parallel: str, victim: int) -> None:
-    wanted = reference(parallel)
-    job = train("xor", "--gemini-redundancy=xor:3", parallel=parallel)
+def test_a_node_of_three_is_cut(train: Train, reference: Reference) -> None:
+    wanted = reference()
+    job = train("xor", "--gemini-redundancy=xor:3")
     job.reach(CUT_AT)
-    job.cluster.power_off(job.hosts()[victim])
+    job.cluster.power_off(job.hosts()[2])
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 1 and "resumed at version 1" in job.output(), job.output()
 
 
-@pytest.fixture
-def on_four(train: Train, references: dict[str, Training]) -> Training:
-    """An undisturbed run on four nodes."""
-    if "four" not in references:
-        references["four"] = train("four", "-N4", parallel="fsdp2")
-        references["four"].finish()
-    return references["four"]
-
-
-def test_nodes_of_four_are_cut_one_after_the_other(train: Train, on_four: Training) -> None:
-    """The second one as soon as the job has come as far as before: what the first one's replacement has made again is
-    what it is made of."""
-    job = train("xor4", "-N4", "--gemini-redundancy=xor:4", parallel="fsdp2", iteration_s=0.3)
-    job.reach(CUT_AT)
-    job.cluster.power_off(job.hosts()[3])
-    job.wait("the first recovery", lambda: any(line["restart"] == 1 for line in job.steps()), 90)
-    job.reach(CUT_AT + 10)
-    job.cluster.power_off(job.hosts()[1])
-    job.finish()
-    job.assert_same_as(on_four)
-    assert job.repeated() <= 2 and job.output().count("resumed at version") == 2, job.output()
-
-
-def test_two_nodes_of_a_group_are_cut_with_two_blocks(train: Train, on_four: Training) -> None:
+def test_two_nodes_of_a_group_are_cut_with_two_blocks(train: Train, reference: Reference) -> None:
     job = train("rs", "-N4", "--gemini-redundancy=rs:2+2", parallel="fsdp2", iteration_s=0.3)
     job.reach(CUT_AT)
     asked = job.cluster.run(["gemini-hpc", "inspect", "--json", str(job.id)], user="alice")
@@ -75,7 +40,7 @@ def test_two_nodes_of_a_group_are_cut_with_two_blocks(train: Train, on_four: Tra
     for host in (hosts[1], hosts[2]):
         job.cluster.power_off(host)
     job.finish()
-    job.assert_same_as(on_four)
+    job.assert_same_as(reference("fsdp2", 4))
     assert job.repeated() <= 1 and "resumed at version 1" in job.output(), job.output()
 
 

@@ -1,4 +1,4 @@
-"""One training job of alice's, and what it must agree with."""
+"""One training job of alice's, and the undisturbed run that it must agree with."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 from gemini_hpc.devcluster.cluster import Cluster
 
 STEPS = 40
+SMALL = ["--steps", str(STEPS), "--layers", "1", "--dim", "32", "--heads", "2"]
 
 
 @dataclass
-class Training:
-    """One job of alice's that runs examples/job.sh."""
+class Run:
+    """What the ranks of one run of examples/train_gpt.py have logged."""
 
-    cluster: Cluster
-    id: int
     directory: Path
 
     def lines(self) -> list[dict[str, Any]]:
@@ -38,11 +37,19 @@ class Training:
         return found
 
     def final(self) -> str:
-        return next(line["final"] for line in reversed(self.lines()) if "final" in line)
+        return str(next(line["final"] for line in reversed(self.lines()) if "final" in line))
 
     def repeated(self) -> int:
         """Iterations that were logged more than once."""
         return len(self.steps()) - len(self.losses())
+
+
+class Training(Run):
+    """One job of alice's that runs examples/job.sh."""
+
+    def __init__(self, cluster: Cluster, id: int, directory: Path) -> None:
+        super().__init__(directory)
+        self.cluster, self.id = cluster, id
 
     @property
     def state(self) -> str:
@@ -70,9 +77,9 @@ class Training:
             if failed or now > deadline:
                 raise AssertionError(f"no {what}: {self.state}\n{self.output()[-4000:]}")
             look_at = now + 1.0 if now > look_at else look_at
-            time.sleep(0.2)
+            time.sleep(0.05)
 
-    def assert_same_as(self, other: Training) -> None:
+    def assert_same_as(self, other: Run) -> None:
         assert self.losses() == other.losses()
         assert set(self.losses()) == set(range(1, STEPS + 1))
         assert self.final() == other.final()

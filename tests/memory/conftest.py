@@ -1,10 +1,9 @@
-"""One cluster for the rules about memory and ranks (requirements memory, give-way, all-or-nothing-map,
+"""A cluster with a cap for the rules about memory and ranks (requirements memory, give-way, all-or-nothing-map,
 several-trainings, users-errors, not-a-failure); nothing may be left after any test."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -30,10 +30,15 @@ class Site:
         self._text = self._file.read_text()
 
     def configure(self, **values: Any) -> None:
-        """These settings instead of the cluster's own, for jobs that start from now on."""
+        """Set these beside the cap, in place of the cluster's own, for jobs that start from now on."""
+        values = {"memory_cap_bytes": CAP_BYTES, **values}
         lines = [line for line in self._text.splitlines() if line.split(" ")[0] not in values]
         shown = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         self._file.write_text("\n".join([*lines, *shown]) + "\n")
+
+    def restore(self) -> None:
+        """Set what the cluster was brought up with."""
+        self._file.write_text(self._text)
 
     def job(self, **options: Any) -> LiteJob:
         return LiteJob(self.cluster, **options).submit()
@@ -52,18 +57,13 @@ class Site:
         return int(self.sh(node, f"cat /sys/fs/cgroup/memory/{group}/memory.{what}"))
 
 
-@pytest.fixture(scope="session")
-def shared_site() -> Iterator[Site]:
-    settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "memory_cap_bytes": CAP_BYTES}
-    with Cluster.up(f"memory{os.getpid()}", nodes=4, settings=settings) as cluster:
-        yield Site(cluster)
-
-
 @pytest.fixture
-def site(shared_site: Site) -> Iterator[Site]:
-    with clean(shared_site.cluster):
-        yield shared_site
-        shared_site.configure()
+def site(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Site]:
+    with shared.lent(request) as cluster:
+        site = Site(cluster)
+        site.configure()
+        yield site
+        site.restore()
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def detached(site: Site, job: LiteJob) -> list[str]:
     return hosts
 
 
+@pytest.mark.alone
 def test_detached_agent_gives_way(site: Site) -> None:
     """Another owner's job takes the memory; agents whose job is over let go at once, others do not."""
     free = meminfo()["MemAvailable"]

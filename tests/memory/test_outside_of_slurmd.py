@@ -106,14 +106,14 @@ def test_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
 
 
 def test_arming_until_done(site: Site, inspect: Inspect) -> None:
-    job = site.job(nodes=2, steps=3, pause_s=6.0)
+    job = site.job(nodes=2, steps=2, pause_s=12.0)
     job.reach(0, "resumed")
 
     def state() -> set[str]:
         return {s["state"] for s in inspect(job.id).get("trainings", [])}
 
-    until(lambda: state() == {"arming"}, 5.5, what="arming")
-    until(lambda: state() == {"protected"}, 20, what="protected")
+    until(lambda: state() == {"arming"}, 11, what="arming")
+    until(lambda: state() == {"protected"}, 30, what="protected")
 
 
 def test_ready_needs_no_memory(site: Site) -> None:

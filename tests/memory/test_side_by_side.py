@@ -3,7 +3,7 @@ by itself."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from waiting import until
 
 from .conftest import Site
 
+Inspect = Callable[[int], dict[str, Any]]
 pytestmark = pytest.mark.cluster
 
 # Both trainings in every task of one step; the second one's log has ".b" behind its name.
@@ -29,14 +30,16 @@ class Second(LiteJob):
         return self.directory / "log.b"
 
 
-def test_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> None:
+def test_two_trainings_side_by_side_recover_a_dead_node(site: Site, inspect: Inspect) -> None:
     first = site.job(nodes=3, steps=50, run=BOTH)
     second = Second(**{k: getattr(first, k) for k in LiteJob.__dataclass_fields__})
     first.reach(10)
     second.reach(5)
-    done = site.cluster.run(["gemini-hpc", "inspect", str(first.id), "--json"], user="alice")
-    shown: dict[str, Any] = {s["name"]: s for s in json.loads(done.stdout)["trainings"]}
-    assert shown.keys() >= {"a", "b"} and shown["a"]["state"] == shown["b"]["state"] == "protected", shown
+
+    def states() -> set[tuple[str, str]]:
+        return {(training["name"], training["state"]) for training in inspect(first.id).get("trainings", [])}
+
+    until(lambda: states() >= {("a", "protected"), ("b", "protected")}, 20, what="both are protected")
     site.cluster.power_off(first.hosts()[1])
     first.finish()
     until(lambda: len(second.lines("done")) >= 3, 30, what="the second one's end")

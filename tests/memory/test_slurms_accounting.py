@@ -3,12 +3,12 @@ replicas."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
 from replacing import replace
+from sharing import Shared
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -22,16 +22,16 @@ SHARD = 32 * MIB  # a rank maps two slots of two shards: 128 MiB
 
 
 @pytest.fixture(scope="module")
-def shared_cluster() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     extra = ["JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=task=1", KILL]
-    with Cluster.up(f"accounting{os.getpid()}", nodes=2, slurm_conf=extra, settings={"retention_s": 5.0}) as cluster:
-        yield cluster
+    with Shared("accounting", nodes=2, slurm_conf=extra, settings={"retention_s": 5.0}) as shared:
+        yield shared
 
 
 @pytest.fixture
-def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    with clean(shared_cluster):
-        yield shared_cluster
+def cluster(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with shared.lent(request) as cluster:
+        yield cluster
 
 
 def protected(cluster: Cluster, memory_mib: int) -> LiteJob:

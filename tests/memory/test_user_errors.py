@@ -71,6 +71,7 @@ def test_strict_prolog_does_drain_for_the_nodes_own_faults(site: Site) -> None:
         site.sh("n2", "umount /run/gemini-hpc")
 
 
+@pytest.mark.alone
 def test_hung_agents_hold_no_epilog(site: Site) -> None:
     """Both processes of each agent are stopped: the epilog ends within 5 s, with 0, and the node is free again."""
     job = site.job(nodes=2)

@@ -1,28 +1,21 @@
-"""One cluster for each file of recovery tests; after each test its jobs are ended and nothing may be left."""
+"""After each test its jobs are ended and nothing may be left of them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 
 from gemini_hpc.devcluster.cluster import Cluster
 
 
-@pytest.fixture(scope="module")
-def shared_cluster() -> Iterator[Cluster]:
-    settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": 6.0}
-    with Cluster.up(f"recovery{os.getpid()}", nodes=7, settings=settings) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    with clean(shared_cluster):
-        yield shared_cluster
+def cluster(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with shared.lent(request) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leaks.cluster import Bystander, held, nothing_left
+from leaks.cluster import held
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
 LITE = Path(__file__).with_name("lite.py")
 Line = dict[str, Any]
-# A retention time of 20 s here, and two looks of the controller, 10 s apart at most on a slow machine.
-LET_GO_S = 45.0
 # Steps that a training still makes when it has been told to come to its end.
 MORE = 12
 
@@ -182,23 +178,3 @@ class LiteJob:
 def leaks(cluster: Cluster) -> list[str]:
     """What jobs hold in a cluster: memory, agents, reservations."""
     return sorted(held(cluster).values())
-
-
-@contextmanager
-def clean(cluster: Cluster, let_go_s: float = LET_GO_S) -> Iterator[None]:
-    """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
-    if cluster.controller_pid() is None:
-        cluster.controller_start()
-    with nothing_left(cluster, let_go_s):
-        bystander, changed = Bystander(cluster), ""
-        try:
-            yield
-        finally:
-            changed = bystander.end()
-            cluster.run(["scancel", "--user=alice"])
-            cluster.run(["scancel", "--user=bob"])
-            until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
-            if cluster.controller_pid() is None:
-                cluster.controller_start()
-            cluster.restore()
-    assert not changed, f"somebody else's job {bystander.id} has been changed: {changed}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LET_GO_S, LiteJob, clean, leaks
+from harness import LiteJob, leaks
+from sharing import LET_GO_S, Shared
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -17,28 +17,24 @@ pytestmark = pytest.mark.cluster
 
 Lite = Any
 RETENTION_S = 60.0
+SETTINGS = {"retention_s": RETENTION_S, "attach_timeout_s": 40.0}
 
 
 @pytest.fixture(scope="module")
-def shared_cluster() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     """Prologs wait long: on a busy machine agents take their time, and nothing here is about that."""
-    with Cluster.up(
-        f"successor{os.getpid()}", nodes=7, settings={"retention_s": RETENTION_S, "attach_timeout_s": 40.0}
-    ) as cluster:
-        yield cluster
+    with Shared("successor", RETENTION_S + LET_GO_S, nodes=7, settings=SETTINGS) as shared:
+        yield shared
 
 
 @pytest.fixture
-def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    with clean(shared_cluster, RETENTION_S + LET_GO_S):
-        yield shared_cluster
-
-
-@pytest.fixture(scope="module")
-def full() -> Iterator[Cluster]:
+def full(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Agents may take 420 MiB of a node: enough for the 256 MiB of one job's copies, not for twice that."""
-    settings = {"retention_s": RETENTION_S, "attach_timeout_s": 40.0, "memory_cap_bytes": 420 << 20}
-    with Cluster.up(f"full{os.getpid()}", nodes=2, settings=settings) as cluster:
+    settings = {**SETTINGS, "memory_cap_bytes": 420 << 20}
+    with (
+        Shared("full", RETENTION_S + LET_GO_S, nodes=2, settings=settings) as shared,
+        shared.lent(request) as cluster,
+    ):
         yield cluster
 
 
@@ -180,11 +176,10 @@ def test_what_is_no_job(cluster: Cluster) -> None:
 
 def test_where_both_do_not_fit(full: Cluster) -> None:
     """The memory of a copy passes from one agent to the other, where there is no room for a second one."""
-    with clean(full, RETENTION_S + LET_GO_S):
-        first = LiteJob(full, nodes=2, size=64 << 20, pause_s=0.5, prefix="set -e\n").submit()
-        reached = stopped(first)
-        second = successor(first, nodes=2, size=64 << 20, pause_s=0.5)
-        second.reach(reached + 3)
-        assert second.resumed(0) in (reached, reached - 1), second.story()
-        assert len(named(first, "handed_over")) == 4, second.story()
-        assert not named(second, "refused") and not named(second, "unserved"), second.story()
+    first = LiteJob(full, nodes=2, size=64 << 20, pause_s=0.5, prefix="set -e\n").submit()
+    reached = stopped(first)
+    second = successor(first, nodes=2, size=64 << 20, pause_s=0.5)
+    second.reach(reached + 3)
+    assert second.resumed(0) in (reached, reached - 1), second.story()
+    assert len(named(first, "handed_over")) == 4, second.story()
+    assert not named(second, "refused") and not named(second, "unserved"), second.story()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -15,15 +15,9 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "recoveries_without_progress": 1}
-    with Cluster.up(f"barren{os.getpid()}", nodes=5, settings=settings) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(shared: Cluster) -> Iterator[Cluster]:
-    with clean(shared):
+    with Shared("barren", nodes=5, settings=settings) as shared:
         yield shared
 
 
@@ -39,6 +33,7 @@ def test_it_is_held_and_its_owner_releases_it(cluster: Cluster) -> None:
     job = LiteJob(cluster, pause_s=600.0).submit()
     lose_a_node(job, 0)
     lose_a_node(job, 1)
+    assert job.resumed(1) == 0, job.story()
     until(lambda: job.slurm().get("Reason") == "JobHeldUser", 30, what=f"held\n{job.story()}")
     why = "1 recovery sealed nothing at all"
     assert f"gemini-hpc: held: {why}" in cluster.run(["scontrol", "show", "job", str(job.id)]).stdout

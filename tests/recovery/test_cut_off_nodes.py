@@ -3,34 +3,28 @@ of them never does."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 FENCE_S, LONGER_S = 2.0, 4.0
 
 
 @pytest.fixture(scope="module")
-def shared_quick() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     """A cluster where self_fence_s is short."""
     settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": FENCE_S}
-    with Cluster.up(f"alone{os.getpid()}", nodes=5, settings=settings) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def quick(shared_quick: Cluster) -> Iterator[Cluster]:
-    with clean(shared_quick):
-        yield shared_quick
+    with Shared("cutoff", nodes=5, settings=settings) as shared:
+        yield shared
 
 
 def trainers(job: LiteJob, node: str) -> list[str]:
@@ -47,10 +41,10 @@ def fenced(job: LiteJob, node: str) -> bool:
     return "event=self_fenced" in job.agent_log(node)
 
 
-def test_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
+def test_only_with_neither_peer_nor_controller(cluster: Cluster) -> None:
     """The same node in each of the states; only the last one ends its ranks. And a job of one node beside it."""
-    job = LiteJob(quick, nodes=3, steps=1_000_000, pause_s=0.05).submit()
-    single = LiteJob(quick, nodes=1, replicas=1, steps=1_000_000, pause_s=0.05).submit()
+    job = LiteJob(cluster, nodes=3, steps=1_000_000, pause_s=0.05).submit()
+    single = LiteJob(cluster, nodes=1, replicas=1, steps=1_000_000, pause_s=0.05).submit()
     job.reach(5)
     single.reach(5)
     first, second, third = job.hosts()
@@ -67,16 +61,16 @@ def test_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
     def lost(node: str) -> None:
         until(lambda: f"{node} is silent" in job.agent_log(first), 20, what=f"{node} is missed")
 
-    quick.controller_stop()
+    cluster.controller_stop()
     still_there("all peers, no controller")
     agents(job, [second], signal.SIGSTOP)
     lost(second)
     still_there("one peer, no controller")
-    quick.controller_start()
+    cluster.controller_start()
     agents(job, [third], signal.SIGSTOP)
     lost(third)
     still_there("no peer, the controller")
-    quick.controller_stop()
+    cluster.controller_stop()
     try:
         until(lambda: not trainers(job, first), 20, what="its ranks are ended")
     except AssertionError as exc:
@@ -85,18 +79,18 @@ def test_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
         agents(job, [second, third], signal.SIGCONT)
     assert fenced(job, first)
     assert trainers(single, lone) and not fenced(single, lone), "a job of one node is never cut off from itself"
-    quick.controller_start()
+    cluster.controller_start()
 
 
-def test_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
+def test_node_cut_off_for_good_ends_its_ranks(cluster: Cluster) -> None:
     """Cut off, not dead: the job goes on elsewhere, and here its ranks are ended. Nothing else on the node is."""
-    quick.run(["scancel", "--user=alice"])
-    until(lambda: not quick.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1, what="queue empty")
-    job = LiteJob(quick, nodes=3).submit()
+    cluster.run(["scancel", "--user=alice"])
+    until(lambda: not cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1, what="queue empty")
+    job = LiteJob(cluster, nodes=3).submit()
     job.reach(10)
     zombie = job.hosts()[1]
-    beside = quick.popen(["sleep", "600"], user="alice", node=zombie)
-    quick.exec(zombie, ["ip", "link", "set", "eth0", "down"])
+    beside = cluster.popen(["sleep", "600"], user="alice", node=zombie)
+    cluster.exec(zombie, ["ip", "link", "set", "eth0", "down"])
     try:
         assert trainers(job, zombie)
         until(lambda: not trainers(job, zombie), 40, what="its ranks are ended")
@@ -106,4 +100,4 @@ def test_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
         assert beside.poll() is None, "a process of the same user that is not of this training"
     finally:
         beside.kill()
-        quick.exec(zombie, ["ip", "link", "set", "eth0", "up"])
+        cluster.exec(zombie, ["ip", "link", "set", "eth0", "up"])

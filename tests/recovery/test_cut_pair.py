@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.cluster
 CUT_S = 5.0
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """Whose controller is as slow to call a node dead as at a site."""
-    settings = {"retention_s": 20.0, "fence_confirm_s": 5.0}
-    with Cluster.up(f"pair{os.getpid()}", nodes=6, settings=settings) as cluster, clean(cluster):
-        yield cluster
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    """Whose controller is even slower to call a node dead than at a site."""
+    settings = {"retention_s": 20.0, "fence_confirm_s": 3 * CUT_S}
+    with Shared("pair", nodes=6, settings=settings) as shared:
+        yield shared
 
 
 def test_nodes_that_alone_hold_something_are_waited_for(cluster: Cluster) -> None:

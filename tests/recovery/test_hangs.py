@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import clean
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 PROGRAM = Path(__file__).parents[1] / "train" / "hanging.py"
 HANG_S, STEPS, AT = 5, 60, 40
 LONGER_S = 3 * HANG_S
-RUN = "gemini-hpc run -- srun --kill-on-bad-exit=1 python"
 LAUNCH = "srun python -m gemini_hpc.launch"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Cluster]:
-    with Cluster.up(f"hangs{os.getpid()}", nodes=3, settings={"retention_s": 20.0}) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(shared: Cluster) -> Iterator[Cluster]:
-    with clean(shared):
-        yield shared
 
 
 class Job:
@@ -81,9 +65,8 @@ class Job:
         assert self.output().count(" result ") == 3
 
 
-@pytest.mark.parametrize("run", [RUN, LAUNCH], ids=["run", "launch"])
-def test_one_rank_sleeps_for_ever(cluster: Cluster, run: str) -> None:
-    job = Job(cluster, run, "sleep")
+def test_one_rank_sleeps_for_ever(cluster: Cluster) -> None:
+    job = Job(cluster, LAUNCH, "sleep")
     job.finish()
     [event] = job.hung()
     assert event["version"] == AT - 1 and event["detail"].startswith("rank 1: no progress for "), event

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -20,20 +20,18 @@ LAUNCH = "python -m gemini_hpc.launch"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     settings: dict[str, str | int | float | bool] = {"retention_s": 20.0, "health_check": str(CHECK)}
-    with Cluster.up(f"health{os.getpid()}", nodes=4, settings=settings) as cluster:
-        yield cluster
+    with Shared("health", nodes=4, settings=settings) as shared:
+        yield shared
 
 
 @pytest.fixture
-def cluster(shared: Cluster) -> Iterator[Cluster]:
-    with clean(shared):
-        yield shared
-        for node in ("n1", "n2", "n3", "n4"):
-            shared.exec(node, ["rm", "-f", "/run/red"])
-            if "DRAIN" in shared.run(["scontrol", "show", "node", node]).stdout:
-                shared.run(["scontrol", "update", f"nodename={node}", "state=resume"])
+def cluster(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with shared.lent(request) as cluster:
+        yield cluster
+        for node in cluster.node_names:
+            cluster.exec(node, ["rm", "-f", "/run/red"])
 
 
 def fail(job: LiteJob, place: int, *, red: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LiteJob, clean
+from harness import LiteJob
+from sharing import Shared
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -20,18 +20,17 @@ ENDED_S, HELD_S = 8.0, 25.0
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Cluster]:
+def shared() -> Iterator[Shared]:
     settings = {"retention_s": ENDED_S, "held_retention_s": HELD_S}
-    with Cluster.up(f"held{os.getpid()}", nodes=3, settings=settings) as cluster:
-        yield cluster
+    with Shared("held", nodes=3, settings=settings) as shared:
+        yield shared
 
 
 @pytest.fixture
-def job(shared: Cluster) -> Iterator[LiteJob]:
-    with clean(shared):
-        job = LiteJob(shared).submit()
-        job.reach(10)
-        yield job
+def job(cluster: Cluster) -> LiteJob:
+    job = LiteJob(cluster).submit()
+    job.reach(10)
+    return job
 
 
 def looked_at(job: LiteJob) -> Any:
@@ -40,17 +39,13 @@ def looked_at(job: LiteJob) -> Any:
     return json.loads(done.stdout)
 
 
-def hold(job: LiteJob, how: str) -> None:
-    if how == "suspended":
-        job.cluster.run(["scontrol", "suspend", str(job.id)])
-        until(lambda: job.state == "SUSPENDED", 20, what="suspended")
+def hold(job: LiteJob) -> None:
     job.cluster.run(["scontrol", "requeuehold", str(job.id)])
     until(lambda: job.state == "PENDING", 30, what="held")
 
 
-@pytest.mark.parametrize("how", ["running", "suspended"])
-def test_copies_outlive_the_retention_of_ended_jobs(job: LiteJob, how: str) -> None:
-    hold(job, how)
+def test_copies_outlive_the_retention_of_ended_jobs(job: LiteJob) -> None:
+    hold(job)
     since = time.monotonic()
     while time.monotonic() - since < 1.5 * ENDED_S:
         time.sleep(0.5)
@@ -64,7 +59,7 @@ def test_copies_outlive_the_retention_of_ended_jobs(job: LiteJob, how: str) -> N
 
 def test_freed_copies_are_told(job: LiteJob) -> None:
     hosts = job.hosts()
-    hold(job, "running")
+    hold(job)
     until(lambda: not any(job.agent_pid(node) for node in hosts), 90, 0.5, what="let go")
     found = looked_at(job)
     assert found["kept_until"] is None and any(note.startswith("lost: the copies") for note in found["notes"]), found

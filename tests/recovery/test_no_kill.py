@@ -19,8 +19,7 @@ REQUEUED_WITHIN_S = (
 )
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["batch-host", "other"])
-@pytest.mark.parametrize("by", ["us", "slurm"])
+@pytest.mark.parametrize(("lost", "by"), [(0, "us"), (1, "slurm")], ids=["batch-host", "other"])
 def test_a_lost_node_is_replaced_and_nothing_is_lost(lite: Lite, lost: int, by: str) -> None:
     job = lite(run=RUN, options=("--no-kill",))
     job.reach(10)

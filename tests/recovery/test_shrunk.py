@@ -27,7 +27,7 @@ def test_a_job_that_is_made_smaller_while_it_runs(lite: Lite, cluster: Cluster) 
     job = lite()
     job.reach(10)
     left = job.hosts()[2]
-    assert looked_at(job)["state"] == "protected"
+    until(lambda: looked_at(job)["state"] == "protected", 20, what="protected")
     ways = ("NumNodes=2", f"NodeList={','.join(job.hosts()[:2])}")  # 26.05 has the second only
     asked = [cluster.run(["scontrol", "update", f"JobId={job.id}", way]) for way in ways]
     assert 0 in [done.returncode for done in asked], asked

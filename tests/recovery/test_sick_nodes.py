@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harness import LiteJob
 from waiting import until
 
-from gemini_hpc.devcluster.cluster import Cluster
-
 pytestmark = pytest.mark.cluster
 
 Lite = Any
 LAUNCH = "python -m gemini_hpc.launch"
-
-
-@pytest.fixture(autouse=True)
-def resumed(cluster: Cluster) -> Iterator[None]:
-    """What a test has drained serves the next one."""
-    yield
-    for node in range(1, 8):
-        if "DRAIN" in cluster.run(["scontrol", "show", "node", f"n{node}"]).stdout:
-            cluster.run(["scontrol", "update", f"nodename=n{node}", "state=resume"])
 
 
 def kill_rank(job: LiteJob, node: str) -> None:
@@ -73,33 +61,3 @@ def test_a_node_whose_rank_failed_first_twice_is_left(lite: Lite) -> None:
     job.finish(60)
     assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
     assert reason(job, node).startswith("up"), reason(job, node)
-
-
-def test_without_a_spare_the_node_is_drained_and_the_job_goes_on(lite: Lite) -> None:
-    job: LiteJob = lite(run="srun", python=LAUNCH)
-    job.reach(10)
-    node = job.hosts()[2]
-    for attempt in (1, 2):
-        kill_rank(job, node)
-        wait_for(job, attempt)
-    until(lambda: reason(job, node).startswith("DRAIN"), 10, what=f"drained\n{job.story()}")
-    assert f"gemini-hpc: sick, job {job.id} restart 0: rank 2 on {node} was killed" in reason(job, node)
-    assert [e["host"] for e in job.events() if e["name"] == "drained"] == [node], job.events()
-    shown = job.cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
-    assert f"{node} did harm before, " in shown, shown
-    job.finish(60)
-    assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
-
-
-def test_ranks_of_several_nodes_in_turn_are_no_nodes_fault(lite: Lite) -> None:
-    job: LiteJob = lite(run="srun", python=LAUNCH)
-    job.reach(10)
-    hosts = job.hosts()
-    for attempt, node in enumerate(hosts[1:], 1):
-        kill_rank(job, node)
-        wait_for(job, attempt)
-    assert [e["name"] for e in job.events() if e["name"] in ("failed_first", "sick", "drained")] == [
-        "failed_first"
-    ] * 2
-    job.finish(60)
-    assert all(reason(job, node).startswith("up") for node in hosts), job.story()

@@ -13,11 +13,11 @@ from waiting import until
 pytestmark = pytest.mark.cluster
 
 Lite = Any
-OPTIONS = ("-N4", "--no-kill", "--gemini-spares=1")
 
 
-def protected(lite: Lite) -> LiteJob:
-    job: LiteJob = lite(run="srun", python="python -m gemini_hpc.launch", options=OPTIONS)
+def protected(lite: Lite, spares: int = 1) -> LiteJob:
+    options = (f"-N{3 + spares}", "--no-kill", f"--gemini-spares={spares}")
+    job: LiteJob = lite(run="srun", python="python -m gemini_hpc.launch", options=options)
     job.reach(10)
     return job
 
@@ -57,18 +57,13 @@ def test_a_spare_takes_a_lost_nodes_place_and_then_there_is_none(lite: Lite) -> 
     assert not {second, third} & set(job.hosts()) and job.resumed(1) > 10 and job.repeated(1) in (0, 1), job.story()
 
 
-def test_the_batch_host_is_lost(lite: Lite) -> None:
-    job = protected(lite)
-    lost = job.hosts()[0]
-    job.cluster.power_off(lost)
-    until(lambda: job.slurm().get("Restarts") == "1", 45, what=f"requeued\n{job.story()}")
-    job.finish(120)
-    assert lost not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+def test_nodes_are_left_and_no_step_is_repeated(lite: Lite) -> None:
+    """One that an administrator drains, then one that the owner names."""
+    job = protected(lite, spares=2)
+    drained, node = job.hosts()[1:3]
+    job.cluster.run(["scontrol", "update", f"nodename={drained}", "state=drain", "reason=maintenance"])
+    wait_for(job, f"{job.id}.0+1", most=0)
 
-
-def test_a_node_is_evacuated_and_no_step_is_repeated(lite: Lite) -> None:
-    job = protected(lite)
-    node = job.hosts()[2]
     done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), node], user="bob")
     assert done.returncode == 1 and "gemini-hpc evacuate: " in done.stderr, done.stderr
     done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), "n99"], user="alice")
@@ -76,25 +71,14 @@ def test_a_node_is_evacuated_and_no_step_is_repeated(lite: Lite) -> None:
     began = time.time()
     done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), node], user="alice")
     assert (done.returncode, done.stdout) == (0, f"job {job.id} goes on without {node}\n"), done.stderr
-    wait_for(job, f"{job.id}.0+1", most=0)
+    wait_for(job, f"{job.id}.0+2", most=0)
     names = [e["name"] for e in job.events() if e["t"] > began]
     assert "moving" in names and "without" in names and "left_out" in names and "detected" not in names, names
-    done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), job.hosts()[1]], user="alice")
+
+    done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), job.hosts()[0]], user="alice")
     assert done.returncode == 1 and "no spare to go on with" in done.stderr, done.stderr
     job.finish(60)
     assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED" and not down(job, node), job.story()
-
-
-def test_a_drained_node_is_left(lite: Lite) -> None:
-    job = protected(lite)
-    node = job.hosts()[1]
-    job.cluster.run(["scontrol", "update", f"nodename={node}", "state=drain", "reason=maintenance"])
-    try:
-        wait_for(job, f"{job.id}.0+1", most=0)
-        job.finish(60)
-        assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
-    finally:
-        job.cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"])
 
 
 def test_the_spare_itself_is_lost(lite: Lite) -> None:
