@@ -38,7 +38,7 @@ from gemini_hpc.wire.stored import NodeFile
 RUNS = 7
 TENSORS = 16
 STRIDE = 8 << 20
-STAMP = (1, 1)
+STAMP = Stamp(1, 1)
 
 
 class Slot:
@@ -58,7 +58,7 @@ class Slot:
         area = np.frombuffer(self.view, dtype=np.float32, count=count, offset=layout.tensor_offset)
         for at in range(0, len(area), 1 << 22):
             area[at : at + (1 << 22)] = dice.random(len(area[at : at + (1 << 22)]), dtype=np.float32)
-        self.view[:4096] = pack_header(layout, 0, Stamp(*STAMP), 0, 1)
+        self.view[:4096] = pack_header(layout, 0, STAMP, 0, 1)
         self.view[layout.manifest_offset : layout.manifest_offset + len(packed)] = packed
         self.digest = digest(self.view[: self.used])
 
@@ -141,7 +141,7 @@ class _Place:
 
     @property
     def version(self) -> Path:
-        return self.path / "gemini-1" / "default" / version.name(Stamp(*STAMP))
+        return self.path / "gemini-1" / "default" / version.name(STAMP)
 
     def write_bare(self) -> float:
         self.bare.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ import msgspec
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import accept
 
@@ -62,7 +63,7 @@ async def serve(host: str, size: int) -> None:
     memory = Memfd("gemini:bench", size)
     memory.reserve(lambda: 1 << 60)
     _fill(memory)
-    copy = Copy("default", 0, 1, 0, size, size, (1, 1), memory.digest(size))
+    copy = Copy("default", 0, 1, 0, size, size, Stamp(1, 1), memory.digest(size))
 
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = await accept(reader, writer, lambda greeting: "", host=host, restart=lambda: 0, instance="source")
@@ -112,7 +113,8 @@ def fetch(host: str, target: str, address: str, runs: int) -> None:
                 instance="replacement",
                 server_uid=os.geteuid(),
             )
-            pull.fetch(offer.copy, memory, [(target, address, offer.agent_port, client)], Event())
+            source = pull.Source(target, address, offer.agent_port, client, offer.copy.stamp)
+            pull.fetch(offer.copy, memory, [source], Event())
         ended = time.perf_counter()
         memory.close()
         if turn > 2:  # the first ones warm up
