@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.progress import Progress
 from gemini_hpc.devcluster.cluster import Cluster
@@ -21,7 +21,10 @@ PYTHON = "/opt/gemini-hpc/venv/bin/python"
 _PROGRAMS = Path(__file__).with_name("programs")
 _BESIDE = ("savers.py",)  # what programs import of each other
 _OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+TINY_GB = 0.01
 Line = dict[str, Any]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class MeasureError(Exception):
@@ -30,15 +33,26 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says. runs 0: each family's own number."""
+    """What the command line says. runs 0: each family's own number. tiny: only show that it runs."""
 
     runs: int
     gb: float
     progress: Progress
+    tiny: bool = False
 
     def count(self, usual: int) -> int:
         """How often to measure."""
         return self.runs or usual
+
+    def pick(self, usual: T, tiny: T) -> T:
+        """What this run takes of the two."""
+        return tiny if self.tiny else usual
+
+    def each(self, usual: Iterable[S], tiny: S, run: Callable[[S], T]) -> Iterator[tuple[S, T]]:
+        """What `run` finds in each of the set-ups; in a tiny run what it finds in one stands for all."""
+        shared = [run(tiny)] if self.tiny else []
+        for setup in usual:
+            yield setup, shared[0] if shared else run(setup)
 
     @property
     def state_bytes(self) -> int:

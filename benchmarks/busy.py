@@ -73,10 +73,10 @@ def _until(what: str, true: object, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _rivals(on: Cluster) -> list[int]:
+def _rivals(on: Cluster, options: Options) -> list[int]:
     ids = []
     for user, partition, count in RIVALS:
-        argv = ["-p", partition, "-N1", "--exclusive", f"--array=1-{count}", "--output=/dev/null"]
+        argv = ["-p", partition, "-N1", "--exclusive", f"--array=1-{options.pick(count, 2)}", "--output=/dev/null"]
         ids.append(on.sbatch(argv, user=user, script=f"#!/bin/sh\nsleep {RIVAL_S}\n"))
     return ids
 
@@ -97,7 +97,7 @@ def _over(on: Cluster, ids: list[int]) -> bool:
     return not on.run(["squeue", "-h", "-r", "-j", ",".join(map(str, ids))]).stdout.strip()
 
 
-def trial(on: Cluster, cut: bool) -> Trial:
+def trial(on: Cluster, options: Options, cut: bool) -> Trial:
     """One run with or without the failure; the cluster is as before afterwards. Raises `MeasureError`."""
     job = _Job(on)
     try:
@@ -108,7 +108,7 @@ def trial(on: Cluster, cut: bool) -> Trial:
             _until("COMPLETING", lambda: on.job(job.id)["JobState"] == "COMPLETING", 60)
         else:
             time.sleep(2.0)
-        rivals = _rivals(on)
+        rivals = _rivals(on, options)
         stolen, resumed_s, repeated = 0, 0.0, 0
         if cut:
             _until("resumed", lambda: len(job.lines("resumed", 1)) == OURS, RESUMED_S)
@@ -130,16 +130,18 @@ def trial(on: Cluster, cut: bool) -> Trial:
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
     runs = options.count(20)
-    with cluster(NODES, profile="site", settings={"fence_budget_nodes": 1000, "retention_s": 10.0}) as on:
+    with cluster(
+        options.pick(NODES, OURS + 2), profile="site", settings={"fence_budget_nodes": 1000, "retention_s": 10.0}
+    ) as on:
         controls = []
         for i in range(min(CONTROLS, runs)):
             options.progress.say("busy", f"run {i + 1} of {min(CONTROLS, runs)} without a failure")
-            controls.append(trial(on, False))
+            controls.append(trial(on, options, False))
         usual = [statistics.median(waits) for waits in zip(*(c.waits for c in controls), strict=True)]
         cuts = []
         for i in range(runs):
             options.progress.say("busy", f"recovery {i + 1} of {runs}")
-            cuts.append(trial(on, True))
+            cuts.append(trial(on, options, True))
     delays = [max(w - u for w, u in zip(cut.waits, usual, strict=True)) for cut in cuts]
     return [
         Row(

@@ -92,9 +92,13 @@ def measure(options: Options) -> list[Row]:
     """All rows of the family."""
     found: dict[str, list[Outcome]] = {name: [] for name in WAYS}
     for at in range(options.count(1)):
-        for name, way in WAYS.items():
+
+        def once(name: str, at: int = at) -> Outcome:
             options.progress.say("chaos", f"{name}, run {at + 1}")
-            found[name].append(run(way, options))
+            return run(WAYS[name], options)
+
+        for name, outcome in options.each(WAYS, "spare", once):
+            found[name].append(outcome)
     return [row for name, outcomes in found.items() for row in rows(name, outcomes)]
 
 
@@ -113,8 +117,9 @@ def rows(name: str, outcomes: list[Outcome]) -> list[Row]:
     return made
 
 
-def run(way: Way, options: Options, steps: int = STEPS, mtbf_s: float = MTBF_S) -> Outcome:
-    """One training under its cuts."""
+def run(way: Way, options: Options) -> Outcome:
+    """One training under its cuts; a tiny one is over before the first."""
+    steps = options.pick(STEPS, 6)
     with cluster(NODES, site=way.site, controller=way.site) as on:
         where = directory(on, "chaotic.py")
         (where / "dcp").mkdir()
@@ -131,14 +136,14 @@ def run(way: Way, options: Options, steps: int = STEPS, mtbf_s: float = MTBF_S) 
         asked = ["--requeue", "--ntasks-per-node=1", "--open-mode=append", f"--output={where}/out", *way.options]
         job = on.sbatch([*asked, str(script)], user=USER)
         wait_for(f"job {job} makes a step", lambda: _lines(log), 180, 0.2)
-        cuts = _storm(on, job, way, options, log, steps, mtbf_s)
+        cuts = _storm(on, job, way, options, log, steps)
         lines, out = _lines(log), (where / "out").read_text()[-3000:]
         if max(line["step"] for line in lines) < steps:
             raise MeasureError(f"job {job} did not make its steps: {on.job(job).get('JobState')}\n{out}")
         return outcome(lines, cuts, steps)
 
 
-def _storm(on: Cluster, job: int, way: Way, options: Options, log: Path, steps: int, mtbf_s: float) -> int:
+def _storm(on: Cluster, job: int, way: Way, options: Options, log: Path, steps: int) -> int:
     """Cut power until the training is done; how often it was."""
     cuts, done = 0, threading.Event()
     timers: list[threading.Timer] = []
@@ -162,7 +167,7 @@ def _storm(on: Cluster, job: int, way: Way, options: Options, log: Path, steps: 
     watch = threading.Thread(target=end)
     watch.start()
     try:
-        Chaos(on, Weather(every_s=mtbf_s, repair_s=min(REPAIR_S, 0.75 * mtbf_s), seed=SEED), tell).run()
+        Chaos(on, Weather(every_s=MTBF_S, repair_s=REPAIR_S, seed=SEED), tell).run()
     finally:
         done.set()
         for timer in timers:

@@ -19,28 +19,32 @@ from gemini_hpc.devcluster.cluster import Cluster
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _NAME = "disk_or_memory"
 _WORDS = ("--iterations", "40", "--every", "10")
+_TINY = ("--iterations", "10", "--every", "4")
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    rows: list[Row] = []
-    for ranks in (1, 4):
+
+    def run(ranks: int) -> list[dict[str, dict[str, float]]]:
         found: list[dict[str, dict[str, float]]] = []
         with cluster(ranks) as on:
             for number in range(options.count(3)):
                 options.progress.say("disk", f"{ranks} ranks: run {number + 1}")
-                found.append(_once(on, ranks))
-        rows += _rows(ranks, found)
-    return rows
+                found.append(_once(options, on, ranks))
+        return found
+
+    return [row for ranks, found in options.each((1, 4), 2, run) for row in _rows(ranks, found)]
 
 
-def _once(on: Cluster, ranks: int) -> dict[str, dict[str, float]]:
+def _once(options: Options, on: Cluster, ranks: int) -> dict[str, dict[str, float]]:
     where = directory(on)
     for suffix in (".py", ".sh"):
         shutil.copy(_EXAMPLES / f"{_NAME}{suffix}", where)
     asked = [f"-N{ranks}", f"--gemini-replicas={min(2, ranks)}", f"--output={where}/out", f"--chdir={where}"]
-    job = on.sbatch([*asked, str(where / f"{_NAME}.sh"), *_WORDS], user=USER, env={"PYTHON": PYTHON})
+    job = on.sbatch(
+        [*asked, str(where / f"{_NAME}.sh"), *options.pick(_WORDS, _TINY)], user=USER, env={"PYTHON": PYTHON}
+    )
     wait_for("the job ends", lambda: on.job(job).get("JobState") in _ENDED, 300.0, 0.5)
     said = (where / "out").read_text()
     if on.job(job).get("JobState") != "COMPLETED":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.bench import USER, MeasureError, Options, cluster
-from benchmarks.launched_job import BEFORE_S, ITERATION_S, Job
+from benchmarks.launched_job import Job
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -34,21 +34,25 @@ class Case:
 def measure(options: Options) -> list[Row]:
     """All rows."""
     runs = options.count(2)
-    rows = []
-    for name, case in CASES.items():
-        took = []
+
+    def run(name: str) -> list[float]:
+        took, case = [], CASES[name]
         for at in range(runs):
             options.progress.say("recovery", f"{name} {at + 1} of {runs}")
             with cluster(case.nodes + case.more) as on:
-                took.append(_strike(on, case))
-        rows.append(median_row(f"recovery.{name}_s", f"{case.what} {_END}", "s", took))
-    return rows
+                took.append(_strike(options, on, case))
+        return took
+
+    return [
+        median_row(f"recovery.{name}_s", f"{CASES[name].what} {_END}", "s", took)
+        for name, took in options.each(CASES, "evacuate", run)
+    ]
 
 
-def _strike(on: Cluster, case: Case) -> float:
+def _strike(options: Options, on: Cluster, case: Case) -> float:
     job = Job(on, case.nodes, **case.job)
     try:
-        job.reach(BEFORE_S / ITERATION_S)
+        job.warm(options)
         began = time.time()
         case.strike(on, job)
         return job.goes_on(began, _WITHIN_S)["first_iteration"]

@@ -46,12 +46,14 @@ SETTINGS = (
     Setting(4, 24 << 20, tuple(WAYS), True, "4"),
     Setting(3, 96 << 20, (USUAL, "flowing", "chain"), False, "3_large"),
 )
+TINY = Setting(3, 1 << 20, tuple(WAYS), True, "")
 
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    rounds, rows = options.count(ROUNDS), list[Row]()
-    for setting in SETTINGS:
+    rounds = options.count(ROUNDS)
+
+    def run(setting: Setting) -> list[Line]:
         with cluster(setting.nodes) as on:
             prepare(on)
             words = ["--bytes", str(setting.shard_bytes), "--ways", ",".join(setting.ways), "--rounds", str(rounds)]
@@ -62,10 +64,14 @@ def measure(options: Options) -> list[Row]:
                 options.progress.say(f"holders, {suffix}", f"round {last[0]['round']}" if last else "starting")
 
             job.finish(TIMEOUT_S, meanwhile)
-            lines = job.lines("copy")
-        for saving in (setting.nodes, 1) if setting.alone else (setting.nodes,):
-            rows += _rows(setting, saving, [line for line in lines if line["saving"] == saving])
-    return rows
+            return job.lines("copy")
+
+    return [
+        row
+        for setting, lines in options.each(SETTINGS, TINY, run)
+        for alone in ((False, True) if setting.alone else (False,))
+        for row in _rows(setting, alone, [line for line in lines if (line["saving"] == 1) == alone])
+    ]
 
 
 def _by_round(lines: list[Line], way: str) -> tuple[list[float], list[float]]:
@@ -78,11 +84,11 @@ def _by_round(lines: list[Line], way: str) -> tuple[list[float], list[float]]:
     return [max(min(c) for c in r) for r in rounds], [max(max(c) for c in r) for r in rounds]
 
 
-def _rows(setting: Setting, saving: int, lines: list[Line]) -> list[Row]:
+def _rows(setting: Setting, alone: bool, lines: list[Line]) -> list[Row]:
     usual_one, usual_both = _by_round(lines, USUAL)
-    who = "all save" if saving > 1 else "one saves"
+    who = "one saves" if alone else "all save"
     where = f"{setting.nodes} nodes, {who}, C = {setting.shard_bytes / 1e6:.1f} MB"
-    suffix = setting.suffix + ("" if saving > 1 else "_alone")
+    suffix = setting.suffix + ("_alone" if alone else "")
     rows = []
     bound = 2 * setting.shard_bytes / (rate_bits(RATE) / 8)
     for way in setting.ways:

@@ -15,12 +15,12 @@ _STATE_BYTES = 10_000_000
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    runs = options.count(15)
-    with cluster(NODES) as on:
+    runs, nodes = options.count(15), options.pick(NODES, 2)
+    with cluster(nodes) as on:
         plan = ["--bytes", str(_STATE_BYTES), "--iteration", "0.3", "--plan", "first,gemini:1000000"]
-        job = TrainingJob(on, NODES, 2, plan)
+        job = TrainingJob(on, nodes, 2, plan)
         options.progress.say("inspect", "starting a training")
-        job.wait_line("first", NODES, 120)
+        job.wait_line("first", nodes, 120)
         text, document, python = (
             [_wall(on, argv, expect) for _ in range(runs + 1)][1:]
             for argv, expect in (
@@ -35,7 +35,7 @@ def measure(options: Options) -> list[Row]:
     return [
         median_row(
             "inspect.wall_s",
-            f"gemini-hpc inspect JOBID on a training of {NODES} nodes, from the login side",
+            f"gemini-hpc inspect JOBID on a training of {nodes} nodes, from the login side",
             "s",
             text,
             limit=0.5,

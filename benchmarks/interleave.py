@@ -36,7 +36,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
 from benchmarks.rows import Row, median_row
@@ -147,6 +147,12 @@ FOUR_SHORT = Setting(
     share=0.5,
     dim=208,
 )
+SETTINGS = ((2, (TWO, HOST, SHORT, TIGHT, SLOW)), (4, (FOUR, FOUR_SHORT)))
+
+
+def tiny(setting: Setting) -> Setting:
+    """As small as it can be."""
+    return replace(setting, nodes=2, forward_s=0.01, dim=32, blocks=3, warm=1, measured=1)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,13 @@ class Found:
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
     rounds, rows = options.count(ROUNDS), list[Row]()
-    for nodes, settings in ((2, (TWO, HOST, SHORT, TIGHT, SLOW)), (4, (FOUR, FOUR_SHORT))):
+    if options.tiny:
+        with cluster(2) as on:
+            prepare(on)
+            shared = {small.transport: train(options, on, small, 1) for small in map(tiny, (TWO, FOUR))}
+        found = [replace(shared[setting.transport], setting=setting) for _, those in SETTINGS for setting in those]
+        return [row for one in found for row in _rows(one)]
+    for nodes, settings in SETTINGS:
         with cluster(nodes) as on:
             for setting in settings:
                 prepare(on, setting.rate)

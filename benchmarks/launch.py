@@ -6,7 +6,7 @@ import statistics
 import time
 
 from benchmarks.bench import MeasureError, Options, cluster
-from benchmarks.launched_job import BEFORE_S, ITERATION_S, Job
+from benchmarks.launched_job import Job
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -24,7 +24,7 @@ def measure(options: Options) -> list[Row]:
                 options.progress.say("launch", f"kill {at + 1} of {runs}, {way}")
                 job = Job(on, _NODES, run="gemini-hpc run -- srun --kill-on-bad-exit=1", module=module)
                 try:
-                    took[way].append(_killed(on, job))
+                    took[way].append(_killed(options, on, job))
                 finally:
                     job.end()
     return [
@@ -40,9 +40,9 @@ def measure(options: Options) -> list[Row]:
     ]
 
 
-def _killed(on: Cluster, job: Job) -> float:
+def _killed(options: Options, on: Cluster, job: Job) -> float:
     """Kill the rank that is not rank 0, once; seconds until an iteration has come to its end again."""
-    job.reach(BEFORE_S / ITERATION_S)
+    job.warm(options)
     node = job.hosts()[-1]
     rank = on.exec(node, ["pgrep", "-n", "-f", "train_gpt.py"]).stdout.strip()
     began = time.time()

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import PYTHON, USER, MeasureError, directory, wait_for
+from benchmarks.bench import PYTHON, USER, MeasureError, Options, directory, wait_for
 from gemini_hpc.devcluster.cluster import Cluster
 
 _EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 ITERATION_S = 0.2
-BEFORE_S = 12.0  # of training: by then a launcher has imported what its rank has
+BEFORE = 60  # iterations: by then a launcher has imported what its rank has
 
 
 class Job:
@@ -72,13 +72,14 @@ class Job:
         self._cluster.run(["scancel", str(self.id)])
         wait_for("the queue is empty", lambda: not self._cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.2)
 
-    def reach(self, steps: float) -> None:
-        """Wait for so many iterations."""
+    def warm(self, options: Options) -> None:
+        """Wait for the iterations before a failure."""
+        steps = options.pick(BEFORE, 10)
 
         def there() -> bool:
             return self._log.exists() and self._log.read_text().count("\n") >= steps
 
-        wait_for(f"job {self.id} makes {steps:.0f} iterations", there, 300, 0.2)
+        wait_for(f"job {self.id} makes {steps} iterations", there, 300, 0.2)
 
     def _events(self) -> list[dict[str, Any]]:
         done = self._cluster.run(["gemini-hpc", "inspect", str(self.id), "--json"], user=USER)

@@ -41,12 +41,17 @@ MODELS = {
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    rounds, rows = options.count(ROUNDS), list[Row]()
+    rounds = options.count(ROUNDS)
     with cluster(2) as on:
         interleave.prepare(on, RATE)
-        for name, setting in MODELS.items():
-            rows += _rows(name, interleave.train(options, on, setting, rounds))
-    return rows
+        trained = options.each(
+            MODELS, "small", lambda name: interleave.train(options, on, _of(options, name), rounds)
+        )
+        return [row for name, found in trained for row in _rows(name, found)]
+
+
+def _of(options: Options, name: str) -> interleave.Setting:
+    return options.pick(MODELS[name], interleave.tiny(MODELS[name]))
 
 
 def _rows(name: str, found: interleave.Found) -> list[Row]:

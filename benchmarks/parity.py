@@ -38,25 +38,26 @@ def measured(
     options: Options, family: str, members: int, blocks: int
 ) -> tuple[list[float], list[float], list[float]]:
     """Against NumPy's exclusive or; bytes folded in a second, and made again, in 10^9."""
-    options.progress.say(family, f"{members} shards of {SHARD >> 20} MiB")
+    size = options.pick(SHARD, 1 << 20)
+    options.progress.say(family, f"{members} shards of {size >> 20} MiB")
     stripe = tuple(range(members))
-    data = {rank: _memory(rank) for rank in stripe}
-    used = dict.fromkeys(stripe, SHARD)
+    data = {rank: _memory(rank, size) for rank in stripe}
+    used = dict.fromkeys(stripe, size)
     ratios, encoded, decoded = [], [], []
     for _ in range(options.count(5)):
         ours, raw, moved = _encode(stripe, used, data, blocks)
         ratios.append(raw / ours)
         encoded.append(moved / ours / 1e9)
-        decoded.append(SHARD / _decode(stripe, data, blocks) / 1e9)
+        decoded.append(size / _decode(stripe, size, data, blocks) / 1e9)
     for memory in data.values():
         memory.close()
     return ratios, encoded, decoded
 
 
-def _memory(rank: int) -> Memfd:
-    memory = Memfd(f"gemini:bench:{rank}", SHARD)
+def _memory(rank: int, size: int) -> Memfd:
+    memory = Memfd(f"gemini:bench:{rank}", size)
     with memory.view() as view:
-        np.frombuffer(view, np.uint64)[:] = np.random.default_rng(rank).integers(0, 1 << 63, SHARD // 8, np.uint64)
+        np.frombuffer(view, np.uint64)[:] = np.random.default_rng(rank).integers(0, 1 << 63, size // 8, np.uint64)
     return memory
 
 
@@ -64,7 +65,7 @@ def _encode(
     stripe: tuple[int, ...], used: dict[int, int], data: dict[int, Memfd], blocks: int
 ) -> tuple[float, float, int]:
     """Seconds, ours and NumPy's exclusive or, one right after the other; the bytes."""
-    room = parity.block_bytes(SHARD, len(stripe), blocks)
+    room = parity.block_bytes(max(used.values()), len(stripe), blocks)
     folds = parity.encoding(stripe, 0, used, blocks, room)
     with memoryview(bytearray(blocks * room)) as into:
         target = Fold(_STAMP, 0, into, room, {1: 1})
@@ -86,22 +87,22 @@ def _encode(
     return ours, time.perf_counter() - began, sum(one.end - one.start for one in folds)
 
 
-def _decode(stripe: tuple[int, ...], data: dict[int, Memfd], blocks: int) -> float:
+def _decode(stripe: tuple[int, ...], size: int, data: dict[int, Memfd], blocks: int) -> float:
     """Seconds to make shard 0 again where the first `blocks` are lost, with everything in memory."""
     members = len(stripe)
-    room = parity.block_bytes(SHARD, members, blocks)
-    shards = {rank: Copy("", rank, members, rank, SHARD, SHARD, _STAMP, _digest(data[rank])) for rank in stripe}
+    room = parity.block_bytes(size, members, blocks)
+    shards = {rank: Copy("", rank, members, rank, size, size, _STAMP, _digest(data[rank])) for rank in stripe}
     made, parts = [], []
     for rank in stripe[blocks:]:
         memory = Memfd("gemini:bench:parity", blocks * room)
         others = [r for r in stripe if r != rank]
-        of = tuple(Member(r, r, SHARD, SHARD, shards[r].digest) for r in others)
-        size = blocks * room
-        beside = Copy("", rank, members, rank, size, size, _STAMP, "", of=of, blocks=blocks, room=room)
+        of = tuple(Member(r, r, size, size, shards[r].digest) for r in others)
+        both = blocks * room
+        beside = Copy("", rank, members, rank, both, both, _STAMP, "", of=of, blocks=blocks, room=room)
         making.make(beside, memory, [(data[r], shards[r]) for r in others], Event())
         made.append(memory)
         parts += [(memory, beside), (data[rank], shards[rank])]
-    target = Memfd("gemini:bench:made", SHARD)
+    target = Memfd("gemini:bench:made", size)
     began = time.perf_counter()
     making.make(shards[0], target, parts, Event())
     took = time.perf_counter() - began

@@ -23,7 +23,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
 from benchmarks.interleave import BASELINE, LIMITS, LOOK_S, RATE, SCHEMES, prepare, stated
@@ -56,6 +56,7 @@ class Setting:
         return 4 * self.rows * self.dim
 
 
+TINY = Setting(4, 0.005, 16, dim=32, blocks=1)
 SETTINGS = (Setting(2, 0.00667, 1280), Setting(4, 0.01333, 640, "500mbit"))
 
 
@@ -116,12 +117,15 @@ def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    rounds, rows = options.count(ROUNDS), list[Row]()
-    for setting in SETTINGS:
+    rounds = options.count(ROUNDS)
+
+    def run(setting: Setting) -> Found:
         with cluster(setting.stages) as on:
             prepare(on, setting.rate)
-            rows += _rows(train(options, on, setting, rounds))
-    return rows
+            return train(options, on, setting, rounds)
+
+    trained = options.each(SETTINGS, TINY, run)
+    return [row for setting, found in trained for row in _rows(replace(found, setting=setting))]
 
 
 def train(options: Options, on: Cluster, setting: Setting, rounds: int) -> Found:

@@ -58,7 +58,7 @@ def measure(options: Options) -> list[Row]:
         *_part_rows(cuts, ""),
     ]
     for profile in ("stock", "site"):
-        cuts = _cuts(options, profile, 4)
+        cuts = cuts if options.tiny else _cuts(options, profile, 4)
         rows += [
             median_row(f"recovery.total_s.{profile}", _TOTAL, "s", [cut["total_s"] for cut in cuts]),
             median_row(f"recovery.own_s.{profile}", _OWN, "s", [cut["own_s"] for cut in cuts]),

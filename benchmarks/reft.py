@@ -42,19 +42,19 @@ IN_TRAINING = [way for way in WAYS if way != "dcp"]
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    rounds, rows = options.count(ROUNDS), list[Row]()
+    rounds = options.count(ROUNDS)
     turns = min(rounds, TURNS)
     with cluster(1, cpus=max(RANKS)) as on:
-        for ranks in RANKS:
-            rows += _rows(ranks, _train(options, on, ranks, rounds, turns))
-    return rows
+        trained = options.each(RANKS, BESIDES, lambda ranks: _train(options, on, ranks, rounds, turns))
+        return [row for ranks, lines in trained for row in _rows(ranks, lines)]
 
 
 def _train(options: Options, on: Cluster, ranks: int, rounds: int, turns: int) -> list[Line]:
-    speeds = [f"speed:{mode}:{SAVES}" for mode in _modes(ranks)]
-    blocks = [word for way in IN_TRAINING for word in ("none:3", f"{way}{MEDIA[way]}:{BLOCK}")]
+    saves, block, iteration_s = options.pick((SAVES, BLOCK, ITERATION_S), (1, 2, 0.1))
+    speeds = [f"speed:{mode}:{saves}" for mode in _modes(ranks)]
+    blocks = [word for way in IN_TRAINING for word in ("none:3", f"{way}{MEDIA[way]}:{block}")]
     plan = ["first", *_turned(speeds, rounds), *_turned(blocks, turns, 2), "none:3"]
-    words = ["--bytes", str(options.state_bytes // SHARE), "--iteration", str(ITERATION_S), "--plan", ",".join(plan)]
+    words = ["--bytes", str(options.state_bytes // SHARE), "--iteration", str(iteration_s), "--plan", ",".join(plan)]
     job = TrainingJob(on, 1, 1, [*words, "--disk", str(on.home("alice"))], tasks=ranks)
 
     def meanwhile() -> None:

@@ -31,11 +31,13 @@ TIMEOUT_S = 400.0
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    rounds, rows = options.count(ROUNDS), list[Row]()
-    for nodes in NODES:
+    rounds = options.count(ROUNDS)
+
+    def run(nodes: int) -> list[Line]:
         with cluster(nodes + 1) as on:
-            rows += _rows(nodes, _train(options, on, nodes, rounds))
-    return rows
+            return _train(options, on, nodes, rounds)
+
+    return [row for nodes, lines in options.each(NODES, 2, run) for row in _rows(nodes, lines)]
 
 
 def _train(options: Options, on: Cluster, nodes: int, rounds: int) -> list[Line]:
@@ -51,9 +53,16 @@ def _train(options: Options, on: Cluster, nodes: int, rounds: int) -> list[Line]
         plan = ["first", "speed:gemini:5"]  # until everything has been touched once
         for number in range(rounds):
             for turn, rate in enumerate(RATES):
-                plan += [f"await:{number}-{rate}", f"speed:gemini:{SAVES}"]
+                plan += [f"await:{number}-{rate}", f"speed:gemini:{options.pick(SAVES, 1)}"]
                 plan += ["speed:remote:1"] if turn == number % len(RATES) else []
-        words = ["--bytes", str(TOTAL_BYTES // nodes), "--plan", ",".join(plan), "--scheme", "blocking"]
+        words = [
+            "--bytes",
+            str(options.pick(TOTAL_BYTES, 2 << 20) // nodes),
+            "--plan",
+            ",".join(plan),
+            "--scheme",
+            "blocking",
+        ]
         words += ["--store", f"{on.address(behind)}:{STORE_PORT}"]
         job = TrainingJob(on, nodes, 2, words, exclude=behind)
         job.finish(TIMEOUT_S, _shaper(options, on, job, nodes))

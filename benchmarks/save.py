@@ -28,12 +28,12 @@ BASELINE = PEERS["baseline"]
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
-    runs = options.count(5)
+    runs, block = options.count(5), options.pick(BLOCK, 3)
     ours = (
-        ["first", "calibrate", "settle"] + [f"none:{BLOCK},gemini:{BLOCK}"] * runs + [f"none:{BLOCK}", f"sync:{runs}"]
+        ["first", "calibrate", "settle"] + [f"none:{block},gemini:{block}"] * runs + [f"none:{block}", f"sync:{runs}"]
     )
     rounds = min(runs, 3)
-    theirs = [f"none:{BLOCK},{mode}:{BLOCK}" for mode in PEERS] * rounds + [f"none:{BLOCK}"]
+    theirs = [f"none:{block},{mode}:{block}" for mode in PEERS] * rounds + [f"none:{block}"]
     size = ["--bytes", str(options.state_bytes)]
     with cluster(RANKS) as on:
         mine = _run(options, "save", TrainingJob(on, RANKS, 2, [*size, "--plan", ",".join(ours)]), 2 * runs + 1)

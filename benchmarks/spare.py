@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from benchmarks.bench import Options, cluster
-from benchmarks.launched_job import BEFORE_S, ITERATION_S, Job
+from benchmarks.launched_job import Job
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -24,7 +24,7 @@ def measure(options: Options) -> list[Row]:
     for at in range(runs):
         options.progress.say("spare", f"cut {at + 1} of {runs}")
         with cluster(_NODES + 1) as on:
-            cuts.append(_cut(on))
+            cuts.append(_cut(options, on))
     totals = [cut["first_iteration"] for cut in cuts]
     rows = [
         median_row(
@@ -42,11 +42,11 @@ def measure(options: Options) -> list[Row]:
     ]
 
 
-def _cut(on: Cluster) -> dict[str, float]:
-    options = ("--no-kill", f"--gemini-spares={_SPARES}")
-    job = Job(on, _NODES, run="srun", module="-m gemini_hpc.launch", options=options)
+def _cut(options: Options, on: Cluster) -> dict[str, float]:
+    asked = ("--no-kill", f"--gemini-spares={_SPARES}")
+    job = Job(on, _NODES, run="srun", module="-m gemini_hpc.launch", options=asked)
     try:
-        job.reach(BEFORE_S / ITERATION_S)
+        job.warm(options)
         victim, began = job.hosts()[1], time.time()
         on.power_off(victim)
         return job.goes_on(began)

@@ -63,19 +63,20 @@ def _draining(job: TrainingJob, number: int) -> Iterator[None]:
 
 def _drains(options: Options, on: Cluster) -> list[Row]:
     pairs, tier = options.count(PAIRS), _tier(on)
+    warm, block = options.pick((WARM, BLOCK), (2, 2))
     more = [f"--gemini-tier={tier}", f"--gemini-tier-interval={NEVER_S}"]
     iteration_s, size = _pace(options)
     job = TrainingJob(on, RANKS, 2, [*size, "--plan", "first,gemini:100000"], options=more)
     try:
-        _train(job, WARM, 300)
+        _train(job, warm, 300)
         means: list[float] = []
         for number in range(2 * pairs):
             options.progress.say("tier", f"drains: block {number + 1} of {2 * pairs}")
             if number % 2:
                 with _draining(job, number):
-                    means.append(_train(job, BLOCK, 60 * iteration_s))
+                    means.append(_train(job, block, 60 * iteration_s))
             else:
-                means.append(_train(job, BLOCK, 60 * iteration_s))
+                means.append(_train(job, block, 60 * iteration_s))
         saved = [event for event in _events(on, job) if event["name"] == "saved"]
     finally:
         job.cancel()
@@ -120,7 +121,9 @@ def _events(on: Cluster, job: TrainingJob) -> list[dict[str, object]]:
 
 def _recoveries(options: Options, on: Cluster) -> list[Row]:
     cuts, tier = options.count(CUTS), _tier(on)
-    found: dict[str, list[tuple[float, float]]] = {"memory": [], "tier": []}
+    found: dict[str, list[tuple[float, float]]] = {
+        source: [] for source in options.pick(("memory", "tier"), ("tier",))
+    }
     for number in range(cuts):
         for source, times in found.items():
             options.progress.say("tier", f"recovery from {source}: {number + 1} of {cuts}")
@@ -130,7 +133,7 @@ def _recoveries(options: Options, on: Cluster) -> list[Row]:
         ("memory", "one node of two is lost: from the other's memory"),
         ("tier", "both: from the tier"),
     ):
-        pulls, wholes = zip(*found[source], strict=True)
+        pulls, wholes = zip(*found.get(source, found["tier"]), strict=True)
         rows.append(median_row(f"tier.{source}_pull_s", f"retrieval, {what}", "s", pulls))
         rows.append(median_row(f"tier.{source}_recovery_s", f"cut to state loaded, {what}", "s", wholes))
     return rows

@@ -53,7 +53,7 @@ def late_row(options: Options, on: Cluster) -> Row:
 
 def run(options: Options, on: Cluster, mode: str) -> list[Line]:
     """The settled versions of both ranks. Raises MeasureError where they are not protected."""
-    job = TrainingJob(on, RANKS, 2, ["--mode", mode], "shares.py")
+    job = TrainingJob(on, RANKS, 2, ["--mode", mode, "--steps", str(options.pick(60, 18))], "shares.py")
     job.finish(300, lambda: options.progress.say(f"traffic, {mode}", f"{len(job.lines())} versions"))
     lines = [line for line in job.lines("version") if line["settled"]]
     if not lines or any(line["state"] != "protected" for line in lines):

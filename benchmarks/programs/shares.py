@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gemini_hpc
 
-STEPS, SETTLED, LATE_FROM = 60, 20, 10
 COMPUTE_S = 0.1
 
 
@@ -48,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["ddp", "lora", "late"], required=True)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, default=60, help="the first third does not count")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
@@ -75,12 +75,12 @@ def main() -> None:
     x = torch.randn(8, width)
     sent = 0
     with open(f"{args.out}.{rank}", "a", buffering=1, encoding="ascii") as out:
-        for step in range(1, STEPS + 1):
+        for step in range(1, args.steps + 1):
             time.sleep(COMPUTE_S)
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-            if args.mode == "late" and step >= LATE_FROM:
+            if args.mode == "late" and step >= args.steps // 6:
                 if not average.shadow:
                     average.shadow = [p.detach().clone() for p in net.parameters()]
                 with torch.no_grad():
@@ -95,7 +95,7 @@ def main() -> None:
                 "what": "version",
                 "rank": rank,
                 "version": step,
-                "settled": step > SETTLED,
+                "settled": step > args.steps // 3,
                 "state": report["state"],
                 "sent": total - sent,
                 "copy": report["captured"]["own_tensor_bytes"],
