@@ -19,7 +19,12 @@ from gemini_hpc.devcluster.cluster import Cluster
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _NAME = "disk_or_memory"
 _WORDS = ("--iterations", "40", "--every", "10")
-_TINY = ("--iterations", "10", "--every", "4")
+_TINY = ("--iterations", "10", "--every", "4", "--model", "tiny:build")
+_MODEL = """
+import torch
+def build():
+    return torch.nn.Linear(8, 8), lambda model: model(torch.ones(1, 8)).sum()
+"""
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -41,6 +46,7 @@ def _once(options: Options, on: Cluster, ranks: int) -> dict[str, dict[str, floa
     where = directory(on)
     for suffix in (".py", ".sh"):
         shutil.copy(_EXAMPLES / f"{_NAME}{suffix}", where)
+    (where / "tiny.py").write_text(_MODEL)
     asked = [f"-N{ranks}", f"--gemini-replicas={min(2, ranks)}", f"--output={where}/out", f"--chdir={where}"]
     job = on.sbatch(
         [*asked, str(where / f"{_NAME}.sh"), *options.pick(_WORDS, _TINY)], user=USER, env={"PYTHON": PYTHON}
