@@ -22,7 +22,7 @@ def run(where: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=where, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_each_way_is_killed_once_and_its_figures_stand_side_by_side(tmp_path: Path) -> None:
+def test_each_way_is_killed_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "disk_or_memory.pt").write_bytes(b"of another job")
     (tmp_path / "disk_or_memory.8.pt").write_bytes(b"of another job")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = [("job.sh", ("torch", "gemini_hpc")), ("heat_mpi.sh", ("numpy", "mpi4py", "gemini_hpc"))]
+# each script, and the modules that it says it needs
+EXAMPLES = [
+    (path.name, tuple(re.findall(r'^needs="(.*)"$', path.read_text(), re.MULTILINE)[0].split()))
+    for path in sorted((ROOT / "examples").glob("*.sh"))
+]
 
 
 def interpreter(path: Path, modules: tuple[str, ...]) -> Path:
