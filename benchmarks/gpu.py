@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu`: what one GPU shows of the paths for GPUs. No cluster, no Slurm, no root; some minutes.
 
-This script has not been run on a GPU so far. It checks bytes and measures:
+This script has not been run on a GPU so far; `--fake` only shows that it runs. It checks bytes and measures:
 
     memory    device to replica memory (a memfd, pinned in place) against torch's pinned memory, and unpinned; at
               once, and as versions are copied: in pieces, on a stream of our own
@@ -34,42 +34,34 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks import gpuspans
-from gemini_hpc.train.device import cuda
+from benchmarks.gpudevice import Fake, Gpu, Machine
 from gemini_hpc.train.device.host_copy import HostCopies
-from gemini_hpc.train.device.interface import Broken, Message
+from gemini_hpc.train.device.interface import Broken, Communicator, Message
 from gemini_hpc.train.device.memory import Slot
-from gemini_hpc.train.device.streams import Streams
-from gemini_hpc.train.nccl import capability_check
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
-from gemini_hpc.train.nccl.communicator import NcclCommunicator
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
-from gemini_hpc.train.nccl.library import Library
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework
 from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
 
 MB = 1 << 20
 CHUNK_BYTES, BUFFERS = 8 * MB, 4
-WARM, LAYERS, WIDTH, BATCH = 3, 6, 4096, 2048
-GATHERED_BYTES = 1 << 30  # copied in about a millisecond
+WARM, LAYERS, WIDTH = 3, 6, 4096
+LEAST_MB, LEAST_FAKE_MB, LEAST_ITERATIONS = 64, 1, 3
 
 
 class Wrong(Exception):
     """Bytes are not what they should be."""
 
 
-def row(name: str, value: str) -> None:
-    print(f"{name:<58}{value:>18}", flush=True)
-
-
-def seconds(work: Callable[[], object], times: int = 5) -> float:
+def seconds(on: Machine, work: Callable[[], object], times: int = 5) -> float:
     """Median time of the device, from when it is idle."""
     found = []
     for _ in range(times):
-        torch.cuda.synchronize()
+        on.synchronize()
         began = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        on.synchronize()
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 
@@ -83,74 +75,73 @@ def replica_memory(size_bytes: int) -> Slot:
     return slot
 
 
-def memory(size_bytes: int) -> None:
-    source = torch.randint(0, 255, (size_bytes,), dtype=torch.uint8, device="cuda")
+def memory(on: Machine, size_bytes: int) -> None:
+    source = torch.randint(0, 255, (size_bytes,), dtype=torch.uint8, device=on.place)
     slot = replica_memory(size_bytes)
 
     def rate(into: torch.Tensor) -> str:
-        took_s = seconds(lambda: into.copy_(source, non_blocking=True))
+        took_s = seconds(on, lambda: into.copy_(source, non_blocking=True))
         if not torch.equal(into, source.cpu()):
             raise Wrong("a copy to host memory differs")
         return f"{size_bytes / took_s / 1e9:.2f} GB/s"
 
-    copies = HostCopies(cuda.CudaDevice(), lambda tensor: tensor.is_cuda)
+    copies = HostCopies(on.device(), lambda tensor: True)
 
     def in_pieces() -> str:
         slot.bytes.zero_()
-        took_s = seconds(lambda: copies.bring(copies.mark(), [(slot.bytes, source)]))
+        took_s = seconds(on, lambda: copies.bring(copies.mark(), [(slot.bytes, source)]))
         if not torch.equal(slot.bytes, source.cpu()):
             raise Wrong("a copy to host memory in pieces differs")
         return f"{size_bytes / took_s / 1e9:.2f} GB/s"
 
-    row("memory: device to a memfd, not pinned", rate(slot.bytes))
-    row("memory: the same in pieces", in_pieces())
+    on.row("memory: device to a memfd, not pinned", rate(slot.bytes))
+    on.row("memory: the same in pieces", in_pieces())
     began = time.perf_counter()
-    pinned = cuda.Pinned(slot.bytes)
-    row("memory: pinning it", f"{(time.perf_counter() - began) / size_bytes * 2**30 * 1e3:.0f} ms/GiB")
-    row("memory: device to a memfd, pinned in place", rate(slot.bytes))
-    row("memory: the same in pieces", in_pieces())
+    pinned = on.pin(slot.bytes)
+    on.row("memory: pinning it", f"{(time.perf_counter() - began) / size_bytes * 2**30 * 1e3:.0f} ms/GiB")
+    on.row("memory: device to a memfd, pinned in place", rate(slot.bytes))
+    on.row("memory: the same in pieces", in_pieces())
     pinned.release()
-    row("memory: device to torch's pinned memory", rate(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)))
+    on.row("memory: device to torch's pinned memory", rate(on.pinned(size_bytes)))
 
 
-def communicator(library: Library) -> NcclCommunicator:
-    made = NcclCommunicator(library, 0, 1, cuda.handle)
+def communicator(on: Machine) -> Communicator:
     began = time.perf_counter()
-    made.connect(library.unique_id(), 60.0)
-    row("self: making the communicator", f"{(time.perf_counter() - began) * 1e3:.0f} ms")
+    made = on.connect()
+    on.row("self: making the communicator", f"{(time.perf_counter() - began) * 1e3:.0f} ms")
     return made
 
 
-def to_self(made: NcclCommunicator, size_bytes: int) -> None:
-    stream = cuda.CudaDevice().stream()
+def to_self(on: Machine, made: Communicator, size_bytes: int) -> None:
+    stream = on.device().stream()
     for size in (64 << 10, MB, CHUNK_BYTES, size_bytes):
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=on.place)
         into = torch.zeros_like(source)
-        launches = []
+        launches: list[float] = []
 
         def once(source: torch.Tensor = source, into: torch.Tensor = into, launches: list[float] = launches) -> None:
             began = time.perf_counter()
             made.exchange(stream, [Message(0, source)], [Message(0, into)])
             launches.append(time.perf_counter() - began)
 
-        torch.cuda.synchronize()
+        on.synchronize()
         once()  # the first one connects
-        took_s = seconds(once)
+        took_s = seconds(on, once)
         if not torch.equal(source, into):
             raise Wrong(f"a message of {size} bytes differs")
         launch_us = statistics.median(launches) * 1e6
-        row(f"self: {size >> 10} KiB, launched in {launch_us:.0f} us", f"{size / took_s / 1e9:.2f} GB/s")
+        on.row(f"self: {size >> 10} KiB, launched in {launch_us:.0f} us", f"{size / took_s / 1e9:.2f} GB/s")
 
 
 class Training:
     """Matrix products and an optimizer; parameters of `size_bytes` together."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, on: Machine, size_bytes: int) -> None:
         width = min(WIDTH, int((size_bytes / 4 / LAYERS) ** 0.5) // 64 * 64)
         layers: list[torch.nn.Module] = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
-        self.model = torch.nn.Sequential(*layers).cuda()
+        self.model = torch.nn.Sequential(*layers).to(on.place)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batch = torch.randn(BATCH, width, device="cuda")
+        self.batch = torch.randn(on.batch, width, device=on.place)
         pieces: list[Piece] = []
         self.bytes = 0
         for parameter in self.model.parameters():
@@ -204,8 +195,8 @@ def to_itself(size_bytes: int) -> Program:
     return Program(tuple(places), tuple(chunks), 1, size_bytes, 0.0, 0)
 
 
-def exchange(made: NcclCommunicator, size_bytes: int, versions: int) -> None:
-    device, training, ears = cuda.CudaDevice(), Training(size_bytes), Ears()
+def exchange(on: Machine, made: Communicator, size_bytes: int, versions: int) -> None:
+    device, training, ears = on.device(), Training(on, size_bytes), Ears()
     links = Links(((0,),), (training.bytes,))
     progress = Progress(made, links.sizes, ears, print)
     pipeline = Exchange(device, made, 0, links, BUFFERS, CHUNK_BYTES, progress)
@@ -214,14 +205,15 @@ def exchange(made: NcclCommunicator, size_bytes: int, versions: int) -> None:
     progress.start()
     work = tuple(Piecework(n % 4 - 1, *cut) for n, cut in enumerate(_cuts(training.bytes)))
     work = tuple(sorted(work, key=lambda w: (w.after < 0, w.after)))
-    slots, pins, right = {}, [], {}
+    slots: dict[str, Slot] = {}
+    pins, right = [], torch.empty(0)
     for name in ("own", "other"):
         slots[name] = replica_memory(training.bytes)
-        pins.append(cuda.Pinned(slots[name].bytes))
+        pins.append(on.pin(slots[name].bytes))
     waits = []
     for version in range(1, versions + 1):
         copied = own.begin(training.tensors, slots["own"].bytes, work)
-        right[version] = training.now().cpu() if version == versions else None
+        right = training.now().cpu() if version == versions else right
         pipeline.step(Save(version, training.tensors, copied, lambda rank: slots["other"].bytes))
         for number in range(3):
             pipeline.launching()
@@ -235,14 +227,14 @@ def exchange(made: NcclCommunicator, size_bytes: int, versions: int) -> None:
         training.optimizer.step()
     pipeline.finish()
     ended = progress.stop(30.0)
-    torch.cuda.synchronize()
+    on.synchronize()
     for name, slot in slots.items():
-        if not ended or ears.landings[-1:] != [versions] or not torch.equal(slot.bytes, right[versions]):
+        if not ended or ears.landings[-1:] != [versions] or not torch.equal(slot.bytes, right):
             raise Wrong(f"the {name} slot is not version {versions}: {progress.problem or ears.landings}")
     for pin in pins:
         pin.release()
-    row(f"exchange: {versions} versions of {training.bytes // MB} MB, all bytes right", "yes")
-    row("exchange: host's time at the gate", f"{statistics.median(waits) * 1e6:.0f} us")
+    on.row(f"exchange: {versions} versions of {training.bytes // MB} MB, all bytes right", "yes")
+    on.row("exchange: host's time at the gate", f"{statistics.median(waits) * 1e6:.0f} us")
 
 
 def _cuts(size_bytes: int) -> list[tuple[int, int]]:
@@ -254,56 +246,58 @@ class Layers:
 
     layers = 6
 
-    def __init__(self, training: Training, gathered_bytes: int) -> None:
-        self._training = training
-        self._part = torch.zeros(gathered_bytes, dtype=torch.uint8, device="cuda")
+    def __init__(self, on: Machine, training: Training) -> None:
+        self._on, self._training = on, training
+        self._part = torch.zeros(on.gathered_bytes, dtype=torch.uint8, device=on.place)
         self._whole = torch.empty_like(self._part)
 
     def compute(self) -> None:
         self._training.compute()
+        self._on.lasts(0.015)
 
     def collective(self) -> None:
         dist.all_gather_into_tensor(self._whole, self._part)
 
     def optimizer(self) -> None:
         self._training.optimizer.step()
+        self._on.lasts(0.002)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        self._on.synchronize()
 
 
-def in_spans(size_bytes: int, iterations: int) -> None:
+def in_spans(on: Machine, size_bytes: int, iterations: int) -> None:
     """With the default transport's parts, over a link that only takes the time."""
-    training = Training(size_bytes)
+    training = Training(on, size_bytes)
     slot = replica_memory(training.bytes)
-    pinned = cuda.Pinned(slot.bytes)
-    dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
+    pinned = on.pin(slot.bytes)
+    dist.init_process_group(on.backend, rank=0, world_size=1, store=HashStore())
     try:
-        copies, pairs = HostCopies(cuda.CudaDevice(), lambda tensor: tensor.is_cuda), training.pairs(slot.bytes)
-        load = Layers(training, GATHERED_BYTES)
-        found = gpuspans.measure(load, Streams(), copies, pairs, iterations)
+        copies, pairs = HostCopies(on.device(), lambda tensor: True), training.pairs(slot.bytes)
+        load = Layers(on, training)
+        found = gpuspans.measure(load, on.progress(), copies, pairs, iterations)
         right = training.now().cpu()
         copies.bring(copies.mark(), pairs)
         if not torch.equal(slot.bytes, right):
             raise Wrong("the slot is not the state")
-        gpuspans.rows(found, row)
+        gpuspans.rows(found, on.row)
     finally:
         dist.destroy_process_group()
-        torch.cuda.synchronize()
+        on.synchronize()
         pinned.release()
 
 
-def snapshot(size_bytes: int, iterations: int) -> None:
-    device, training = cuda.CudaDevice(), Training(size_bytes)
+def snapshot(on: Machine, size_bytes: int, iterations: int) -> None:
+    device, training = on.device(), Training(on, size_bytes)
     slot, other = replica_memory(training.bytes), replica_memory(training.bytes)
-    pinned = cuda.Pinned(slot.bytes)
+    pinned = on.pin(slot.bytes)
     lane: Any = device.stream()
-    host = HostCopies(device, lambda tensor: tensor.is_cuda)
+    host = HostCopies(device, lambda tensor: True)
     cuts = _cuts(training.bytes)
     targets = {"host": training.pairs(slot.bytes), "host, not pinned": training.pairs(other.bytes)}
 
     def iteration(mode: str) -> float:
-        torch.cuda.synchronize()
+        on.synchronize()
         began = time.perf_counter()
         own = OwnCopy(device, lane)
         with ExitStack() as ends:
@@ -321,7 +315,7 @@ def snapshot(size_bytes: int, iterations: int) -> None:
                 training.compute()
         own.gate()
         training.optimizer.step()
-        torch.cuda.synchronize()
+        on.synchronize()
         return time.perf_counter() - began
 
     times: dict[str, list[float]] = {mode: [] for mode in ("none", *targets, "lazy", "eager")}
@@ -332,9 +326,9 @@ def snapshot(size_bytes: int, iterations: int) -> None:
                 found.append(took_s)
     pinned.release()
     usual_s = statistics.median(times["none"])
-    row("snapshot: an iteration without", f"{usual_s * 1e3:.2f} ms")
+    on.row("snapshot: an iteration without", f"{usual_s * 1e3:.2f} ms")
     for mode in list(times)[1:]:
-        row(f"snapshot: {mode}, {training.bytes // MB} MB", f"{statistics.median(times[mode]) / usual_s - 1:+.2%}")
+        on.row(f"snapshot: {mode}, {training.bytes // MB} MB", f"{statistics.median(times[mode]) / usual_s - 1:+.2%}")
 
 
 def main() -> int:
@@ -342,14 +336,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--mb", type=int, default=512, metavar="N", help="size of the state (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=20, metavar="N", help="measured (default: %(default)s)")
+    parser.add_argument(
+        "--fake", action="store_true", help="on a device of the tests: all of it runs, and no figure is a GPU's"
+    )
     args = parser.parse_args()
-    if args.mb < 64 or args.iterations < 3:
-        parser.error("at least 64 MB and 3 iterations are wanted")
-    if not torch.cuda.is_available():
+    least_mb = LEAST_FAKE_MB if args.fake else LEAST_MB
+    if args.mb < least_mb or args.iterations < LEAST_ITERATIONS:
+        parser.error(f"at least {least_mb} MB and {LEAST_ITERATIONS} iterations are wanted")
+    if not (args.fake or torch.cuda.is_available()):
         print(
             "benchmarks.gpu: there is no CUDA device here that torch can use: nothing was measured", file=sys.stderr
         )
         return 1
+    on: Machine = Fake() if args.fake else Gpu()
     size_bytes, wrong = args.mb * MB, 0
 
     def section(name: str, work: Callable[[], None]) -> None:
@@ -360,28 +359,27 @@ def main() -> int:
         except (Wrong, Broken, gpuspans.NotMeasured, RuntimeError, OSError) as error:
             wrong += 1
             print(f"benchmarks.gpu: {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        row(f"{name}: took", f"{time.perf_counter() - began:.0f} s")
+        on.row(f"{name}: took", f"{time.perf_counter() - began:.0f} s")
 
-    library, missing = capability_check.library()
-    row(torch.cuda.get_device_name(), f"NCCL {library.version if library is not None else 'is not there'}")
-    row("torch", str(torch.__version__))
-    section("memory", lambda: memory(size_bytes))
-    section("spans", lambda: in_spans(size_bytes, args.iterations))
-    section("snapshot", lambda: snapshot(size_bytes, args.iterations))
-    reason = missing or capability_check.environment()
-    if reason or library is None:
+    for name, value in on.names().items():
+        on.row(name, value)
+    on.row("torch", str(torch.__version__))
+    section("memory", lambda: memory(on, size_bytes))
+    section("spans", lambda: in_spans(on, size_bytes, args.iterations))
+    section("snapshot", lambda: snapshot(on, size_bytes, args.iterations))
+    if reason := on.lacking():
         print(f"benchmarks.gpu: self, exchange: {reason}", file=sys.stderr)
         return 1
-    section("nccl", lambda: over_nccl(library, size_bytes, args.iterations))
+    section("nccl", lambda: over_nccl(on, size_bytes, args.iterations))
     return 1 if wrong else 0
 
 
-def over_nccl(library: Library, size_bytes: int, versions: int) -> None:
+def over_nccl(on: Machine, size_bytes: int, versions: int) -> None:
     """Self and exchange."""
-    made = communicator(library)
+    made = communicator(on)
     try:
-        to_self(made, size_bytes)
-        exchange(made, size_bytes, versions)
+        to_self(on, made, size_bytes)
+        exchange(on, made, size_bytes, versions)
     finally:
         made.abort()
 

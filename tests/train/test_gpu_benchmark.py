@@ -1,7 +1,10 @@
-"""The part of `benchmarks.gpu` that needs no GPU, on a device that lags behind this process."""
+"""`benchmarks.gpu` without a GPU: all of it on a fake device; its spans on one that lags behind this process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpuspans
+from benchmarks import gpu, gpuspans
 from gemini_hpc.train.device.host_copy import HostCopies
 
 from .fake_gpu import LiveDevice
+from .launch import ROOT
 from .timed_device import LaggingDevice
 
 
@@ -62,3 +66,26 @@ def test_its_bytes_go_in_spans() -> None:
     lines: list[str] = []
     gpuspans.rows(found, lambda name, value: lines.append(f"{name} {value}"))
     assert len(lines) == 9
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_on_a_fake_device(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "benchmarks.gpu", "--fake", "--mb", "1", "--iterations", "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.endswith("fake: not a GPU's figure") for line in lines), done.stdout
+    sections = [line.partition(":")[0] for line in lines[2:]]
+    assert list(dict.fromkeys(sections)) == ["memory", "spans", "step", "snapshot", "self", "exchange", "nccl"]
+    assert "nan" not in done.stdout and "all bytes right" in done.stdout
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main() == 1
+    said = capsys.readouterr()
+    assert not said.out and "nothing was measured" in said.err

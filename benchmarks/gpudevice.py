@@ -1,0 +1,147 @@
+"""What `benchmarks.gpu` measures: a GPU and NCCL, or a device of the tests, which exists only in this process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from gemini_hpc.train.device import cuda
+from gemini_hpc.train.device.interface import Communicator, Device
+from gemini_hpc.train.device.pins import Pin
+from gemini_hpc.train.device.progress import Device as Progress
+from gemini_hpc.train.device.streams import Streams
+from gemini_hpc.train.nccl import capability_check
+from gemini_hpc.train.nccl.communicator import NcclCommunicator
+from gemini_hpc.train.nccl.exchange import Links
+
+
+class Machine(Protocol):
+    """place, backend: torch's names of the device and of its process groups; batch: rows that a training computes
+    with; gathered_bytes: of a collective, copied in about a millisecond."""
+
+    place: str
+    backend: str
+    batch: int
+    gathered_bytes: int
+
+    def names(self) -> dict[str, str]:
+        """What it is, for people."""
+
+    def row(self, name: str, value: str) -> None:
+        """Print a figure."""
+
+    def device(self) -> Device:
+        """For copies and messages."""
+
+    def progress(self) -> Progress:
+        """For marks in what the training launches."""
+
+    def lasts(self, seconds: float) -> None:
+        """What is computed now takes so long, where nothing is really computed."""
+
+    def synchronize(self) -> None:
+        """Wait until it has nothing to do."""
+
+    def pin(self, memory: torch.Tensor) -> Pin:
+        """In place."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """torch's own pinned memory."""
+
+    def lacking(self) -> str:
+        """Why there are no messages; "" where there are."""
+
+    def connect(self) -> Communicator:
+        """Of one rank, with itself."""
+
+
+class Gpu:
+    """The current CUDA device."""
+
+    place, backend, batch, gathered_bytes = "cuda", "nccl", 2048, 1 << 30
+
+    def __init__(self) -> None:
+        self._library, self._missing = capability_check.library()
+
+    def names(self) -> dict[str, str]:
+        nccl = f"NCCL {self._library.version if self._library is not None else 'is not there'}"
+        return {torch.cuda.get_device_name(): nccl}
+
+    def row(self, name: str, value: str) -> None:
+        print(f"{name:<58}{value:>18}", flush=True)
+
+    def device(self) -> Device:
+        return cuda.CudaDevice()
+
+    def progress(self) -> Progress:
+        return Streams()
+
+    def lasts(self, seconds: float) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def pin(self, memory: torch.Tensor) -> Pin:
+        return cuda.Pinned(memory)
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def lacking(self) -> str:
+        return self._missing or capability_check.environment()
+
+    def connect(self) -> Communicator:
+        assert self._library is not None
+        made = NcclCommunicator(self._library, 0, 1, cuda.handle)
+        made.connect(self._library.unique_id(), 60.0)
+        return made
+
+
+class Fake:
+    """The tests' devices: one runs what it is given, in an order of its own, the other only takes the time."""
+
+    place, backend, batch, gathered_bytes = "cpu", "gloo", 16, 1 << 10
+
+    def __init__(self) -> None:
+        from tests.train.fake_gpu import FakePlatform
+        from tests.train.timed_device import LaggingDevice
+
+        self._platform: Any = FakePlatform({}, 0)
+        self._device: Any = self._platform.device()
+        self._lagging: Any = LaggingDevice(0.005)
+
+    def names(self) -> dict[str, str]:
+        return {"a fake device, in this process": "no GPU"}
+
+    def row(self, name: str, value: str) -> None:
+        print(f"{name:<58}{value:>18}  fake: not a GPU's figure", flush=True)
+
+    def device(self) -> Device:
+        return self._device  # type: ignore[no-any-return]
+
+    def progress(self) -> Progress:
+        return self._lagging  # type: ignore[no-any-return]
+
+    def lasts(self, seconds: float) -> None:
+        self._lagging.compute(seconds)
+
+    def synchronize(self) -> None:
+        done = self._lagging.here()
+        while not (self._device.idle and done.query()):
+            time.sleep(2e-4)
+
+    def pin(self, memory: torch.Tensor) -> Pin:
+        return self._platform.pin(memory)  # type: ignore[no-any-return]
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def lacking(self) -> str:
+        return ""
+
+    def connect(self) -> Communicator:
+        links = Links(((0,),), (0,))
+        return self._platform.connect(self._device, 0, links, self._platform.unique_id())  # type: ignore[no-any-return]
