@@ -188,7 +188,12 @@ def _one(run: int, slot: Slot, path: Path) -> dict[str, float]:
         f"t{i}": torch.frombuffer(slot.view, dtype=torch.float32, count=each, offset=4096 + 4 * each * i)
         for i in range(TENSORS)
     }
-    took["torch.save"] = _timed(lambda: (torch.save(tensors, place.saved), os.sync()))
+
+    def save() -> None:
+        torch.save(tensors, place.saved)
+        os.sync()
+
+    took["torch.save"] = _timed(save)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         took["DCP save"] = _timed(

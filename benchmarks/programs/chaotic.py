@@ -53,7 +53,9 @@ class Dcp:
         dist.broadcast_object_list(found)
         if found[0]:
             state = self._state()
-            dcp.load(state, checkpoint_id=self._directory / str(found[0]))
+            dcp.load(  # type: ignore[attr-defined]
+                state, checkpoint_id=self._directory / str(found[0])
+            )
             model, optimizer = state["model"], state["optimizer"]
             set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
         return int(found[0])
@@ -65,7 +67,7 @@ class Dcp:
         if step % self._every:
             return
         self.close()
-        self._saving = dcp.async_save(
+        self._saving = dcp.async_save(  # type: ignore[attr-defined]
             self._state(), checkpoint_id=self._directory / str(step), process_group=self._group
         )
 

@@ -229,7 +229,7 @@ class Bench:
                 module.set_custom_all_gather(AllGather())
         self.model: nn.Module = model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
-        chunks = {"chunk_bytes": CHUNK_BYTES, "buffers": PARTS} if args.transport == "gloo" else {}
+        chunks: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "buffers": PARTS} if args.transport == "gloo" else {}
         traffic = gemini.Traffic(transport=args.transport, **chunks)
         self.ckpt = gemini.Checkpointer(model, self.optimizer, traffic=traffic)
         self.ckpt.resume()
@@ -298,7 +298,9 @@ class Bench:
                 self.iterate()
         self._checkpoint_bytes = 2 * self.ckpt.report()["captured"]["own_tensor_bytes"]
         self.change("blocking")
-        spent, sizes, counters = [], [], self.ckpt._engine.replicator.counters
+        replicator = self.ckpt._engine.replicator
+        assert replicator is not None
+        spent, sizes, counters = [], [], replicator.counters
         copied_s, sending_s = counters.copy_s, counters.send_s
         for _ in range(3):
             dist.barrier()

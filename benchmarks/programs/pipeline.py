@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleave import Bench, Block, Probe, sent_bytes
+from interleave import Bench, Block, Probe, sent_bytes  # type: ignore[import-not-found]  # beside it on a node
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -46,7 +46,7 @@ class Stage(nn.Module):
         return torch.cat([few, x[COMPUTED:]])
 
 
-class Pipeline(Bench):
+class Pipeline(Bench):  # type: ignore[misc]
     """One stage of the training."""
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def main() -> None:
     width, layers = 512, 12 if args.mode != "late" else 13
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     if args.mode == "lora":
-        for layer in net[1:]:
+        for layer in list(net)[1:]:
             layer.requires_grad_(False)
     model: nn.Module = net
     if args.mode == "lora":
