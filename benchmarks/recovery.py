@@ -106,7 +106,7 @@ def _cuts(options: Options, profile: str, usual: int) -> list[dict[str, Any]]:
 
 
 def _of_one_cluster(options: Options, profile: str, runs: int) -> list[dict[str, Any]]:
-    steps = _STEPS_A_CUT * (runs + 1)
+    steps = options.pick(_STEPS_A_CUT, 10) * (runs + 1)
     with tempfile.TemporaryDirectory() as directory:
         figures, log = Path(directory) / "demo.json", Path(directory) / "log"
         argv = [sys.executable, "-m", "gemini_hpc.cli.main", "demo", "--name", f"bench{os.getpid()}"]
