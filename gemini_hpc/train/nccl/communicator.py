@@ -1,7 +1,7 @@
 """Our own NCCL communicator: one, over all ranks of the set, outside of torch's process groups and their watchdog.
 
-Not run between two GPUs. Every call is a non-blocking one of NCCL: what has not been launched when a call returns is asked
-for, with a bound, so that a launching thread of the training is never held for longer than that.
+Not run between two GPUs. Every call is a non-blocking one of NCCL: what has not been launched when a call returns is
+asked for, with a bound, so that a launching thread of the training is never held for longer than that.
 """
 
 from __future__ import annotations
