@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_program(module: str, *words: object, timeout_s: float = 280.0) -> str:
+def run_program(module: str, *words: object, timeout_s: float = 590.0) -> str:
     """Return what `python -m MODULE WORDS` prints. Raises AssertionError where its exit status is not 0."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, words)],

@@ -71,7 +71,6 @@ _TIER = [
     ("silent_leave", "succeeds", "all agents have ended"),
     ("left", "node_lost", "is on the tier"),
     ("trusting", "power", "is called whole"),
-    ("mixed", "kept", "is called whole"),
     ("any_map", "old_nodes", "was chosen"),
     ("memory_first", "old_nodes", "was chosen"),
     ("unseen_forgotten", "old_nodes", "was chosen"),

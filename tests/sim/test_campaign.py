@@ -9,6 +9,7 @@ from .program import run_program
 _WITNESS = pytest.mark.witness("agents, links, disks and nodes fail at drawn moments, and nothing sealed is lost")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "first", "seeds"),
     [

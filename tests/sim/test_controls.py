@@ -9,6 +9,7 @@ from .seeds import CONTROLS, KINDS, noted
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_broken_on_purpose_is_found(kind: str) -> None:
     """Each control of the kind is named that is not, with the command that finds another seed."""

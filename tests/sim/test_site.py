@@ -13,6 +13,7 @@ _WITNESS = pytest.mark.witness(
 )
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("names", "seeds"),
     [
@@ -26,6 +27,7 @@ def test_nothing_goes_wrong(names: list[str], seeds: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "mix"])
 def test_nothing_goes_wrong_for_many(name: str) -> None:
     run_program("tests.sim.scenarios", name, "--first", 1000, "--seeds", 150)

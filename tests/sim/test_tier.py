@@ -11,6 +11,7 @@ from .tier_stories import STORIES
 _WITNESS = pytest.mark.witness("power fails in mid-save, and what the tier calls whole is whole")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("names", "seeds"),
     [

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-
-import msgspec
 
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.tier import salvage_rules
 from gemini_hpc.agent.tier.salvage import Salvage
-from gemini_hpc.agent.tier.save_events import Effect, Facts
-from gemini_hpc.agent.tier.save_rules import SaveRules
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core import recovery_plan, salvage
 from gemini_hpc.core.slots import Stamp
@@ -75,19 +71,6 @@ class _Any(str):
     __hash__ = str.__hash__
 
 
-def _mixed() -> None:
-    """What a node tells of an earlier save counts for the one of now."""
-    heard = SaveRules._heard
-
-    def taking(self: SaveRules, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
-        known = self.gathering.get(message.set)
-        if known is not None:
-            message = msgspec.structs.replace(message, stamp=known.stamp, attempt=known.attempt)
-        return heard(self, message, facts, now)
-
-    _put(SaveRules, _heard=taking)
-
-
 def _any_map() -> None:
     """What agents of an incarnation long ago have counts as the newest."""
     plan = recovery_plan.plan
@@ -139,7 +122,6 @@ BROKEN: dict[str, Callable[[], None]] = {
     "at_once": lambda: _put(Saver, _turns=property(lambda self: _NoTurns(), lambda self, value: None)),
     "silent_leave": lambda: _put(Mesh, leave=lambda self: None),
     "trusting": _trusting,
-    "mixed": _mixed,
     "any_map": _any_map,
     "memory_first": _memory_first,
     "unseen_forgotten": lambda: _put(Membership, doubt=property(lambda self: False, lambda self, value: None)),
