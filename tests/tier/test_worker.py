@@ -106,7 +106,7 @@ def io_class(pid: int) -> int:
     return int(ctypes.CDLL(None).syscall(IOPRIO_GET[os.uname().machine], 1, pid)) >> 13
 
 
-def look(tier: Path, *without: tuple[str, tuple[int, int]], make: bool = False) -> Any:
+def look(tier: Path, *without: tuple[str, Stamp], make: bool = False) -> Any:
     return here(orders.Look(str(tier), 5, "", without, begin=True, make=make))
 
 
@@ -164,7 +164,7 @@ def test_what_was_overwritten_while_it_was_copied_is_not_written(node: Node, tmp
 def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
     removed = []
     for number in range(1, 7):
-        node = Node(tmp_path, (1, number))
+        node = Node(tmp_path, Stamp(1, number))
         removed.append(node.save(keep_last=2, keep_every=3).removed)
         node.close()
     assert removed == [(), (), ((1, 1),), ((1, 2),), (), ((1, 4),)]

@@ -96,7 +96,7 @@ def test_a_timeline_holds_no_number_out_of_bounds() -> None:
         if isinstance(good[at], tuple):
             item = good[at][0]
             numbers = [i for i, value in enumerate(item) if not isinstance(value, str)]
-            bad = [[[*item[:i], value, *item[i + 1 :]]] for i in numbers for value in BAD]
+            bad: list[Any] = [[[*item[:i], value, *item[i + 1 :]]] for i in numbers for value in BAD]
             bad += [good[at] * (most[field] + 1), [[]], [item[:-1]], 5]
             full = [*good[:at], good[at] * most[field], *good[at + 1 :]]
             assert isinstance(local.request_decoder.decode(timeline(full)), local.Timeline), field
