@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core.domains import MAX_PATH
 from gemini_hpc.core.topology import TopologyError, parse
-from tests.refusals import refusal
 
 
 def test_a_list_of_the_sites() -> None:

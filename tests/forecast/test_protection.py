@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from refusals import refusal
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.redundancy import Redundancy
@@ -13,7 +14,6 @@ from gemini_hpc.core.tier_interval import unserved_per_day
 from gemini_hpc.forecast.protection import Wish, protection
 from gemini_hpc.forecast.schemes import Training
 from gemini_hpc.forecast.simulation import Faults
-from tests.refusals import refusal
 
 WISH = Wish(Training(64, 1.2e12, 20.0, 25e9, 2.5e9), 500e9)
 

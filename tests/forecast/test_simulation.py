@@ -8,10 +8,10 @@ from statistics import mean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.forecast.schemes import DAY_S, SCHEMES, Scheme, Training, gemini, highfreq, reft, strawman
 from gemini_hpc.forecast.simulation import Failure, Faults, Outcome, simulate
-from tests.refusals import refusal
 
 NEVER = Scheme("never", 1e12)
 SMALL = Scheme("small", 100.0, 10.0, usable_s=20.0, read_s=5.0, detect_s=1.0, save_s=2.0, restart_s=3.0)

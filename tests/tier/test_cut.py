@@ -31,12 +31,16 @@ pytestmark = pytest.mark.slow
 CHANGES = "mkdir,rename,openat,write,pwrite64,ftruncate,fsync,unlink,rmdir,unlinkat"
 CALL = re.compile(r"^(\d+)\s+(\w+)\((.*)\) += (-?\w+)")
 ORDERS = ("write 0", "write 1", "finish")
+ONE_WRITER = "from gemini_hpc.tier import worker, writeback; writeback._THREADS = 1; worker.main()"
 OLD, NEW, NEXT = Stamp(1, 1), Stamp(1, 2), Stamp(2, 1)
 
 
 def traced(order: orders.Order, fds: list[int], out: Path, *options: str) -> list[Any]:
-    """The answers of a worker under strace; none where it was killed."""
-    argv = [sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())]
+    """The answers of a worker under strace; none where it was killed.
+
+    It has one thread that writes: strace counts the calls of each, and which of several makes a call is chance.
+    """
+    argv = [sys.executable, "-c", ONE_WRITER, str(os.getpid())]
     strace = ["strace", "-D", "-f", "-qq", "-o", str(out), "-e", f"trace={CHANGES}", *options]
     done = subprocess.run(
         [*strace, *argv],

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.wire import handshake, munge, version
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer
 from gemini_hpc.wire.handshake import HandshakeError, Session
-from tests.refusals import refusal
 
 from .fake_munge import ALICE, BOB, ROOT, FakeMunge, client
 

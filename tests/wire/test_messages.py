@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.agent.replicas.voting import from_wire
 from gemini_hpc.core.slots import Stamp
@@ -17,7 +18,6 @@ from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.control_page import pack_seal, unpack_seal
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
-from tests.refusals import refusal
 
 
 def packed(**fields: Any) -> bytes:

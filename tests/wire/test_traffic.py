@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusals import refusal
 
 from gemini_hpc.wire import inspect_schema, local, protocol
 from gemini_hpc.wire.traffic import (
@@ -24,7 +25,6 @@ from gemini_hpc.wire.traffic import (
     TimelineState,
     TrafficState,
 )
-from tests.refusals import refusal
 
 STATE = TrafficState(
     1.0, "gemini", "gloo", "steady", "", 2, 2, 3, 3.1, 1.21, 17, 200, 0.041, 119e6, 4e-4, 12, 8 << 20, 60, 50, 10,
