@@ -63,7 +63,7 @@ def store(tier: Path, shards: list[Shard], job: int = 7, set_name: str = "defaul
     for rank, one in enumerate(shards):
         kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
         files.append(nodefile.write(where, version.node_file(rank), kept, lambda count: None))
-    manifest = version.Manifest(job, set_name, (stamp.epoch, stamp.version), len(shards), 1e9, tuple(files))
+    manifest = version.Manifest(job, set_name, stamp, len(shards), 1e9, tuple(files))
     Path(where, version.MANIFEST).write_bytes(version.pack(manifest))
     return Path(where)
 
@@ -80,7 +80,7 @@ def train(tree: StateTree) -> Shard:
             data = leaves[piece.row].tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             area[piece.at : piece.at + data.numel()] = data.numpy().tobytes()
 
-    return shard(manifest, fill, tree.pack_small(odd, [], 1).data, Stamp(1, 4))
+    return shard(manifest, fill, bytes(tree.pack_small(odd, [], 1).data), Stamp(1, 4))
 
 
 def model(width: int = 8) -> torch.nn.Module:
@@ -374,9 +374,8 @@ def test_all_is_on_disk_before_it_has_its_name(
         assert set(files) <= set(said)
         rename(old, new)
 
-    monkeypatch.setattr(publish, "os", SimpleNamespace(**{**vars(os), "rename": renamed}))
+    monkeypatch.setattr(publish, "os", SimpleNamespace(**{**vars(os), "rename": renamed, "fsync": synced}))
     monkeypatch.setattr(os, "fsync", synced)
-    publish.os.fsync = synced
     assert export(where, "--format", form, "-o", out) == 0
     assert said[-2:] == [f"to {out}", str(tmp_path)]
     assert sorted(os.listdir(tmp_path)) == ["out", "tier"]

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core.chunks import cut
-from tests.refusals import refusal
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3_000))

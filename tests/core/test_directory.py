@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.format.shard_manifest import Manifest, Piece, Row, pack, place, unpack
-from tests.refusals import refusal
 
 ROW = Row("model.w", "float32", (4, 3), True, "cpu")
 GOOD = Manifest(0, 1, (ROW,), (Piece(0, (2, 0), (2, 3), 64),))

@@ -9,11 +9,11 @@ from math import comb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core import domains, placement
 from gemini_hpc.core.domains import Shared, arrange, fatal, separation
 from gemini_hpc.core.placement import AS_RANKED, Order
-from tests.refusals import refusal
 
 small = st.integers(2, 8).flatmap(
     lambda N: st.tuples(

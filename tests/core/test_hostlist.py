@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core.hostlist import compress, expand
-from tests.refusals import refusal
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,6}", fullmatch=True)
 numbered = st.builds(

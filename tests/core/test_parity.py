@@ -8,11 +8,11 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core import gf256, parity, placement, redundancy
 from gemini_hpc.core.parity import Fold
 from gemini_hpc.core.redundancy import Redundancy
-from tests.refusals import refusal
 
 sizes = st.integers(1, 40_000)
 

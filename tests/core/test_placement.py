@@ -7,6 +7,7 @@ from math import comb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.placement import (
@@ -20,7 +21,6 @@ from gemini_hpc.core.placement import (
     strategy,
     survivable,
 )
-from tests.refusals import refusal
 
 sizes = st.integers(1, 40).flatmap(lambda N: st.tuples(st.just(N), st.integers(1, N)))
 

@@ -8,11 +8,11 @@ from functools import partial
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core import schedule
 from gemini_hpc.core.save_interval import LARGEST_J, Controller, Frequency, Need, choose
 from gemini_hpc.core.spans import Window, timeline
-from tests.refusals import refusal
 
 
 @dataclass(frozen=True)

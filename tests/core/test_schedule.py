@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core.schedule import Partition, Plan, capacity, checkpoint_partition, plan, seconds
-from tests.refusals import refusal
 
 # Powers of two and multiples of 1/1024: sums and products of these are exact, so that rules can be tested as such.
 exact_alpha = st.integers(0, 2048).map(lambda n: n / 1024)

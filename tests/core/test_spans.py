@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.core.spans import (
     Gap,
@@ -31,7 +32,6 @@ from gemini_hpc.core.spans import (
     timeline,
     waiting,
 )
-from tests.refusals import refusal
 
 UNIT = 1 / 1024  # times are multiples of it, so that they add up exactly
 

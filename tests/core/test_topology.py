@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
-from gemini_hpc.core import topology
+from gemini_hpc.core.domains import MAX_PATH
 from gemini_hpc.core.topology import TopologyError, parse
-from tests.refusals import refusal
 
 
 def test_a_list_of_the_sites() -> None:
@@ -48,7 +48,7 @@ def test_switches_in_a_circle() -> None:
 def test_many_levels_end_somewhere() -> None:
     text = "".join(f"SwitchName={'s' * 200}{k} Switches={'s' * 200}{k - 1}\n" for k in range(1, 50))
     (path,) = parse(f"{text}SwitchName={'s' * 200}0 Nodes=n1\n").values()
-    assert len(path) <= topology.MAX_PATH and path.endswith("s0")
+    assert len(path) <= MAX_PATH and path.endswith("s0")
 
 
 def test_what_cannot_be_used_is_told() -> None:
@@ -72,4 +72,4 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     except TopologyError as error:
         assert "\n" not in str(error)
     else:
-        assert all(0 < len(name) <= topology.MAX_PATH for name in found.values())
+        assert all(0 < len(name) <= MAX_PATH for name in found.values())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from test_links import ROOT, section, spans
+from .test_links import ROOT, section, spans
 
 PAGES = ("docs/robustness.md", "docs/faults.md")
 REFERENCE = re.compile(r"(tests/[\w/.-]+)(?:::(\w+))?")

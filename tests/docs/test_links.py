@@ -14,11 +14,13 @@ from pathlib import Path
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
 from gemini_hpc.core.domains import Separation, Shared
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.traffic import TrafficState
-from tests.docs.tables import ADMIN, REPRODUCTION, with_figures, with_goodput, with_tables
 from tests.releases import __main__ as releases
+
+from .tables import ADMIN, REPRODUCTION, with_figures, with_goodput, with_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -250,7 +252,7 @@ def test_every_argument_and_the_report_are_documented() -> None:
 
 def test_every_key_of_the_json_document_is_documented() -> None:
     text = (ROOT / "docs" / "inspect-json.md").read_text()
-    held = HeldSlot("default", 0, 1, 0, 0, "complete", (1, 5), 100, 90, 1.0, 2.0)
+    held = HeldSlot("default", 0, 1, 0, 0, "complete", Stamp(1, 5), 100, 90, 1.0, 2.0)
     state = TrafficState(1.0, "gemini", "gloo", "steady")
     part = InspectPart(
         host="n1",
@@ -268,7 +270,7 @@ def test_every_key_of_the_json_document_is_documented() -> None:
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        trainings=(TrainingState("default", 1, (1, 5), "protected", (0,), traffic=((0, state),)),),
+        trainings=(TrainingState("default", 1, Stamp(1, 5), "protected", (0,), traffic=((0, state),)),),
         held=(held,),
         events=(EventRecord(1.0, "detected", "n1", 0),),
         suspects=(),

@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import pytest
-from test_faults import in_code, tables
-from test_links import ROOT
 
 from gemini_hpc.cli.main import main
 from gemini_hpc.forecast import goodput
+
+from .test_faults import in_code, tables
+from .test_links import ROOT
 
 JOB = ["--nodes", "64", "--state", "1TB", "--network", "200Gbps", "--iteration", "20"]
 TABLES = [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refusal
 
 from gemini_hpc.forecast.figures import FIGURES, Row
 from gemini_hpc.forecast.schemes import Scheme, Training, gemini, highfreq, ours, ours_spare, reft, strawman
-from tests.refusals import refusal
 
 
 def rows(name: str) -> dict[str, Row]:

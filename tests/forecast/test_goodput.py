@@ -22,7 +22,7 @@ def of(gpus: int, way: str) -> Row:
 
 def test_the_rates_are_those_that_are_printed() -> None:
     between_h, in_all = 24 / (2048 * RSC_PER_DAY), 54 * 2048 * LLAMA_PER_DAY
-    assert (between_h, in_all) == (pytest.approx(1.8), pytest.approx(419))
+    assert [between_h, in_all] == pytest.approx([1.8, 419])
 
 
 def test_standby_is_a_quantile() -> None:

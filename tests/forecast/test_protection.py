@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from refusals import refusal
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.redundancy import Redundancy
@@ -13,7 +14,6 @@ from gemini_hpc.core.tier_interval import unserved_per_day
 from gemini_hpc.forecast.protection import Wish, protection
 from gemini_hpc.forecast.schemes import Training
 from gemini_hpc.forecast.simulation import Faults
-from tests.refusals import refusal
 
 WISH = Wish(Training(64, 1.2e12, 20.0, 25e9, 2.5e9), 500e9)
 
@@ -79,7 +79,7 @@ def test_parity_takes_less_memory_and_survives_less() -> None:
     assert four.transfer_s == two.transfer_s and four.down_s[0] > two.down_s[0], "sends as much, reads more"
     codes = protection(WISH, 6, parity=2)
     assert codes.needed_bytes == pytest.approx(1.5 * 2 * 1.2e12 / 64) and codes.transfer_s == 2 * four.transfer_s
-    assert (two.fold_s, codes.fold_s) == (0.0, pytest.approx(2 * four.fold_s)) and codes.name == "rs:4+2"
+    assert [two.fold_s, codes.fold_s] == pytest.approx([0.0, 2 * four.fold_s]) and codes.name == "rs:4+2"
     assert codes.survival[2] == 1.0 > codes.survival[3] and codes.unserved_per_day < four.unserved_per_day
     assert four.survival[1] == 1.0 and four.survival[2] < two.survival[2]
     assert four.unserved_per_day > two.unserved_per_day and four.tier_every_s < two.tier_every_s

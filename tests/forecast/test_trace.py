@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.forecast import trace
 from gemini_hpc.forecast.simulation import Failure
 from gemini_hpc.forecast.trace import TraceError, parse
-from tests.refusals import refusal
 
 
 def test_failures_come_in_the_order_of_time() -> None:

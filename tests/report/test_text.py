@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.cli.inspect import render
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.report.traffic_text import lines, seconds, size
 from gemini_hpc.wire.inspect_schema import HeldSlot, InspectPart, TrainingState
@@ -37,7 +38,7 @@ STEADY = TrafficState(
 
 def part(host: str, rank: int, state: TrafficState | None, **more: Any) -> InspectPart:
     traffic = () if state is None else ((rank, state),)
-    held = HeldSlot("default", rank, 2, rank, 0, "complete", (1, 5), 100, 90, 1.0, 2.0)
+    held = HeldSlot("default", rank, 2, rank, 0, "complete", Stamp(1, 5), 100, 90, 1.0, 2.0)
     fields: dict[str, Any] = {"restart": 0, "epoch": 1, "round": 1, "hosts": ("n1", "n2")}
     return InspectPart(
         host=host,
@@ -51,7 +52,7 @@ def part(host: str, rank: int, state: TrafficState | None, **more: Any) -> Inspe
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        trainings=(TrainingState("default", 2, (1, 5), "protected", (rank,), traffic=traffic),),
+        trainings=(TrainingState("default", 2, Stamp(1, 5), "protected", (rank,), traffic=traffic),),
         held=(held,),
         events=(),
         suspects=(),

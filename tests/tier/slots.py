@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ def make(
     rank: int,
     world: int,
     rows: tuple[Row, ...],
-    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
     *,
     stamp: tuple[int, int] = (3, 12),
     small: bytes = b"small state",
@@ -53,7 +54,7 @@ def make(
 ) -> Slot:
     """A slot with random tensors in these boxes (row, offset, size), and garbage between them."""
     dice = np.random.default_rng([seed, rank])
-    pieces = shard_manifest.place(rows, boxes)
+    pieces = shard_manifest.place(rows, list(boxes))
     manifest = Manifest(rank, world, rows, pieces, aliases or {})
     packed = shard_manifest.pack(manifest)
     layout = Layout.plan(len(packed), manifest.tensor_bytes(), max(8192, len(small)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gemini_hpc.agent.peers.round_plan import from_tier
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
@@ -12,7 +13,7 @@ RANKS = {"a": 0, "b": 1, "c": 2}
 DIGEST = "0" * 32
 
 
-def manifest(stamp: tuple[int, int], name: str = "default", homes: tuple[int, ...] = (0, 1, 2)) -> Manifest:
+def manifest(stamp: Stamp, name: str = "default", homes: tuple[int, ...] = (0, 1, 2)) -> Manifest:
     files = tuple(
         NodeFile(f"node-{home:04d}.h5", 10, (Stored(rank, home, 4096, 4000, DIGEST),))
         for rank, home in enumerate(homes)
@@ -24,12 +25,12 @@ def plan(*sets: peer.SetPlan, epoch: int = 3) -> peer.PlanDown:
     return peer.PlanDown(round=1, step="", epoch=epoch, noderanks=RANKS, map_hash="", ports={}, sets=sets, pulls=())
 
 
-def in_memory(stamp: tuple[int, int] | None, name: str = "default") -> peer.SetPlan:
+def in_memory(stamp: Stamp | None, name: str = "default") -> peer.SetPlan:
     return peer.SetPlan(name, stamp, (), stamp, 3, (), ())
 
 
 def test_what_memory_has_lost_comes_from_the_tier() -> None:
-    found = from_tier(plan(in_memory(None)), [manifest((2, 40))])
+    found = from_tier(plan(in_memory(None)), [manifest(Stamp(2, 40))])
     [chosen] = found.sets
     assert chosen.chosen == (2, 40) and chosen.world == 3 and chosen.stored
     assert [(order.dest, order.copy.rank, order.sources) for order in found.pulls] == [
@@ -38,35 +39,36 @@ def test_what_memory_has_lost_comes_from_the_tier() -> None:
 
 
 def test_memory_that_is_as_new_is_preferred() -> None:
-    before = plan(in_memory((2, 40)))
-    assert from_tier(before, [manifest((2, 40))]) == before
-    assert from_tier(before, [manifest((2, 39))]) == before
+    before = plan(in_memory(Stamp(2, 40)))
+    assert from_tier(before, [manifest(Stamp(2, 40))]) == before
+    assert from_tier(before, [manifest(Stamp(2, 39))]) == before
     assert from_tier(before, []) == before
 
 
 def test_memory_that_is_older_is_not() -> None:
-    found = from_tier(plan(in_memory((2, 30))), [manifest((2, 40))])
+    found = from_tier(plan(in_memory(Stamp(2, 30))), [manifest(Stamp(2, 40))])
     assert found.sets[0].chosen == (2, 40)
 
 
 def test_each_set_has_its_own_choice() -> None:
     found = from_tier(
-        plan(in_memory((2, 41), "x"), in_memory(None, "y")), [manifest((2, 40), "x"), manifest((1, 9), "y")]
+        plan(in_memory(Stamp(2, 41), "x"), in_memory(None, "y")),
+        [manifest(Stamp(2, 40), "x"), manifest(Stamp(1, 9), "y")],
     )
     assert {s.name: (s.chosen, s.stored) for s in found.sets} == {"x": ((2, 41), False), "y": ((1, 9), True)}
 
 
 def test_a_set_of_which_not_even_the_name_is_known_takes_the_place_of_its_absence() -> None:
     nothing = peer.SetPlan("default", None, (), None, 0, (), ("all copies are gone",))
-    found = from_tier(plan(nothing), [manifest((2, 40), "mine")])
+    found = from_tier(plan(nothing), [manifest(Stamp(2, 40), "mine")])
     assert [s.name for s in found.sets] == ["mine"]
 
 
 def test_fewer_nodes_than_then_share_the_homes() -> None:
-    found = from_tier(plan(in_memory(None)), [manifest((2, 40), homes=(0, 1, 2, 3, 4))])
+    found = from_tier(plan(in_memory(None)), [manifest(Stamp(2, 40), homes=(0, 1, 2, 3, 4))])
     assert [order.dest for order in found.pulls] == ["a", "b", "c", "a", "b"]
 
 
 def test_the_epoch_is_above_that_of_the_version() -> None:
-    assert from_tier(plan(in_memory(None), epoch=1), [manifest((5, 40))]).epoch == 6
-    assert from_tier(plan(in_memory(None), epoch=9), [manifest((5, 40))]).epoch == 9
+    assert from_tier(plan(in_memory(None), epoch=1), [manifest(Stamp(5, 40))]).epoch == 6
+    assert from_tier(plan(in_memory(None), epoch=9), [manifest(Stamp(5, 40))]).epoch == 9

@@ -57,8 +57,16 @@ def refusing(monkeypatch: pytest.MonkeyPatch, unless: Callable[[int], bool]) -> 
         if is_direct(fd) and not unless(at):
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: (refused(fd, at), preadv(fd, into, at))[1])
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (refused(fd, at), pwrite(fd, data, at))[1])
+    def read(fd: int, into: list[memoryview], at: int) -> int:
+        refused(fd, at)
+        return preadv(fd, into, at)
+
+    def write(fd: int, data: memoryview, at: int) -> int:
+        refused(fd, at)
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "pwrite", write)
 
 
 def is_direct(fd: int) -> bool:
@@ -287,7 +295,12 @@ def test_holes_are_jumped_and_what_is_past_is_not_here(tmp_path: Path) -> None:
 def test_no_more_than_the_window_is_read_before_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readahead, "_WINDOW", 4)
     preadv, read = os.preadv, list[int]()
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: (read.append(at // PART), preadv(fd, into, at))[1])
+
+    def noted(fd: int, into: list[memoryview], at: int) -> int:
+        read.append(at // PART)
+        return preadv(fd, into, at)
+
+    monkeypatch.setattr(os, "preadv", noted)
     path, data = tmp_path / "f", content(20 * PART)
     path.write_bytes(data)
     with closing(Ahead(str(path), 0, len(data))) as reader:

@@ -51,7 +51,7 @@ def shown(where: Path, made: list[slots.Slot]) -> h5py.File:
     for rank, slot in enumerate(made):
         shards = [(slot.shard(), rank, slot.digest())]
         files.append(nodefile.write(directory, f"node-{rank:04d}.h5", shards, lambda _: None))
-    index.write(directory, Manifest(9, "default", (3, 12), len(made), 1e9, tuple(files)), lambda _: None)
+    index.write(directory, Manifest(9, "default", Stamp(3, 12), len(made), 1e9, tuple(files)), lambda _: None)
     return h5py.File(f"{directory}/index.h5")
 
 
@@ -61,7 +61,7 @@ def test_a_model_s_buffers_and_tied_names(tmp_path: Path) -> None:
     leaves, odd = tree.leaves()
     rows = tuple(tree.describe(leaf, 1)[0] for leaf in leaves)
     boxes = [(i, (0,) * len(row.shape), row.shape) for i, row in enumerate(rows)]
-    slot = slots.make(0, 1, rows, boxes, small=tree.pack_small(odd, [], 1).data, aliases=tree.aliases)
+    slot = slots.make(0, 1, rows, boxes, small=bytes(tree.pack_small(odd, [], 1).data), aliases=tree.aliases)
     with shown(tmp_path, [slot]) as found:
         tensors = found["tensors"]
         wanted = {f"model.{name}" for name in net.state_dict()} | {"extra.teacher.running_mean"}

@@ -25,7 +25,7 @@ def keep(node: Node, **wanted: int) -> orders.Finished:
 
 
 def node(tier: Path, number: int, epoch: int = 1) -> Node:
-    return Node(tier, (epoch, number))
+    return Node(tier, Stamp(epoch, number))
 
 
 def test_what_has_a_name_stays_and_is_found(tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 
 def test_a_whole_version_gets_a_name_later(tmp_path: Path) -> None:
     keep(node(tmp_path, 3), first=3)
-    order = orders.Name(str(tmp_path), 5, "default", (1, 3), {"second": 2, "first": 3})
+    order = orders.Name(str(tmp_path), 5, "default", Stamp(1, 3), {"second": 2, "first": 3})
     assert here(order).names == {"second": (2, (1, 3)), "first": (3, (1, 3))}
     where = tmp_path / "gemini-5/default" / version.name(Stamp(1, 3))
     assert names.of_version(str(where)) == {"first": 3, "second": 2}
-    failed = here(orders.Name(str(tmp_path), 5, "default", (1, 4), {"x": 4}))
+    failed = here(orders.Name(str(tmp_path), 5, "default", Stamp(1, 4), {"x": 4}))
     assert isinstance(failed, orders.Failed) and "no longer there" in failed.reason
     assert not (where.parent / version.name(Stamp(1, 4))).exists()
 
@@ -106,7 +106,7 @@ def test_they_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def rejection(low: tuple[int, int], high: tuple[int, int]) -> Rejection:
-    return Rejection("default", low, high, "the loss is NaN")
+    return Rejection("default", Stamp(*low), Stamp(*high), "the loss is NaN")
 
 
 def test_rejected_versions_are_not_offered_and_say_so_themselves(tmp_path: Path) -> None:

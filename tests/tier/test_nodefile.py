@@ -200,7 +200,12 @@ def test_little_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     slot, came = slots.make(0, 1, LARGE, LARGE_BOXES), list[int]()
     file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
     take = Ahead.take
-    monkeypatch.setattr(Ahead, "take", lambda self, into, at: (count := take(self, into, at), came.append(count))[0])
+
+    def counted(self: Ahead, into: memoryview, at: int) -> int:
+        came.append(take(self, into, at))
+        return came[-1]
+
+    monkeypatch.setattr(Ahead, "take", counted)
     with (
         closing(Ahead(str(tmp_path / "n.h5"), 0, slot.used)) as ahead,
         Reader(str(tmp_path / "n.h5"), ahead) as reader,

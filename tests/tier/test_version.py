@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import h5py
@@ -38,7 +39,7 @@ def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest:
         name, shards = version.node_file(rank), [(slot.shard(), rank, slot.digest())]
         files.append(nodefile.write(where, name, shards, lambda _: None))
         made.append(slot)
-    whole = Manifest(9, "default", tuple(stamp), world, 1e9, tuple(files), serial)
+    whole = Manifest(9, "default", stamp, world, 1e9, tuple(files), serial)
     if manifest:
         index.write(where, whole, lambda _: None)
         with publish.replaced(where, version.MANIFEST) as path:
@@ -84,7 +85,7 @@ def test_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_lacks_a_rank_is_none() -> None:
-    manifest = Manifest(1, "default", (0, 1), 2, 0.0, ())
+    manifest = Manifest(1, "default", Stamp(0, 1), 2, 0.0, ())
     with pytest.raises(ValueError, match="2 ranks"):
         version.pack(manifest)
 
@@ -159,7 +160,7 @@ def test_what_is_half_removed_is_no_version_and_goes_the_next_time(
     above = tmp_path / "gemini-9/default"
     with monkeypatch.context() as patch:
         _fails(patch, "unlink", version.node_file(1))
-        patch.setattr(publish.shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
+        patch.setattr(shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
         with pytest.raises(OSError, match="Input/output"):
             retention.clean(str(above), 2)
     assert version.stamps(str(above)) == [Stamp(1, 2)]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Row
 from gemini_hpc.tier import orders, version, worker
 from gemini_hpc.tier.shards import Shard, digest
-from tests import waiting
 
 from . import slots
 
@@ -106,7 +106,7 @@ def io_class(pid: int) -> int:
     return int(ctypes.CDLL(None).syscall(IOPRIO_GET[os.uname().machine], 1, pid)) >> 13
 
 
-def look(tier: Path, *without: tuple[str, tuple[int, int]], make: bool = False) -> Any:
+def look(tier: Path, *without: tuple[str, Stamp], make: bool = False) -> Any:
     return here(orders.Look(str(tier), 5, "", without, begin=True, make=make))
 
 
@@ -164,7 +164,7 @@ def test_what_was_overwritten_while_it_was_copied_is_not_written(node: Node, tmp
 def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
     removed = []
     for number in range(1, 7):
-        node = Node(tmp_path, (1, number))
+        node = Node(tmp_path, Stamp(1, number))
         removed.append(node.save(keep_last=2, keep_every=3).removed)
         node.close()
     assert removed == [(), (), ((1, 1),), ((1, 2),), (), ((1, 4),)]
@@ -247,14 +247,14 @@ def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
     assert agent.stdout is not None
     pid = int(agent.stdout.readline())
     where = tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))
-    waiting.until(lambda: where.is_dir() and os.listdir(where), every_s=0.02)
+    until(lambda: where.is_dir() and os.listdir(where), every_s=0.02)
     assert [name for name in os.listdir(where) if name.endswith(".tmp")]
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     assert io_class(pid) == IDLE
     agent.send_signal(signal.SIGKILL)
     agent.wait()
     agent.stdout.close()
-    waiting.until(lambda: not Path(f"/proc/{pid}/stat").exists(), every_s=0.02)
+    until(lambda: not Path(f"/proc/{pid}/stat").exists(), every_s=0.02)
     assert here(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
     shutil.rmtree(tmp_path / "gemini-5")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.wire import rate_limit
+from gemini_hpc import clock
 from gemini_hpc.wire.rate_limit import RateLimit
 
 
 def test_burst_then_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(rate_limit.clock, "monotonic", lambda: now)
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
     one = RateLimit(per_s=2.0, burst=3.0)
     assert [one.take() for _ in range(5)] == [True, True, True, False, False]
     assert (one.settle(), one.settle()) == (2, 0)

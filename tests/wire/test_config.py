@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.config import ConfigError, Settings, load, parse
-from tests.refusals import refusal
 
 KEYS = sorted(f.name for f in dataclasses.fields(Settings))
 

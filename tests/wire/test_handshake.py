@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.wire import handshake, munge, version
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer
 from gemini_hpc.wire.handshake import HandshakeError, Session
-from tests.refusals import refusal
 
 from .fake_munge import ALICE, BOB, ROOT, FakeMunge, client
 
@@ -136,15 +137,17 @@ def enveloped(credential: bytes) -> bytes:
 
 
 def test_greetings_that_cannot_be(fake: FakeMunge) -> None:
-    changes: list[dict[str, object]] = [
-        *({"least": "2"}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}),
-        *({"job": -1}, {"job": 1 << 32}, {"job": "7"}, {"restart": -1}, {"source": None}, {"purpose": 3}),
-        *({"heir": 1 << 32}, {"heir": -1}, {"heir": "7"}, {"heir": None}),
+    changes: list[tuple[str, Sequence[object]]] = [
+        *(("least", ["2"]), ("nonce", [b"", b"x" * 17]), ("share", [b"", b"x" * 31]), ("restart", [-1])),
+        *(("job", [-1, 1 << 32, "7"]), ("heir", [-1, 1 << 32, "7", None]), ("source", [None]), ("purpose", [3])),
     ]
-    for change in changes:
-        hello = msgspec.to_builtins(client()._hello, builtin_types=(bytes,)) | change
+    for field, value in [(field, value) for field, values in changes for value in values]:
+        hello = msgspec.to_builtins(client()._hello, builtin_types=(bytes,)) | {field: value}
         credential = fake.encode(msgspec.msgpack.encode(hello), for_uid=ALICE)
-        assert "malformed greeting" in refusal(HandshakeError, handshake.receive, enveloped(credential)), change
+        assert "malformed greeting" in refusal(HandshakeError, handshake.receive, enveloped(credential)), (
+            field,
+            value,
+        )
 
 
 def test_answers_with_a_weak_share(fake: FakeMunge) -> None:

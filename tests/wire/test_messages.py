@@ -9,20 +9,22 @@ from typing import Any
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 
 from gemini_hpc.agent.replicas.voting import from_wire
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.standstill import Place, Standing
 from gemini_hpc.wire import local, peer, protocol
+from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.control_page import pack_seal, unpack_seal
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
-from tests.refusals import refusal
 
 
 def packed(**fields: Any) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-def refused(decoder: msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any], data: bytes) -> bool:
+def refused(decoder: Strict[Any], data: bytes) -> bool:
     """Return whether what somebody sent is no message."""
     return bool(refusal(msgspec.MsgspecError, decoder.decode, data))
 
@@ -126,7 +128,7 @@ def test_numbers_of_peers() -> None:
 
 
 def test_stamps_of_peers() -> None:
-    newest = ((1 << 23) - 1, (1 << 40) - 1)
+    newest = Stamp((1 << 23) - 1, (1 << 40) - 1)
     good = msgspec.to_builtins(
         peer.DecisionDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False)
     )
@@ -151,6 +153,7 @@ def test_standings_of_peers() -> None:
     good = msgspec.to_builtins(Standing(2, 1, 9.0, 0.5, 9.0, 0.5, place, place, True))
     for kind in ("standing", "hung"):
         protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good))
+        bad: dict[str, Any]
         for bad in ({"silent_s": math.nan}, {"awake_s": -1.0}, {"ranks": 1 << 21}, {"least": {}}):
             word = packed(kind=kind, round=1, set="s", standing=good | bad)
             assert refused(protocol.decoder, word), (kind, bad)

@@ -34,9 +34,9 @@ def pair() -> Ends:
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname(), timeout=5)
         there, _ = server.accept()
-    keys = b"a" * 32, b"b" * 32
-    sender = BlockingLink(here, Session(*keys, 0, "n1", "i", 0, "push", 1))
-    receiver = BlockingLink(there, Session(*reversed(keys), 0, "n2", "i", 0, "push", 1))
+    one, other = b"a" * 32, b"b" * 32
+    sender = BlockingLink(here, Session(one, other, 0, "n1", "i", 0, "push", 1))
+    receiver = BlockingLink(there, Session(other, one, 0, "n2", "i", 0, "push", 1))
     for link in (sender, receiver):
         link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.bound(5.0)

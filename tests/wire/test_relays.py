@@ -9,11 +9,11 @@ from functools import partial
 
 import msgspec
 import pytest
+from refusals import refusal
 
 from gemini_hpc.wire import endpoint, handshake
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import accept, connect_any
-from tests.refusals import refusal
 
 from .fake_munge import FakeMunge, client
 

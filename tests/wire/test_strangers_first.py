@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_many_addresses_and_places_that_become_free() -> None:
 
 # ---- ports that strangers listen on ----------------------------------------------------------------------
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None] | None]
 
 
 async def _agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusals import refusal
 
 from gemini_hpc.wire import inspect_schema, local, protocol
 from gemini_hpc.wire.traffic import (
@@ -24,7 +25,6 @@ from gemini_hpc.wire.traffic import (
     TimelineState,
     TrafficState,
 )
-from tests.refusals import refusal
 
 STATE = TrafficState(
     1.0, "gemini", "gloo", "steady", "", 2, 2, 3, 3.1, 1.21, 17, 200, 0.041, 119e6, 4e-4, 12, 8 << 20, 60, 50, 10,
@@ -96,7 +96,7 @@ def test_a_timeline_holds_no_number_out_of_bounds() -> None:
         if isinstance(good[at], tuple):
             item = good[at][0]
             numbers = [i for i, value in enumerate(item) if not isinstance(value, str)]
-            bad = [[[*item[:i], value, *item[i + 1 :]]] for i in numbers for value in BAD]
+            bad: list[Any] = [[[*item[:i], value, *item[i + 1 :]]] for i in numbers for value in BAD]
             bad += [good[at] * (most[field] + 1), [[]], [item[:-1]], 5]
             full = [*good[:at], good[at] * most[field], *good[at + 1 :]]
             assert isinstance(local.request_decoder.decode(timeline(full)), local.Timeline), field
