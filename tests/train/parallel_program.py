@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_hpc as gemini
-from tests.train.worker import arguments, digest
+from tests.train.worker import arguments, digest, wait_armed, wait_for_seal
 
 Step = Callable[[torch.Tensor], float]  # forward and backward of one batch; the loss, where this rank has it
 
@@ -84,8 +83,11 @@ def train(o: dict[str, Any]) -> dict[str, Any]:
         losses[step] = batch(torch.rand(12, 16)).hex()
         optimizer.step()
         scheduler.step()
+        if step > start + 2:
+            wait_for_seal(ckpt, step - 1)
         ckpt.step()
-        time.sleep(o.get("sleep_s", 0.0))
+        if step == start + 1:
+            wait_armed(ckpt)
         if step == o.get("die_at"):
             os._exit(1)
     found = digest(model, optimizer)

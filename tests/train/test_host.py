@@ -97,7 +97,7 @@ def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     assert [node.name for node in job.nodes] == ["n1", "n3"]
-    results = run(job, peek=True).wait()
+    results = run(job, peek=True, armed=True, sealed_until=STEPS).wait()
     assert {r["start"] for r in results} in ({24}, {25}), "one step repeated at most"
     assert {r["peeked"] for r in results} == {r["start"] for r in results}
     assert [r["digest"] for r in results] == undisturbed

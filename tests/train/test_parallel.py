@@ -34,7 +34,7 @@ def test_each_rank_gets_its_part_back(
     whole = train(None, 2, **options)
     assert kind == "tp" or whole[0]["digest"] != whole[1]["digest"], "the stages are not alike"
     job = make_agents(2, 2)
-    start(job, **options, kwargs=HOST, die_at=25, sleep_s=0.02).wait(codes=(1,))
+    start(job, **options, kwargs=HOST, die_at=25).wait(codes=(1,))
     if lost:
         job.all["n2"].die()
     job.requeue(["n1", "n3" if lost else "n2"])

@@ -30,6 +30,8 @@ TRAINING: dict[str, Any] = {
     "kwargs": {"chunk_bytes": 1 << 17},
 }
 ROOM, NO_ROOM = 4e7, 6e6
+# The optimizer waits for each version, also on a busy machine.
+PATIENT: dict[str, Any] = {"armed": True, "kwargs": {**TRAINING["kwargs"], "seal_timeout_s": 20.0}}
 
 
 def traffic(result: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +82,7 @@ def test_a_dtensor_that_changes_before_its_copy_voids_the_version(make_job: Make
 
 def test_every_version_is_sealed_while_it_is_profiled(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    kwargs = {**TRAINING["kwargs"], "seal_timeout_s": 20.0}  # the optimizer waits for each, also on a busy machine
-    results = train(job, 2, rate=ROOM, armed=True, **{**TRAINING, "steps": 12, "kwargs": kwargs})
+    results = train(job, 2, rate=ROOM, **{**TRAINING, **PATIENT, "steps": 12})
     sealed = {s.version for s in job.seals}
     assert sealed >= set(range(min(sealed), 13)) and min(sealed) <= 8
     assert traffic(results[0])["stage"] == "profile"
@@ -172,7 +173,7 @@ def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> 
 def test_a_device_that_can_pin_no_memory_is_told_of_once(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     lagging = {"collective_s": 0.001, "unpinned": 1}
-    run = Run(job, 2, {**TRAINING, "steps": 30, "lagging": lagging, "grow_at": 20})
+    run = Run(job, 2, {**TRAINING, **PATIENT, "steps": 30, "lagging": lagging, "grow_at": 20})
     results = run.wait()
     assert [r["report"]["gpu"]["pinned"] for r in results] == [0, 0]
     # the first rank's slots, and the larger ones that take their place

@@ -245,6 +245,13 @@ def keep_torch_busy(seconds: float) -> None:
         torch.zeros(1 << 20)
 
 
+def wait_armed(ckpt: gemini.Checkpointer) -> None:
+    """Bounded, too: a short training would be over before its memory is there."""
+    deadline = time.monotonic() + 20
+    while ckpt._session.client and not ckpt._session.verdict.word and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
     """Bounded: not where nothing protects, or what is wrong is what the test wants to see."""
     client = ckpt._session.client
@@ -488,10 +495,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if step - done > 2 and (step <= o.get("sealed_until", 0) or step == o.get("die_at")):
             wait_for_seal(ckpt, step - 1)
         ckpt.step()
-        if o.get("armed") and step == done + 1:  # so short a training would be over before its memory is there
-            deadline = time.monotonic() + 20
-            while ckpt._session.client and not ckpt._session.verdict.word and time.monotonic() < deadline:
-                time.sleep(0.01)
+        if o.get("armed") and step == done + 1:
+            wait_armed(ckpt)
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
         if start and step == o.get("reject_at") and rank in o.get("rejecters", range(world)):
