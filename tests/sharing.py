@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,24 +18,29 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 # A retention time of 20 s, and two looks of the controller, 10 s apart at most on a slow machine.
 LET_GO_S = 45.0
+ATTACH_S = 40.0
 SETTINGS = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": 6.0, "tier_keep_every": 3}
 NODES = 7
 _USERS = ("alice", "bob")
+Settings = Mapping[str, str | int | float | bool]
 _KILLED_RANKS_LEAVE = re.compile(r"mpich_shm_|torch_")
 
 
 class Shared:
     """One cluster for one test after the other."""
 
-    def __init__(self, name: str, let_go_s: float = LET_GO_S, **how: Any) -> None:
+    def __init__(self, name: str, let_go_s: float = LET_GO_S, *, settings: Settings, **how: Any) -> None:
         """Bring it up.
 
         Args:
             name: stays when the cluster is replaced, which is then the same to the leak check.
             let_go_s: within which what jobs hold is given back after a test.
+            settings: over a prolog that waits long: on a busy machine agents take their time to start.
             how: of `Cluster.up`.
         """
-        self._up, self._let_go_s = partial(Cluster.up, f"{name}{os.getpid()}", **how), let_go_s
+        settings = {"attach_timeout_s": ATTACH_S, **settings}
+        self._up = partial(Cluster.up, f"{name}{os.getpid()}", settings=settings, **how)
+        self._let_go_s = let_go_s
         self._cluster = self._up()
         self._is_clean = True
 

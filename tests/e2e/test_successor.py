@@ -23,7 +23,7 @@ Reference = Callable[..., Run]
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
     """The controller forgets a job that has failed when its retention is over: within what a test waits for that."""
-    settings = {"retention_s": 25.0, "attach_timeout_s": 40.0}
+    settings = {"retention_s": 25.0}
     with Shared("successor", nodes=3, settings=settings) as shared:
         yield shared
 

@@ -15,7 +15,7 @@ def test_after_a_failure_it_is_another() -> None:
     session = SimpleNamespace(testsfailed=0)
     request: Any = SimpleNamespace(session=session)
     seen = []
-    with Shared("again", nodes=1) as shared:
+    with Shared("again", nodes=1, settings={}) as shared:
         for fails in (False, True, False):
             with shared.lent(request) as cluster:
                 seen.append((cluster.name, cluster.node_pid("n1")))

@@ -17,12 +17,11 @@ pytestmark = pytest.mark.cluster
 
 Lite = Any
 RETENTION_S = 60.0
-SETTINGS = {"retention_s": RETENTION_S, "attach_timeout_s": 40.0}
+SETTINGS = {"retention_s": RETENTION_S}
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    """Prologs wait long: on a busy machine agents take their time, and nothing here is about that."""
     with Shared("successor", RETENTION_S + LET_GO_S, nodes=7, settings=SETTINGS) as shared:
         yield shared
 
