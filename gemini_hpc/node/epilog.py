@@ -26,7 +26,7 @@ ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
 OWNER_GRACE_S = 0.2
 LEDGER_S = 1.0
-TOTAL_S = 4.7  # of the 5 s that an epilog may take (requirement users-errors), from the interpreter's start on
+TOTAL_S = 4.4  # of the 5 s that an epilog may take (requirement users-errors), from the start of Python to its end
 
 # How the child that is the job's owner tells root how it went.
 _RELEASED, _KEPT, _FAILED = 10, 11, 12

@@ -44,7 +44,7 @@ class Site:
     def submit(self, *args: str, user: str = "alice", script: str = SLEEPER) -> int:
         return self.cluster.sbatch(args, user=user, script=script)
 
-    def running(self, job: int, restart: int = 0, timeout_s: float = 30.0) -> dict[str, str]:
+    def running(self, job: int, restart: int = 0, timeout_s: float = 60.0) -> dict[str, str]:
         def there() -> dict[str, str] | None:
             facts = self.cluster.job(job)
             return facts if facts["JobState"] == "RUNNING" and facts["Restarts"] == str(restart) else None
@@ -60,7 +60,7 @@ class Site:
         for host in hosts:
             self.agent(job, restart, host, hosts, mode, user)
         for host in hosts:
-            until(partial(self._registered, job, restart, host), 20)
+            until(partial(self._registered, job, restart, host))
 
     def _registered(self, job: int, restart: int, host: str) -> bool:
         return "registered" in self.words(job, restart, host)

@@ -64,11 +64,11 @@ def test_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Ca
         facts = site.cluster.job(job)
         return (facts["Restarts"], facts["JobState"]) == ("1", "RUNNING")
 
-    until(again, 30)
+    until(again)
     print(f"again after {time.time() - cut:.2f} s; epilogs:\n{(place / 'epilog.log').read_text()}")
     assert {"n1", "n3"} < set(site.nodes(job))
     assert not seen & {"n1", "n3"}, f"bob's jobs ran on {seen}"
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
 
 
 def test_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[..., Site]) -> None:
@@ -76,7 +76,7 @@ def test_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[.
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
     site.cluster.run(["scontrol", "requeue", str(job)])
-    until(lambda: site.cluster.job(job)["JobState"] == "PENDING", 15)
+    until(lambda: site.cluster.job(job)["JobState"] == "PENDING")
     assert site.cluster.job(job)["ReqNodeList"] == "(null)"
     assert site.reservations() == []
 
@@ -95,7 +95,7 @@ def test_a_hold_that_ends_before_the_job_can_start_leaves_no_pin(place: Path, ma
     cluster.power_off(hosts[1])
     time.sleep(SPOKEN_S)
     cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurm"])
-    until(lambda: cluster.job(job)["ReqNodeList"] != "(null)", 20)
+    until(lambda: cluster.job(job)["ReqNodeList"] != "(null)")
     until(lambda: cluster.job(job)["ReqNodeList"] == "(null)", 80)
     facts = cluster.job(job)
     assert facts["JobState"] == "PENDING" and site.reservations() == [facts["Reservation"]], facts

@@ -79,7 +79,7 @@ def test_any_text_in_every_field_of_its_owner(
     finally:
         cluster.run(["scancel", str(raw_id)])
         # scancel answers at once; a held job is over then
-        until(lambda: read(client, raw_id).state == "CANCELLED", 20)
+        until(lambda: read(client, raw_id).state == "CANCELLED")
 
 
 def test_jobs_are_read_as_scontrol_prints_them(cluster: Cluster, client: Slurm) -> None:
@@ -95,10 +95,10 @@ def test_jobs_are_read_as_scontrol_prints_them(cluster: Cluster, client: Slurm) 
     features = cluster.sbatch(["-N1", "-C", f"[{hostile.FEATURE}*1&{hostile.FEATURE}*1]", "-H"], script=long)
     steps = cluster.popen(["/usr/bin/srun", "-N1", "sleep", "600"], user="alice")
     again = cluster.sbatch(["-N1", "--requeue"], script=long)
-    until(lambda: read(client, again).state == "RUNNING", 20)
+    until(lambda: read(client, again).state == "RUNNING")
     cluster.run(["scontrol", "requeue", str(again)])
-    until(lambda: read(client, failed).state == "FAILED", 20)
-    until(lambda: read(client, again).restarts == 1, 20)
+    until(lambda: read(client, failed).state == "FAILED")
+    until(lambda: read(client, again).restarts == 1)
 
     def lines() -> dict[int, str]:
         ids = cluster.run(["squeue", "-h", "-t", "all", "-o", "%A"]).stdout.split()
@@ -107,7 +107,7 @@ def test_jobs_are_read_as_scontrol_prints_them(cluster: Cluster, client: Slurm) 
         return {parse_job(line).raw_id: line for line in out.splitlines() if line}
 
     try:
-        until(lambda: len([line for line in lines().values() if "JobState=RUNNING" in line]) >= 6, 20)
+        until(lambda: len([line for line in lines().values() if "JobState=RUNNING" in line]) >= 6)
         seen = set()
         for raw_id, line in lines().items():
             before, found, after = parse_job(line), read(client, raw_id), parse_job(lines()[raw_id])
@@ -142,15 +142,15 @@ def test_a_job_with_such_texts_loses_a_node_and_goes_on(site: Site) -> None:
         done = site.inspect(job, user="alice")
         assert all(word in done.stdout for word in words), done.stdout + done.stderr
 
-    until(lambda: runs(0), 20)
+    until(lambda: runs(0))
     hosts = site.nodes(job)
     site.agents(job, 0, hosts)
     inspected("RUNNING", *hosts)
     cluster.power_off(hosts[1])
-    until(lambda: runs(1), 40)
+    until(lambda: runs(1))
     after = site.nodes(job)
     assert {hosts[0], hosts[2]} < set(after) and hosts[1] not in after, site.log()
-    until(lambda: not site.reservations() and site.event(job, "released"), 10)
+    until(lambda: not site.reservations() and site.event(job, "released"))
     inspected("restart 1", "reserved", "pinned")
     cluster.controller_stop()
     inspected("RUNNING", *after)

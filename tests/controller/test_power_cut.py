@@ -53,7 +53,7 @@ def test_requeued_on_survivors_and_one_spare(make_site: Callable[..., Site], pro
     after = site.nodes(job)
     assert {"n1", "n3"} < set(after) and "n2" not in after and len(after) == 3
     assert facts["ReqNodeList"] in ("n1,n3", "n[1,3]")
-    until(lambda: not site.reservations() and site.event(job, "released"), 5)
+    until(lambda: not site.reservations() and site.event(job, "released"))
     assert drained(site) == {"n2"}
     names = story(site, job, cut)
     order = ["detected", "confirmed", "reserved", "down", "pinned", "start_set", "running", "released"]
@@ -68,13 +68,13 @@ def test_survivor_dies_while_pending(site: Site) -> None:
     job, _ = start(site)
     cut = time.time()
     site.cluster.power_off("n2")
-    until(lambda: site.event(job, "start_set"), 15)
+    until(lambda: site.event(job, "start_set"))
     site.cluster.power_off("n3")
-    until(lambda: site.event(job, "repinned"), 15)
+    until(lambda: site.event(job, "repinned"))
     site.cluster.run(["scancel", *map(str, theirs)])
     site.running(job, restart=1)
     assert set(site.nodes(job)) == {"n1", "n4", "n5"}
-    until(lambda: not site.reservations(), 5)
+    until(lambda: not site.reservations())
     story(site, job, cut)
     assert drained(site) == {"n2", "n3"}
 
@@ -83,7 +83,7 @@ def test_script_that_failed_because_of_the_dead_node_is_sent_back(site: Site) ->
     again = 'if [ -n "$SLURM_RESTART_COUNT" ]; then exec srun sleep 600; fi'
     script = f"#!/bin/sh\n{again}\nsrun sleep 600 & sleep 8; exit 3\n"
     job, _ = start(site, script=script)
-    until(lambda: site.cluster.job(job)["RunTime"] >= "00:00:06", 15)
+    until(lambda: site.cluster.job(job)["RunTime"] >= "00:00:06")
     cut = time.time()
     site.cluster.power_off("n2")
     site.running(job, restart=1)
@@ -97,7 +97,7 @@ def test_node_that_reboots_at_once_is_not_fenced(site: Site) -> None:
     site.cluster.power_off("n2")
     site.cluster.power_on("n2")
     site.running(job, restart=1)
-    until(lambda: not site.reservations() and site.event(job, "released"), 5)
+    until(lambda: not site.reservations() and site.event(job, "released"))
     names = story(site, job, cut)
     assert "down" not in names and "sent_back" in names
     assert drained(site) == set()
@@ -111,7 +111,7 @@ def test_slurm_sets_the_node_down_first(site: Site) -> None:
     site.cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=admin"])
     site.running(job, restart=1)
     story(site, job, cut)
-    until(lambda: not site.reservations(), 5)
+    until(lambda: not site.reservations())
 
 
 def test_without_requeue_nothing_happens(site: Site) -> None:
@@ -119,7 +119,7 @@ def test_without_requeue_nothing_happens(site: Site) -> None:
     site.running(job)
     site.agents(job, 0, site.nodes(job))
     site.cluster.power_off("n2")
-    said = until(lambda: site.event(job, "dismissed"), 10)
+    said = until(lambda: site.event(job, "dismissed"))
     assert "--requeue" in said["detail"]
     assert drained(site) == set()
 
@@ -131,14 +131,14 @@ def test_last_task_of_an_array_does_not_touch_its_sibling(site: Site) -> None:
         line = site.cluster.run(["scontrol", "show", "job", "-o", f"{array}_{number}"]).stdout
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
-    until(lambda: task(1)["JobState"] == task(2)["JobState"] == "RUNNING", 15)
+    until(lambda: task(1)["JobState"] == task(2)["JobState"] == "RUNNING")
     assert task(2)["JobId"] == str(array), "an update of this id would change every task"
     sibling = task(1)
     hosts = expand(task(2)["NodeList"])
     site.agents(array, 0, hosts)
     site.cluster.power_off(hosts[1])
-    until(lambda: (task(2)["Restarts"], task(2)["JobState"]) == ("1", "RUNNING"), 20)
+    until(lambda: (task(2)["Restarts"], task(2)["JobState"]) == ("1", "RUNNING"))
     assert task(2)["ReqNodeList"] == hosts[0] and hosts[0] in expand(task(2)["NodeList"])
     for key in ("JobState", "NodeList", "NumNodes", "ReqNodeList", "Restarts", "StartTime"):
         assert task(1)[key] == sibling[key]
-    until(lambda: not site.reservations(), 5)
+    until(lambda: not site.reservations())

@@ -39,7 +39,7 @@ def untouched(site: Site) -> bool:
 @pytest.mark.witness("a healthy node is not touched, whatever agents report")
 def test_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
     job, _ = start(site, "accuse:n2")
-    said = until(lambda: site.event(job, "dismissed"), 10)
+    said = until(lambda: site.event(job, "dismissed"))
     assert "false suspicion" in said["detail"]
     deadline = time.monotonic() + FOLLOWS_S
     while time.monotonic() < deadline:
@@ -51,7 +51,7 @@ def test_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
 def test_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
     job, _ = start(site, "accuse:n4")
     site.cluster.power_off("n4")
-    until(lambda: "not plausible" in site.log(), 10)
+    until(lambda: "not plausible" in site.log())
     time.sleep(FOLLOWS_S)
     assert site.event(job, "detected") is None
     assert "drain" not in site.cluster.node_states()["n4"]
@@ -60,7 +60,7 @@ def test_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
 def test_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site: Site) -> None:
     job, _ = start(site)
     site.processes[1].kill()
-    until(lambda: site.event(job, "detected"), 10)
+    until(lambda: site.event(job, "detected"))
     time.sleep(FOLLOWS_S)
     assert untouched(site)
     assert site.cluster.job(job)["JobState"] == "RUNNING" and site.cluster.job(job)["Restarts"] == "0"
@@ -71,7 +71,7 @@ def test_other_uid_cannot_register_for_a_job(site: Site) -> None:
     site.running(job)
     hosts = site.nodes(job)
     site.agent(job, 0, hosts[0], hosts, "accuse:n2", user="bob")
-    until(lambda: "event=refused" in site.log(), 10)
+    until(lambda: "event=refused" in site.log())
     assert "event=registered" not in site.log()
 
 
@@ -79,13 +79,13 @@ def test_cancelled_while_pending_releases_the_agents(site: Site) -> None:
     job, _ = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off("n2")
-    until(lambda: site.event(job, "start_set"), 15)
+    until(lambda: site.event(job, "start_set"))
     cancelled = time.time()
     site.cluster.run(["scancel", str(job)], user="alice")
     for host in ("n1", "n3"):
-        until(partial(_cancelled, site, job, host), 10)
+        until(partial(_cancelled, site, job, host))
     print(f"released after {time.time() - cancelled:.2f} s")
-    until(lambda: not site.reservations(), 5)
+    until(lambda: not site.reservations())
 
 
 def test_completed_releases_at_once_and_failed_after_retention(make_site: Callable[..., Site]) -> None:
@@ -99,8 +99,8 @@ def test_completed_releases_at_once_and_failed_after_retention(make_site: Callab
         (where[job],) = site.nodes(job)
         site.agents(job, 0, [where[job]], "silent")
     go.touch()
-    until(lambda: "released job COMPLETED" in site.words(good, 0, where[good]), 30)
-    until(lambda: "released job FAILED, retention of 3 s is over" in site.words(bad, 0, where[bad]), 30)
+    until(lambda: "released job COMPLETED" in site.words(good, 0, where[good]))
+    until(lambda: "released job FAILED, retention of 3 s is over" in site.words(bad, 0, where[bad]))
     ended = datetime.fromisoformat(site.cluster.job(bad)["EndTime"])
     (line,) = (line for line in site.log().splitlines() if f"job={bad} event=release " in line)
     assert (datetime.fromisoformat(line.split()[0]) - ended).total_seconds() >= 3.0, line
@@ -108,7 +108,7 @@ def test_completed_releases_at_once_and_failed_after_retention(make_site: Callab
 
 def test_agent_of_a_job_that_slurm_does_not_know_is_told_to_go(site: Site) -> None:
     site.agent(4711, 0, "n1", ["n1"], "silent")
-    until(lambda: "released job unknown to Slurm" in site.words(4711, 0, "n1"), 15)
+    until(lambda: "released job unknown to Slurm" in site.words(4711, 0, "n1"))
 
 
 @pytest.mark.witness("`inspect` answers a job's owner, with a controller and without; a stranger learns nothing")
@@ -158,26 +158,26 @@ def test_restarted_controller_finishes_what_it_began(site: Site) -> None:
         site.running(other)
     job, _ = start(site)
     site.cluster.power_off("n2")
-    until(lambda: site.event(job, "pinned"), 15)
+    until(lambda: site.event(job, "pinned"))
     site.cluster.controller_stop(signal.SIGKILL)
     assert site.reservations()
     site.cluster.controller_start()
-    until(lambda: site.event(job, "taken_over"), 10)
+    until(lambda: site.event(job, "taken_over"))
     site.cluster.run(["scancel", *map(str, theirs)])
     site.running(job, restart=1)
     assert {"n1", "n3"} < set(site.nodes(job))
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
 
 
 def test_controller_that_came_back_after_the_start_cleans_up(site: Site) -> None:
     job, _ = start(site)
     site.cluster.power_off("n2")
-    until(lambda: site.event(job, "start_set"), 15)
+    until(lambda: site.event(job, "start_set"))
     site.cluster.controller_stop(signal.SIGKILL)
     site.running(job, restart=1)
     assert site.reservations()
     site.cluster.controller_start()
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
     assert site.cluster.job(job)["JobState"] == "RUNNING"
 
 
@@ -195,7 +195,7 @@ def test_another_owners_job_on_the_node_vetoes(site: Site) -> None:
     site.running(other)
     site.agents(job, 0, hosts)
     site.cluster.power_off(hosts[1])
-    said = until(lambda: site.event(job, "not_fenced"), 15)
+    said = until(lambda: site.event(job, "not_fenced"))
     assert "other owners" in said["detail"]
     assert "dr" not in site.cluster.node_states()[hosts[1]]
 
@@ -236,7 +236,7 @@ def test_a_job_that_has_ended_is_told_from_the_log(make_site: Callable[..., Site
     nobody = site.jobs()
     assert nobody.returncode == 1 and nobody.stderr.count("\n") == 1 and "no controller" in nobody.stderr
     site.cluster.controller_start()
-    until(lambda: site.inspect(job).returncode == 0, 30)
+    until(lambda: site.inspect(job).returncode == 0)
     assert json.loads(site.inspect(job, "--json").stdout)["state"] == "ended"
 
 

@@ -50,7 +50,7 @@ def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     hosts = site.nodes(job)
     site.cluster.exec(hosts[1], ["pkill", "-STOP", "-x", "slurmd"])
     site.agents(job, 0, hosts, f"accuse:{hosts[1]}")
-    said = until(lambda: site.event(job, "not_fenced"), 30)
+    said = until(lambda: site.event(job, "not_fenced"))
     assert (said["host"], "left to Slurm" in said["detail"]) == (hosts[1], True)
     stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 2)
     site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
@@ -63,7 +63,7 @@ def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(sit
     job, hosts = start(site)
     site.cluster.exec(hosts[1], ["bash", "-c", "kill -STOP -1"])
     try:
-        said = until(lambda: site.event(job, "not_fenced"), 20)
+        said = until(lambda: site.event(job, "not_fenced"))
         assert "kernel" in said["detail"] and said["host"] == hosts[1]
         stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 3)
         site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurmd is gone"])
@@ -85,11 +85,11 @@ def test_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[...
         assert site.cluster.run(["ip", "route", "add", "unreachable", address]).returncode == 0
     time.sleep(1.5)  # what they have said lately vouches for them for a second
     site.cluster.power_off(hosts[4])
-    until(lambda: site.event(job, "detected"), 10)
+    until(lambda: site.event(job, "detected"))
     stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 3)
     for address in addresses:
         site.cluster.run(["ip", "route", "del", "unreachable", address])
-    until(lambda: fenced(site) == [hosts[4]], 20)
+    until(lambda: fenced(site) == [hosts[4]])
 
 
 def test_default_budget() -> None:
@@ -106,7 +106,7 @@ def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Si
     for _, hosts in jobs:
         site.cluster.power_off(hosts[1])
     for job, _ in jobs:
-        until(partial(over_budget, site, job), 20)
+        until(partial(over_budget, site, job))
     stays(site, lambda: not fenced(site), 4)
 
 
@@ -129,7 +129,7 @@ def test_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site])
     site.running(job, restart=1)
     site.cluster.power_on(hosts[1])
     assert "dr" in site.cluster.node_states()[hosts[1]], "it has to answer for a while"
-    until(lambda: site.cluster.node_states()[hosts[1]] == "idle", 20)
+    until(lambda: site.cluster.node_states()[hosts[1]] == "idle")
     given_back = f"event=given-back host={hosts[1]}"
     assert given_back in site.log()
     # From 24.11 on Slurm keeps the reason of a node that it has taken back.
@@ -142,7 +142,7 @@ def test_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., 
     booted = time.time()
     job, hosts = start(site)
     site.cluster.power_off(hosts[1])
-    said = until(lambda: site.event(job, "confirmed"), 40)
+    said = until(lambda: site.event(job, "confirmed"))
     assert said["t"] - booted > 10, "the cluster was up some seconds before"
     site.running(job, restart=1)
 
@@ -161,13 +161,13 @@ def test_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Si
     job, hosts = start(site, "-N3", "-p", "two")
     time.sleep(7)  # slurmctld saves its state every 5 s; what it has not saved it forgets, we or no we
     cluster.power_off(hosts[1])
-    until(lambda: site.event(job, "pinned"), 20)
+    until(lambda: site.event(job, "pinned"))
     cluster.controller_stop(signal.SIGKILL)
     # The oldest: this host's own; the pids of nodes are visible here as well.
     cluster.run(["pkill", "-KILL", "-o", "-x", "slurmctld"])
     until(lambda: site.event(job, "taken_over"), 60, 0.2)
     site.running(job, restart=1, timeout_s=60)
-    until(lambda: not site.reservations(), 20)
+    until(lambda: not site.reservations())
     assert fenced(site) == [hosts[1]]
 
 
@@ -178,7 +178,7 @@ def test_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) ->
     with log.open("w") as out:
         argv = [PYTHON, "-I", "-m", "gemini_hpc.controller"]
         site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
-    until(lambda: "event=standby reason=the slurmctld in charge is on ctl" in log.read_text(), 10)
+    until(lambda: "event=standby reason=the slurmctld in charge is on ctl" in log.read_text())
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
 
 
@@ -191,5 +191,5 @@ def test_reservation_that_serves_nobody_is_swept(site: Site) -> None:
         assert done.returncode == 0, done.stderr
     site.cluster.controller_stop(signal.SIGKILL)
     site.cluster.controller_start()
-    until(lambda: site.reservations() == ["somebody_elses"], 10)
+    until(lambda: site.reservations() == ["somebody_elses"])
     site.cluster.run(["scontrol", "delete", "ReservationName=somebody_elses"])

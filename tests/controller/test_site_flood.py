@@ -38,7 +38,7 @@ def flood(site: Site, source: str, target: str, port: int, number: int, seconds:
     ]
     with log.open("w") as out:
         site.processes.append(site.cluster.popen(argv, user="alice", node=source, stdout=out, stderr=out))
-    until(lambda: "connections" in log.read_text(), 20)
+    until(lambda: "connections" in log.read_text())
 
 
 @pytest.mark.parametrize("number", [900, 6000], ids=["slurmd busy", "its queue full"])
@@ -101,15 +101,15 @@ def test_one_users_spent_budget_is_told_and_is_nobody_elses(program: Path, make_
     site.cluster.power_off(hosts[1])
     site.running(first, restart=1)
     now = site.nodes(first)
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
     for process in site.processes[:3]:  # of its first life
         process.kill()
     site.agents(first, 1, now)
     site.cluster.power_off(now[1])
-    said = until(lambda: site.event(first, "not_fenced"), 20)
+    said = until(lambda: site.event(first, "not_fenced"))
     assert "budget of this user: 1 nodes fenced recently" in said["detail"] and said["host"] == now[1]
     assert "event=alert kind=user budget" in site.log()
-    until(lambda: len((program.parent / "said").read_text().splitlines()) >= 4, 10)
+    until(lambda: len((program.parent / "said").read_text().splitlines()) >= 4)
     lines = (program.parent / "said").read_text().splitlines()
     assert lines[0] == f"4 user budget {first} {now[1]}" and "call the administrator" in lines[1]
     assert lines[2] == "slurm" and set(lines[3].split()) <= {"LC_ALL", "PATH", "PWD", "OLDPWD", "SHLVL", "_"}
@@ -125,4 +125,4 @@ def test_one_users_spent_budget_is_told_and_is_nobody_elses(program: Path, make_
     site.running(first, restart=2, timeout_s=60)
     assert {now[0], now[2]} < set(site.nodes(first)), site.log()
     assert now[1] not in fenced(site)
-    until(lambda: "took more than" in site.log(), 20, what="the program is ended")
+    until(lambda: "took more than" in site.log(), what="the program is ended")

@@ -68,9 +68,9 @@ def test_last_task_of_three(make_site: Callable[..., Site]) -> None:
     before = [record(site, task) for task in siblings]
     site.agents(raw, 0, hosts)
     site.cluster.power_off(hosts[1])
-    until(lambda: "Restarts=1" in record(site, f"{array}_3") and "JobState=RUNNING" in record(site, f"{array}_3"), 40)
+    until(lambda: "Restarts=1" in record(site, f"{array}_3") and "JobState=RUNNING" in record(site, f"{array}_3"))
     assert hosts[0] in site.nodes(f"{array}_3") and named(site, raw, "pinned")
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
     assert [record(site, task) for task in siblings] == before
 
 
@@ -83,7 +83,7 @@ def test_heterogeneous_job_is_never_touched(site: Site) -> None:
     site.agents(job, 0, hosts)
     before = record(site, job)
     site.cluster.power_off(hosts[1])
-    said = until(lambda: site.event(job, "dismissed"), 15)
+    said = until(lambda: site.event(job, "dismissed"))
     assert "heterogeneous" in said["detail"]
     time.sleep(2)
     nothing_held(site, job)
@@ -108,8 +108,8 @@ def test_pin_does_not_outlive_its_recovery(site: Site) -> None:
     assert site.cluster.job(job)["ReqNodeList"] != "(null)"
     until(lambda: not site.reservations())
     site.cluster.run(["scontrol", "requeuehold", str(job)], user="alice")
-    until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)", 20)
-    until(lambda: named(site, job, "unpinned"), 5)
+    until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)")
+    until(lambda: named(site, job, "unpinned"))
 
 
 def test_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable[..., Site]) -> None:
@@ -119,14 +119,14 @@ def test_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable
          "Duration=60", "Flags=FLEX"])  # fmt: skip
     job, hosts = start(site, "-N3", "-w", "n1,n2,n3")
     site.cluster.power_off(hosts[1])
-    until(lambda: site.event(job, "reserved"), 15)
+    until(lambda: site.event(job, "reserved"))
     detail = (site.event(job, "reserved") or {})["detail"]
     taken = detail.split()[0].split(",")
     assert {hosts[0], hosts[2]} < set(taken) and "n4" not in taken
     assert len(taken) == 2 + 1 + 2, "survivors, one replacement, two more"
     lasts = run(["scontrol", "show", "reservation", "-o", detail.split()[2]]).stdout
     assert "Duration=00:10:00" in lasts
-    until(lambda: site.reservations() == ["theirs"], 30)
+    until(lambda: site.reservations() == ["theirs"])
     run(["scontrol", "delete", "ReservationName=theirs"])
 
 
@@ -147,28 +147,28 @@ def test_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off(hosts[1])
-    name = until(site.reservations, 15)[0]
+    name = until(site.reservations)[0]
     other = site.submit("-N1", "--begin=now+1hour")
     until(
         lambda: not site.cluster.run(["scontrol", "update", f"JobId={other}", f"ReservationName={name}"]).returncode
     )
-    until(lambda: named(site, job, "foreign_detached"), 20)
+    until(lambda: named(site, job, "foreign_detached"))
     assert "Reservation" not in site.cluster.job(other) or site.cluster.job(other)["Reservation"] == "(null)"
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=resume"])
     site.running(job, restart=1)
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
 
 
 def test_job_that_waits_for_a_hold_keeps_no_nodes(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off(hosts[1])
-    until(lambda: site.event(job, "start_set"), 15)
+    until(lambda: site.event(job, "start_set"))
     site.cluster.run(["scontrol", "hold", str(job)])
     held = time.monotonic()
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
     assert time.monotonic() - held < 5
-    until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)", 5)
+    until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)")
 
 
 def test_drain_holds_nothing(site: Site) -> None:
@@ -188,8 +188,8 @@ def test_preemption_holds_nothing(make_site: Callable[..., Site]) -> None:
     site = make_site(slurm_conf=lines)
     job, _ = start(site, "-N3")
     victor = site.submit("-N4", "--exclusive", "-p", "high", user="bob", script="#!/bin/sh\nsleep 5\n")
-    until(lambda: site.cluster.job(job)["Restarts"] == "1", 30)
-    until(lambda: site.cluster.job(victor)["JobState"] == "RUNNING", 30)
+    until(lambda: site.cluster.job(job)["Restarts"] == "1")
+    until(lambda: site.cluster.job(victor)["JobState"] == "RUNNING")
     nothing_held(site, job)
     site.running(job, restart=1, timeout_s=60)
     nothing_held(site, job)
@@ -199,7 +199,7 @@ def test_job_without_requeue_is_told_so(site: Site) -> None:
     job = site.submit("-N2", "--no-requeue")
     site.running(job)
     site.agents(job, 0, site.nodes(job), "silent")
-    until(lambda: "notice this job was submitted without --requeue" in site.words(job, 0, "n1"), 10)
+    until(lambda: "notice this job was submitted without --requeue" in site.words(job, 0, "n1"))
     assert "without --requeue" in until(lambda: site.event(job, "never_requeued"), 10)["detail"]
     document = json.loads(site.inspect(job, "--json").stdout)
     assert "without --requeue" in document["slurm"]["note"]
@@ -211,7 +211,7 @@ def test_nodes_without_an_agent_are_told(site: Site) -> None:
     hosts = site.nodes(job)
     for host in hosts[:2]:
         site.agent(job, 0, host, hosts, "silent")
-    said = until(lambda: site.event(job, "partly_protected"), 20)
+    said = until(lambda: site.event(job, "partly_protected"))
     assert said["detail"] == f"no agent on {hosts[2]}"
 
 
@@ -221,15 +221,15 @@ def test_ladder_of_a_job_that_finds_no_replacement(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off(hosts[1])
-    pending = until(lambda: site.event(job, "requeued"), 20)["t"]
-    until(lambda: site.event(job, "pinned"), 10)
+    pending = until(lambda: site.event(job, "requeued"))["t"]
+    until(lambda: site.event(job, "pinned"))
     deadline = pending + 50
     while time.time() < deadline:
         assert site.reservations() and site.cluster.job(job)["ReqNodeList"] == "n1,n3", site.log()
         time.sleep(1)
     unpinned = until(lambda: site.event(job, "unpinned"), 100, 0.5)["t"]
     assert 110 < unpinned - pending < 150
-    until(lambda: not site.reservations(), 10)
+    until(lambda: not site.reservations())
     facts = site.cluster.job(job)
     assert facts["JobState"] == "PENDING" and facts["ReqNodeList"] == "(null)", facts
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=resume"])

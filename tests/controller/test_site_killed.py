@@ -66,14 +66,14 @@ class Trial:
         def over() -> bool:
             return process.poll() is not None or "after journal close" in log.read_text()
 
-        until(over, 40)
+        until(over)
         time.sleep(0.5)  # the last boundary and the death at it are two moments
         if process.poll() is not None:
             time.sleep(0.3)
             cluster.controller_start()
         facts = site.running(job, restart=1, timeout_s=90)
         assert hosts[1] not in site.nodes(job), facts
-        until(lambda: not site.reservations(), 20)
+        until(lambda: not site.reservations())
         for node in cluster.node_names:
             if node != hosts[1]:
                 assert "gemini-hpc" not in node_words(site, node) and "DRAIN" not in node_words(site, node)
@@ -82,7 +82,7 @@ class Trial:
             return
         # A pin can be taken from a job only when it waits again; then it must be.
         cluster.run(["scontrol", "requeuehold", str(job)])
-        until(lambda: cluster.job(job)["ReqNodeList"] == "(null)", 30)
+        until(lambda: cluster.job(job)["ReqNodeList"] == "(null)")
 
     def _restore(self, node: str) -> None:
         self.site.end_agents()
@@ -90,7 +90,7 @@ class Trial:
         if not self.cluster.is_on(node):
             self.cluster.power_on(node)
         self.cluster.resume(node)
-        until(lambda: not self.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 40)
+        until(lambda: not self.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip())
         self.cluster.wait_idle()
 
 
@@ -115,11 +115,11 @@ def test_controller_stopped_in_mid_recovery_leaves_what_it_holds(site: Site) -> 
     hosts = site.nodes(job)
     site.agents(job, 0, hosts)
     site.cluster.power_off(hosts[1])
-    until(lambda: site.event(job, "requeued"), 30)
+    until(lambda: site.event(job, "requeued"))
     held = site.reservations()
     assert held and site.cluster.controller_stop(signal.SIGTERM)
     assert site.reservations() == held
     site.cluster.controller_start()
     site.running(job, restart=1, timeout_s=60)
     assert {hosts[0], hosts[2]} < set(site.nodes(job)) and site.event(job, "taken_over")
-    until(lambda: not site.reservations(), 20)
+    until(lambda: not site.reservations())

@@ -57,7 +57,7 @@ def test_two_jobs_of_two_users_lose_a_node_within_a_second_on_a_full_cluster(mak
     print(f"both run again after {time.time() - cut:.1f} s; held were {held}")
     assert {mine[0], mine[2]} < set(site.nodes(ours)), site.log()
     assert {theirs[0], theirs[2]} < set(site.nodes(other)), site.log()
-    until(lambda: not site.reservations(), 20)
+    until(lambda: not site.reservations())
 
 
 def test_nodes_of_another_owners_protected_job_are_never_candidates(make_site: Callable[..., Site]) -> None:
@@ -66,7 +66,7 @@ def test_nodes_of_another_owners_protected_job_are_never_candidates(make_site: C
     ours, mine = protected(site, "alice")
     other, theirs = protected(site, "bob")
     site.cluster.power_off(mine[1])
-    until(lambda: site.event(ours, "start_set"), 20)
+    until(lambda: site.event(ours, "start_set"))
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         assert reserved(site, ours) == {mine[0], mine[2]}, site.log()
@@ -75,4 +75,4 @@ def test_nodes_of_another_owners_protected_job_are_never_candidates(make_site: C
     site.running(ours, restart=1, timeout_s=60)
     now = set(site.nodes(ours))
     assert {mine[0], mine[2]} < now and now - set(mine) <= set(theirs)
-    until(lambda: not site.reservations(), 20)
+    until(lambda: not site.reservations())

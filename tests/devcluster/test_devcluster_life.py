@@ -149,7 +149,7 @@ def test_installed_in_an_environment_below_a_closed_directory(name: str, tmp_pat
         f"#!{home}/venv/bin/python\nimport gemini_hpc, sys; print(sys.prefix)\n"
     )
     (home / "venv" / "bin" / "greet").chmod(0o755)
-    python = home / "venv" / "bin" / "python"
+    python = str(home / "venv" / "bin" / "python")
     command = [python, "-I", "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name, "--no-controller"]
     done = subprocess.run([*command, "--nodes=1"], capture_output=True, text=True, timeout=60, check=False, cwd="/")
     assert done.returncode == 0, done.stderr

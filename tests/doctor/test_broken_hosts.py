@@ -77,7 +77,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copytree(ROOT / "gemini_hpc", place / "gemini_hpc", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("msgspec", "xxhash"):
         found = __import__(name).__file__
-        shutil.copytree(os.path.dirname(found), place / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(Path(str(found)).parent, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["chmod", "-R", "a+rX", str(place)], check=True)
     yield place
     shutil.rmtree(place)

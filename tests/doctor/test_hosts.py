@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from gemini_hpc.agent.replicas.memory import meminfo
 from gemini_hpc.devcluster import Cluster
+from gemini_hpc.node.meminfo import meminfo
 
 from .conftest import Patient, Report
 

@@ -157,12 +157,14 @@ def test_a_stale_pin(patient: Patient) -> None:
 
 
 def test_leftover_directories(patient: Patient) -> None:
-    def run(*argv: str) -> None:
-        done = patient.cluster.exec("n1", argv)
+    def run(*argv: str, node: str = "n1") -> None:
+        done = patient.cluster.exec(node, argv)
         assert done.returncode == 0, done.stderr
 
-    # A job that is cancelled while it waits to run again gets no epilog: the stale pin's is such a one.
-    run("sh", "-c", "umount /run/gemini-hpc/*; rm -rf /run/gemini-hpc/*")
+    # A job that is cancelled while it waits to run again gets no epilog: the stale pin's is such a one. Later tests
+    # would be told of its directories.
+    for name in patient.cluster.node_names:
+        run("sh", "-c", "umount /run/gemini-hpc/*; rm -rf /run/gemini-hpc/*", node=name)
     run("mkdir", "/run/gemini-hpc/4242")
     assert patient.doctor(node="n1").news == {}, "too young to be told"
     run("touch", "-d", "5 minutes ago", "/run/gemini-hpc/4242")

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, handshake, inspect_schema, munge, peer, protocol
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
 from gemini_hpc.wire.handshake import Client, Envelope, HandshakeError
@@ -280,7 +281,7 @@ def link(a: Args) -> Args:
         "probe of a stranger": peer.ProbeAsk("../../etc/passwd"),
         "obituary of itself": peer.Liveness(a["target"], False, a["restart"]),
         "a set like a path": peer.DecisionDown(
-            round=1, set="../x", sealed=(1, 1 << 30), abandoned=(), degraded=False
+            round=1, set="../x", sealed=Stamp(1, 1 << 30), abandoned=(), degraded=False
         ),
         "a controller's word": controller.Release(a["job"], "free everything"),
         "a question": inspect_schema.JobAsk(a["job"]),
@@ -494,7 +495,7 @@ def peek(a: Args) -> Args:
 
 
 if __name__ == "__main__":
-    verbs = (noise, call, greeting, steal, forged, sessions, link, local_socket, spam)
-    verbs += (agents, flood, bombs, squat, relay, peek)
+    verbs = [noise, call, greeting, steal, forged, sessions, link, local_socket, spam]
+    verbs += [agents, flood, bombs, squat, relay, peek]
     verb = {v.__name__: v for v in verbs}[sys.argv[1]]
     print(json.dumps(verb(json.loads(sys.argv[2]))))

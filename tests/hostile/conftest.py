@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Site:
         return int(next(x for x in text.splitlines() if x.startswith("VmRSS")).split()[1]) * 1024
 
     def agent_log(self) -> str:
-        return self.job.agent_log(self.nodes[0])
+        return str(self.job.agent_log(self.nodes[0]))
 
     def controller_log(self) -> str:
         return (self.cluster.log_directory / "controller.log").read_text()
@@ -132,7 +132,11 @@ class Sites:
     @staticmethod
     def _up() -> Site:
         total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-        settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
+        settings: dict[str, Any] = {
+            "retention_s": 20.0,
+            "memory_fraction": CAP_BYTES / total,
+            "operators": ["games", "@ops"],
+        }
         # A busy machine's pause must not have Slurm set a node DOWN.
         patient = ["SlurmdTimeout=300"]
         cluster = Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient)
@@ -168,7 +172,9 @@ def sites() -> Iterator[Sites]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call":
         item.stash[FAILED] = report.failed

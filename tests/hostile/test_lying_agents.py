@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import until
@@ -18,7 +19,7 @@ from .conftest import PYTHON, Site, Steady
 pytestmark = pytest.mark.cluster
 
 
-def as_agent(site: Site) -> dict[str, object]:
+def as_agent(site: Site) -> dict[str, Any]:
     """alice's second agent at the controller, as it should be."""
     return site.controller_call() | {"purpose": "control", "source": site.nodes[1]}
 

@@ -138,7 +138,7 @@ def test_run_without_a_command(site: Site) -> None:
 
 # ---- gemini.toml ---------------------------------------------------------------------------------------
 
-BAD = {
+BAD: dict[str, tuple[str | bytes, str]] = {
     "unknown key": ("heartbeat = 1", "unknown key 'heartbeat'; did you mean heartbeat_s?"),
     "wrong type": ('heartbeat_s = "fast"', "heartbeat_s: wanted a number, found 'fast'"),
     "not TOML": ("heartbeat_s = = 1", "not valid TOML"),

@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NODE_INIT = Path(__file__).with_name("node_init.sh")
 RECORDING_HOLD = "import sys\nwith open('/run/held', 'a') as f:\n    print(*sys.argv[1:], file=f)\n"
+NOTHING: Mapping[str, str] = MappingProxyType({})
 ALICE, BOB = 61001, 61002
 ALICE_GID, ALICE_EXTRA_GID, BOB_GID = 61101, 61103, 61102
 
@@ -29,12 +31,14 @@ class Node:
     pid: int
     venv: Path
 
-    def run(self, argv: list[str], timeout_s: float = 30.0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Runs `argv` as root with exactly this environment."""
+    def run(
+        self, argv: list[str], env: Mapping[str, str] = NOTHING, *, timeout_s: float = 30.0, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `argv` as root with exactly this environment."""
         enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-w/", "--"]
         return subprocess.run(
             [*enter, *argv],
-            env=env,
+            env={**env, **more},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -47,11 +51,16 @@ class Node:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def prolog(self, job: int = 7, uid: int = ALICE, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.run(["/opt/scripts/prolog"], **{**_slurm_env(job, uid), **env})
+    def prolog(
+        self, env: Mapping[str, str] = NOTHING, *, job: int = 7, uid: int = ALICE, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        return self.run(["/opt/scripts/prolog"], {**_slurm_env(job, uid), **env, **more})
 
-    def epilog(self, job: int = 7, uid: int = ALICE, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.run(["/opt/scripts/epilog"], **{**_slurm_env(job, uid), "SLURM_JOB_EXIT_CODE": "256", **env})
+    def epilog(
+        self, env: Mapping[str, str] = NOTHING, *, job: int = 7, uid: int = ALICE, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        given = {**_slurm_env(job, uid), "SLURM_JOB_EXIT_CODE": "256"}
+        return self.run(["/opt/scripts/epilog"], {**given, **env, **more})
 
     def as_user(self, uid: int, script: str) -> str:
         """What a user's shell says, on both channels; its status does not matter."""
@@ -134,7 +143,7 @@ def tattling_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _boot(venv: Path) -> Iterator[Node]:
-    init = ["/bin/sh", NODE_INIT, os.readlink("/proc/self/ns/mnt"), venv, ROOT / "prolog_epilog"]
+    init = ["/bin/sh", str(NODE_INIT), os.readlink("/proc/self/ns/mnt"), str(venv), str(ROOT / "prolog_epilog")]
     argv = ["unshare", "-m", "-p", "--fork", "--kill-child", "--mount-proc", *init]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as outer:
         try:

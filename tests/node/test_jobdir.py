@@ -29,7 +29,8 @@ def run_dir(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 def when(monkeypatch: pytest.MonkeyPatch, call: str, name: str, after: bool, swap: Callable[[], None]) -> None:
     """`swap`, once, right before or after root's `call` on `name`."""
-    real, done = getattr(os, call), []
+    real = getattr(os, call)
+    done: list[str] = []
 
     def wrapped(path: str, *args: object, **kwargs: object) -> object:
         first = path == name and not done
@@ -43,7 +44,7 @@ def when(monkeypatch: pytest.MonkeyPatch, call: str, name: str, after: bool, swa
             if first and after:
                 swap()
 
-    monkeypatch.setattr(job_directory.os, call, wrapped)
+    monkeypatch.setattr(os, call, wrapped)
 
 
 @pytest.mark.parametrize(

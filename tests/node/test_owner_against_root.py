@@ -65,8 +65,8 @@ def test_environment_of_users_reaches_nobody(node: Node) -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
     env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2", "SLURM_JOB_RESTART_COUNT": "1"}
     lures = ["/usr/bin/env", *(f"{name}={value}" for name, value in LURES.items())]
-    assert silent(node.run([*lures, "/opt/scripts/prolog"], **env))
-    assert silent(node.run([*lures, "/opt/scripts/epilog"], **env))
+    assert silent(node.run([*lures, "/opt/scripts/prolog"], env))
+    assert silent(node.run([*lures, "/opt/scripts/epilog"], env))
     assert node.exists("/run/held"), "root's own helper ran too"
     environments = [record["agent"]["env"] for record in node.records()]
     assert environments == [CLEAN, CLEAN]
@@ -103,7 +103,7 @@ def test_root_that_cannot_become_the_owner_does_nothing(node: Node) -> None:
         if script == "epilog":
             assert silent(node.prolog(job=job)), name
         before, records = node.agents(), node.records(job)
-        done = node.run([*handicap, f"/opt/scripts/{script}"], **env, SLURM_JOB_ID=str(job))
+        done = node.run([*handicap, f"/opt/scripts/{script}"], env, SLURM_JOB_ID=str(job))
         case = f"{script} that {name}"
         if name == "knows no other uid":
             # Nor has it the rights to mount; in the epilog the directory is a stranger's.
@@ -119,7 +119,7 @@ def test_users_limits_cost_users_alone(node: Node) -> None:
     node.site("strict_prolog = true")
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
     env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2"}
-    assert "not protected" in one_line(node.run(["prlimit", "--nproc=1:1", "/opt/scripts/prolog"], **env))
+    assert "not protected" in one_line(node.run(["prlimit", "--nproc=1:1", "/opt/scripts/prolog"], env))
     assert node.agents() == []
 
 

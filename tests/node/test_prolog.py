@@ -47,8 +47,8 @@ def test_a_shell_that_cannot_fork_drains_no_node() -> None:
 
 def test_nothing_is_started_for_other_jobs(tattling_node: Node) -> None:
     for env in ({"SPANK_GEMINI_REPLICAS": ""}, {"SLURM_HET_JOB_ID": "12"}):
-        assert silent(tattling_node.prolog(**env)), env
-        assert silent(tattling_node.epilog(**env)), env
+        assert silent(tattling_node.prolog(env)), env
+        assert silent(tattling_node.epilog(env)), env
     assert not tattling_node.exists("/run/python-was-started")
     assert not tattling_node.exists("/run/gemini-hpc")
 
@@ -121,7 +121,7 @@ def test_agent_survives_the_end_of_the_prologs_process_group(node: Node) -> None
         "SLURM_NODELIST": "n2",
         "SPANK_GEMINI_REPLICAS": "1",
     }
-    done = node.run(["/usr/bin/setsid", "--wait", "/bin/sh", "-c", "/opt/scripts/prolog; kill -9 0"], **env)
+    done = node.run(["/usr/bin/setsid", "--wait", "/bin/sh", "-c", "/opt/scripts/prolog; kill -9 0"], env)
     assert done.returncode != 0
     (agent,) = node.agents()
     session = node.records()[0]["agent"]["session"]
@@ -183,8 +183,8 @@ HOSTILE_INTEGERS = [
 def test_hostile_integers(node: Node) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_RESTART_COUNT", "SPANK_GEMINI_REPLICAS"):
         for value in HOSTILE_INTEGERS:
-            one_line(node.prolog(**{name: value}), case=f"{name}={value!r}")
-            done = node.epilog(**{name: value})
+            one_line(node.prolog({name: value}), case=f"{name}={value!r}")
+            done = node.epilog({name: value})
             if name == "SPANK_GEMINI_REPLICAS":  # it only matters that there is one
                 assert silent(done), f"{name}={value!r}"
             else:
@@ -229,7 +229,7 @@ HOSTILE_TEXTS = [
 
 def test_hostile_texts(node: Node) -> None:
     for name, value in HOSTILE_TEXTS:
-        one_line(node.prolog(**{name: value}), case=f"{name}={value[:40]!r}")
+        one_line(node.prolog({name: value}), case=f"{name}={value[:40]!r}")
     assert node.agents() == []
 
 
@@ -415,11 +415,11 @@ USERS_VALUES = [
 def test_no_value_of_a_users_fails_a_strict_prolog(node: Node) -> None:
     node.site("strict_prolog = true")
     for env in USERS_VALUES:
-        prolog = node.prolog(**env)
+        prolog = node.prolog(env)
         assert prolog.returncode == 0, env
         if env in USERS_VALUES[:2]:
             one_line(prolog, case=str(env))
-        assert node.epilog(**env).returncode == 0, env
+        assert node.epilog(env).returncode == 0, env
 
 
 def test_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:
