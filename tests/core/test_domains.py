@@ -148,6 +148,7 @@ def test_what_is_told_has_bounds() -> None:
     assert (len(told.shared), told.more) == (domains.MAX_SHARED, 50 - domains.MAX_SHARED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [2, 3])
 def test_a_hundred_thousand_nodes(m: int) -> None:
     of = [f"s{rank // 1024}.l{rank // 32}" for rank in range(100_001)]
