@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from heat import Heat
@@ -33,6 +35,15 @@ def endless(cluster: Cluster, tier: Path) -> Heat:
     job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
     job.reach(8)
     return job
+
+
+@pytest.fixture
+def configure(cluster: Cluster) -> Iterator[Callable[[str], Any]]:
+    """Add lines to the site's settings, for jobs that start from now on."""
+    file = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    text = file.read_text()
+    yield lambda lines: file.write_text(f"{text}\n{lines}\n")
+    file.write_text(text)
 
 
 def test_flush_by_hand(cluster: Cluster, tier: Path) -> None:
@@ -138,27 +149,25 @@ def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
     assert job.said().count(reason) == 1 and not tier.exists(), job.said()
 
 
-def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
+def test_the_site_has_a_tier_for_all(cluster: Cluster, configure: Callable[[str], Any]) -> None:
     """Its user says nothing of one, and has no directory there yet."""
-    above, settings = cluster.home("alice") / "site", cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    above = cluster.home("alice") / "site"
     above.mkdir()
     above.chmod(0o777)
-    text = settings.read_text()
-    settings.write_text(f'{text}\ntier = "{above}/{{user}}"\ntier_interval_s = 1.0\n')
+    configure(f'tier = "{above}/{{user}}"\ntier_interval_s = 1.0')
     job = Heat.submit(cluster, "pmi2", n=60, steps=60, step_s=0.1)
     until(lambda: saved(above / "alice", job), 60, what="a version on the site's tier")
     job.finish()
     assert "cannot read the tier" not in job.said(), job.said()
     made = (above / "alice").stat()
     assert (made.st_uid, made.st_mode & 0o777) == (5001, 0o700)
-    settings.write_text(text)
 
 
-def test_an_automatic_interval_is_long_once_a_save_has_been_measured(cluster: Cluster, tier: Path) -> None:
+def test_an_automatic_interval_is_long_once_a_save_has_been_measured(
+    cluster: Cluster, tier: Path, configure: Callable[[str], Any]
+) -> None:
     """The site's second holds until then; two nodes of a group are hardly ever lost together."""
-    settings = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
-    text = settings.read_text()
-    settings.write_text(f"{text}\ntier_interval_s = 1.0\n")
+    configure("tier_interval_s = 1.0")
     options = (f"--gemini-tier={tier}", "--gemini-tier-interval=auto")
     job = Heat.submit(cluster, "pmi2", *options, n=60, steps=150, step_s=0.1)
     until(lambda: saved(tier, job), 60, what="a version on the tier")
@@ -169,15 +178,15 @@ def test_an_automatic_interval_is_long_once_a_save_has_been_measured(cluster: Cl
     job.reach(first.version + 30)
     assert saved(tier, job) == [first], "three seconds later nothing more is due"
     job.finish()
-    settings.write_text(text)
 
 
-def test_before_the_time_limit(cluster: Cluster, tier: Path) -> None:
-    """The limit comes down to a minute after the job has begun."""
+def test_before_the_time_limit(cluster: Cluster, tier: Path, configure: Callable[[str], Any]) -> None:
+    """The limit comes down to two minutes after the job has begun."""
+    configure("tier_before_end_s = 120.0")
     job = endless(cluster, tier)
     assert not saved(tier, job)
-    cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=1"])
-    until(lambda: saved(tier, job), 20, what="a version on the tier before the time limit")
+    cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=2"])
+    until(lambda: saved(tier, job), 60, what="a version on the tier before the time limit")
     assert job.slurm()["JobState"] == "RUNNING" and saved(tier, job)[0].version >= 8
 
 
