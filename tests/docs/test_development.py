@@ -7,7 +7,8 @@ import tomllib
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from test_links import ROOT, targets, wrong_in
+
+from .test_links import ROOT, targets, wrong_in
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()

@@ -7,7 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tags import ROOT, TagError, releases, set_tags
+
+from .tags import ROOT, TagError, releases, set_tags
 
 
 class Repository:
