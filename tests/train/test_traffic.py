@@ -173,14 +173,14 @@ def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> 
 def test_a_device_that_can_pin_no_memory_is_told_of_once(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     lagging = {"collective_s": 0.001, "unpinned": 1}
-    run = Run(job, 2, {**TRAINING, **PATIENT, "steps": 30, "lagging": lagging, "grow_at": 20})
+    run = Run(job, 2, {**TRAINING, **PATIENT, "steps": 16, "lagging": lagging, "grow_at": 8})
     results = run.wait()
     assert [r["report"]["gpu"]["pinned"] for r in results] == [0, 0]
     # the first rank's slots, and the larger ones that take their place
     assert [r["report"]["gpu"]["pins"] for r in results] == [4, 0]
     said = "copies from the device are slow, because they pass through other memory: the test locks no memory"
     assert [text.count(said) for text in run.stderr] == [0, 1]
-    assert [s.version for s in job.seals][-1] == 30 and not job.corrupt
+    assert [s.version for s in job.seals][-1] == 16 and not job.corrupt
 
 
 def test_what_was_copied_from_a_device_is_resumed_bit_for_bit(make_job: MakeJob) -> None:
