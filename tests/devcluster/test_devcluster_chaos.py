@@ -46,6 +46,11 @@ def storm(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     return tool("chaos", "--name", cluster.name, *words, timeout_s=90)
 
 
+def started(cluster: Cluster, *words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "chaos", "--name", cluster.name, *words]
+    return subprocess.Popen(argv, cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_nodes_with_a_job_are_cut_and_come_back(cluster: Cluster, job: int) -> None:
     before = boots(cluster)
     done = storm(
@@ -71,20 +76,16 @@ def test_it_ends_with_the_last_job(cluster: Cluster, job: int) -> None:
     done = storm(cluster, "--mtbf", "5")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"gemini-hpc devcluster: cluster {cluster.name} has no job: submit one first\n"
-    cluster.sbatch(["-N1", "--output=/dev/null", "--wrap", "sleep 2"])
-    done = storm(cluster, "--every", "60")
-    assert done.returncode == 0 and "end: no job is left; 0 cuts" in done.stdout, done.stdout + done.stderr
+    last = cluster.sbatch(["-N1", "--output=/dev/null", "--wrap", "sleep 300"])
+    with started(cluster, "--every", "600") as process:
+        assert process.stdout is not None and "begin" in process.stdout.readline()
+        cluster.run(["scancel", str(last)])
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "end: no job is left; 0 cuts" in out, out + err
 
 
 def test_ctrl_c_gives_power_back(cluster: Cluster, job: int) -> None:
-    argv = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "chaos", "--name", cluster.name]
-    with subprocess.Popen(
-        [*argv, "--every", "3", "--repair", "600"],
-        cwd=CHECKOUT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(cluster, "--every", "3", "--repair", "600") as process:
         assert process.stdout is not None
         line = ""
         for line in process.stdout:

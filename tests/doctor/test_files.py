@@ -62,7 +62,6 @@ def test_cve_2016_10030_a_link_through_a_users_home(patient: Patient) -> None:
     assert set(report.news) == {"files.python", "files.access"}, "nor can anyone else run it through her home"
 
 
-@pytest.mark.witness("`doctor` names a file that others can change")
 def test_cve_2016_10030_a_file_among_the_packages(patient: Patient) -> None:
     (packages,) = patient.venv.glob("lib/python3*/site-packages")
     evil = packages / "evil.pth"

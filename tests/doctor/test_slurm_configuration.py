@@ -84,6 +84,7 @@ def test_a_container_that_hides_run(patient: Patient) -> None:
         assert set(report.news) <= {"slurm.job-container"}
 
 
+@pytest.mark.witness("`doctor` names a setting that does not fit the site")
 def test_slurm_user(patient: Patient) -> None:
     with patient.with_settings(slurm_user="bob") as path:
         report = patient.doctor("--config", str(path))
