@@ -18,7 +18,8 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 # A retention time of 20 s, and two looks of the controller, 10 s apart at most on a slow machine.
 LET_GO_S = 45.0
-ATTACH_S = 40.0
+# On a busy machine an agent may take 10 s to start, and be silent for half a second: no test is about that.
+PATIENT = {"attach_timeout_s": 40.0, "heartbeat_missed": 10}
 SETTINGS = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": 6.0, "tier_keep_every": 3}
 NODES = 7
 _USERS = ("alice", "bob")
@@ -35,11 +36,10 @@ class Shared:
         Args:
             name: stays when the cluster is replaced, which is then the same to the leak check.
             let_go_s: within which what jobs hold is given back after a test.
-            settings: over a prolog that waits long: on a busy machine agents take their time to start.
+            settings: beside, or over, `PATIENT`.
             how: of `Cluster.up`.
         """
-        settings = {"attach_timeout_s": ATTACH_S, **settings}
-        self._up = partial(Cluster.up, f"{name}{os.getpid()}", settings=settings, **how)
+        self._up = partial(Cluster.up, f"{name}{os.getpid()}", settings={**PATIENT, **settings}, **how)
         self._let_go_s = let_go_s
         self._cluster = self._up()
         self._is_clean = True

@@ -53,8 +53,8 @@ def test_ranks_stopped_in_mid_copy(site: Site) -> None:
     job.reach(5)
     node = job.hosts()[1]
     ranks = f"{job.directory}/lite[.]py"
-    for _ in range(4):
-        site.sh(node, f"pkill -STOP -f '{ranks}'; sleep 0.4; pkill -CONT -f '{ranks}'")
+    for pause_s in (0.4, 0.4, 0.4, 2.0):
+        site.sh(node, f"pkill -STOP -f '{ranks}'; sleep {pause_s}; pkill -CONT -f '{ranks}'")
     at = max(line["version"] for line in job.lines("sealed"))
     job.reach(at + 5)
     healthy(site, job)
