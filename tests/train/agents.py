@@ -90,7 +90,7 @@ class RealNode:
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
     their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row
-    of a group of m. heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up."""
+    of a group of m. heartbeat_s: with 0.1 the dead are soon found, and who is held up on a busy machine is one."""
 
     def __init__(
         self,
