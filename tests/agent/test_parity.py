@@ -453,7 +453,9 @@ def test_a_rank_has_no_copies_of_others(site: Site) -> None:
     assert isinstance(reply, local.Error) and "keeps no copies" in reply.error
 
 
-@pytest.mark.parametrize("passed", [3, 0], ids=["its rank says so", "it finds out"])
+@pytest.mark.parametrize(
+    "passed", [3, pytest.param(0, marks=pytest.mark.slow)], ids=["its rank says so", "it finds out"]
+)
 def test_an_agent_that_comes_back_has_no_parity_and_says_so(site: Site, passed: int) -> None:
     """Version 2 is complete at its home everywhere, but for one node's parity, which has died with its agent. Nobody
     sends it again: unless all hear of that, they wait for its seal for good."""

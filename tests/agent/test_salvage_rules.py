@@ -163,6 +163,7 @@ class World:
         raise AssertionError(f"it does not end: {self}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begins, faults, early, least", [("a", 2, 1, 5000), ("b", 1, 1, 3000), ("ab", 0, 1, 3000), ("ab", 1, 0, 1500)]
 )

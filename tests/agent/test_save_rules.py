@@ -189,9 +189,9 @@ class World:
     "may, least",
     [
         (["seal", "seal", "freeze"], 150),
-        (["ask", "freeze"], 5000),
-        (["ask", "ask", "seal"], 5000),
-        (["ask", "detach", "seal"], 5000),
+        pytest.param(["ask", "freeze"], 5000, marks=pytest.mark.slow),
+        pytest.param(["ask", "ask", "seal"], 5000, marks=pytest.mark.slow),
+        pytest.param(["ask", "detach", "seal"], 5000, marks=pytest.mark.slow),
     ],
 )
 def test_in_every_order_of_events_all_are_answered_and_let_go(may: list[str], least: int) -> None:
