@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--part", help="k/n: one of n parts of equal time")
     parser.add_argument("--record", action="store_true", help="write the times to tests/durations.json")
     parser.add_argument("--seed", type=int, help="of hypothesis; default: random")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.command != "all":
         return run([QUICK] if args.command == "quick" else of_test())
     try:
