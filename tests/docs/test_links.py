@@ -309,7 +309,7 @@ def test_nobody_is_told_to_install_by_a_name_that_is_not_ours() -> None:
     )
     places = [ROOT / "README.md", ROOT / "pyproject.toml", ROOT / "Makefile"]
     for top, pattern in (("docs", "*.md"), ("gemini_hpc", "*.py"), ("examples", "*"), ("slurm", "*.[ch]")):
-        places += [p for p in (ROOT / top).rglob(pattern) if p.is_file()]
+        places += [p for p in (ROOT / top).rglob(pattern) if p.is_file() and p.parent.name != "__pycache__"]
     assert {str(p.relative_to(ROOT)): found[0] for p in places if (found := advice.search(p.read_text()))} == {}
     assert advice.search("pip install 'gemini-hpc[mpi]'") and advice.search("pip install -q gemini-hpc")
     assert not advice.search("pip install ./gemini_hpc-0.1.0-py3-none-any.whl")
