@@ -133,7 +133,8 @@ def test_an_agent_that_answers_is_left_its_time(site: Site) -> None:
 
 def test_nothing_outstays_a_job_that_got_no_epilog(site: Site) -> None:
     """The node was cut off while its job was ended elsewhere, and its owner has stopped the agent there."""
-    site.configure(retention_s=1.0, tier_flush_s=0.0)
+    # A job that has just started is not doubted for as long as its prolog may wait.
+    site.configure(retention_s=1.0, tier_flush_s=0.0, attach_timeout_s=10.0)
     job = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
     job.reach(3)
     agent, slurmd = job.agent_pid("n3"), site.slurmd("n3")
