@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,7 @@ def of_all(paths: Sequence[str], options: Sequence[str]) -> list[Stage]:
 
 def run(stages: Sequence[Stage]) -> int:
     """Run the stages, print a line before each and a table at the end, and return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, and so by what tests start
     lines, code = [], 0
     for number, stage in enumerate(stages, 1):
         many = f"{stage.workers} workers" if stage.workers > 1 else "one after the other"

@@ -15,6 +15,8 @@ from benchmarks.families import FAMILIES, Family
 from benchmarks.rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
+# What chunks leave of the idle spans; in a run of so few iterations there may be none.
+IN_SPANS = ("fig8.after", "fig13.after")
 UNITS = {"", "s", "ms", "us", "x", "GB/s", "MB/s", "1/s", "MB", "MiB", "iterations", "nodes", "steps"}
 LIMIT_S = 280.0
 EACH = [
@@ -43,7 +45,8 @@ def test_a_tiny_run_gives_every_figure(tmp_path: Path, name: str) -> None:
     rows = json.loads((tmp_path / "tiny.json").read_text())
     assert sorted(row["id"] for row in rows) == sorted(FAMILIES[name].names())
     for row in rows:
-        assert math.isfinite(row["value"]) and row["unit"] in UNITS and row["ok"] is None, row
+        is_unmeasured = row["id"].startswith(IN_SPANS) and math.isnan(row["value"])
+        assert (math.isfinite(row["value"]) or is_unmeasured) and row["unit"] in UNITS and row["ok"] is None, row
         assert f"\n{row['id']}  " in said, row
     assert "they say nothing" in said and not (tmp_path / "bench.json").exists()
 

@@ -53,7 +53,9 @@ def apart(run: Callable[[], Told]) -> Ended:
 
 
 def with_equal_hashes(module: str) -> None:
-    """Start this program anew unless strings hash alike in each process: the order of sets is part of a run."""
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        os.environ["PYTHONHASHSEED"] = "0"
+    """Start this program anew unless strings hash alike in each process, and temporary paths are of one length: the
+    order of sets and the sizes of simulated files are part of a run."""
+    alike = {"PYTHONHASHSEED": "0", "TMPDIR": "/tmp"}
+    if any(os.environ.get(name) != value for name, value in alike.items()):
+        os.environ.update(alike)
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
