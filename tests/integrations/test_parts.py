@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from gemini_hpc.integrations.huggingface import _Order, _Progress
-
 pytestmark = pytest.mark.slow
 
 NAMES = """
@@ -42,6 +40,8 @@ class Epochs(BatchSampler):
 
 
 def test_a_batch_sampler_that_is_dealt_out_hears_of_the_epoch() -> None:
+    from gemini_hpc.integrations.huggingface import _Order  # the quick check has no accelerate
+
     from accelerate.data_loader import prepare_data_loader
 
     loader = torch.utils.data.DataLoader(list(range(64)), batch_sampler=Epochs())
@@ -60,6 +60,8 @@ class Trainer:
 
 def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Any) -> None:
     """It was on a node that was lost; Trainer would look for it at its end, and fail."""
+    from gemini_hpc.integrations.huggingface import _Progress  # the quick check has no accelerate
+
     for path, wanted in ((tmp_path, str(tmp_path)), (tmp_path / "gone", None)):
         trainer = Trainer("")
         saved = {"state": {"best_model_checkpoint": str(path)}, "log": b"", "flos": 0.0, "sums": {}, "callbacks": []}
