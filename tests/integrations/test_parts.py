@@ -40,9 +40,9 @@ class Epochs(BatchSampler):
 
 
 def test_a_batch_sampler_that_is_dealt_out_hears_of_the_epoch() -> None:
-    from gemini_hpc.integrations.huggingface import _Order  # the quick check has no accelerate
-
     from accelerate.data_loader import prepare_data_loader
+
+    from gemini_hpc.integrations.huggingface import _Order  # the quick check has no accelerate
 
     loader = torch.utils.data.DataLoader(list(range(64)), batch_sampler=Epochs())
     order = _Order(prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False))
