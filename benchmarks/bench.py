@@ -33,7 +33,7 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says. runs 0: each family's own number. tiny: only show that it runs."""
+    """The options of the command line. runs 0: each family's own number. tiny: only show that it runs."""
 
     runs: int
     gb: float
@@ -45,11 +45,11 @@ class Options:
         return self.runs or usual
 
     def pick(self, usual: T, tiny: T) -> T:
-        """What this run takes of the two."""
+        """Return the full or the tiny value, as this run needs it."""
         return tiny if self.tiny else usual
 
     def each(self, usual: Iterable[S], tiny: S, run: Callable[[S], T]) -> Iterator[tuple[S, T]]:
-        """What `run` finds in each of the set-ups; in a tiny run what it finds in one stands for all."""
+        """Return the rows of `run` for each set-up; in a tiny run the rows of one stand for all."""
         shared = [run(tiny)] if self.tiny else []
         for setup in usual:
             yield setup, shared[0] if shared else run(setup)

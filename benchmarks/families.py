@@ -31,7 +31,7 @@ class Family:
         return [replace(row, limit=None, goal=None) for row in rows] if options.tiny else rows
 
     def amiss(self, rows: Iterable[Row]) -> str:
-        """Which figures are not there, or are not to be; "" where all is well."""
+        """Return a line that names missing and surplus figures; "" where there are none."""
         found, wanted = Counter(row.id for row in rows), Counter(self.names())
         differences = {"missing": wanted - found, "not declared": found - wanted}
         return "; ".join(f"{what}: {', '.join(names)}" for what, names in differences.items() if names)

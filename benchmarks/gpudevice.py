@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures: a GPU and NCCL, or a device of the tests, which exists only in this process."""
+"""The devices that `benchmarks.gpu` measures: a GPU with NCCL, or a device of the tests, which exists only in this process."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class Machine(Protocol):
     gathered_bytes: int
 
     def names(self) -> dict[str, str]:
-        """What it is, for people."""
+        """Return names and versions that describe the device, for people."""
 
     def row(self, name: str, value: str) -> None:
         """Print a figure."""
 
     def device(self) -> Device:
-        """For copies and messages."""
+        """Return the device of copies and messages."""
 
     def progress(self) -> Progress:
-        """For marks in what the training launches."""
+        """Return the marks in what the training launches."""
 
     def lasts(self, seconds: float) -> None:
-        """What is computed now takes so long, where nothing is really computed."""
+        """Set how long a computation takes, on a device that computes nothing."""
 
     def synchronize(self) -> None:
         """Wait until it has nothing to do."""
 
     def pin(self, memory: torch.Tensor) -> Pin:
-        """In place."""
+        """Pin memory where it lies."""
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """torch's own pinned memory."""
+        """Return pinned memory of torch's own."""
 
     def lacking(self) -> str:
-        """Why there are no messages; "" where there are."""
+        """Return why the device has no messages; "" where it has."""
 
     def connect(self) -> Communicator:
-        """Of one rank, with itself."""
+        """Return the communicator of one rank with itself."""
 
 
 class Gpu:

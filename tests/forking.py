@@ -36,7 +36,7 @@ def serve(child: Callable[[Request], object], prepare: Callable[[Request], objec
 
 
 def _fork(prepare: Callable[[Request], object]) -> Request | None:
-    """In a child: its request. None: there are no more."""
+    """Fork for each request; return the request in the child, None where there are no more."""
     gc.collect()
     gc.freeze()
     children: dict[int, int] = {}  # by the descriptor that tells of its end

@@ -13,7 +13,7 @@ class World(Protocol):
         """The same for two worlds in which the same may happen."""
 
     def moves(self) -> Sequence[tuple[str, ...]]:
-        """What may happen next."""
+        """Return the events that may happen next."""
 
     def make(self, move: tuple[str, ...]) -> None: ...
 

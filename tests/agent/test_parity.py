@@ -365,7 +365,7 @@ def test_a_part_that_is_not_what_it_should_be(site: Site) -> None:
 
 
 def spoil(site: Site, how: str) -> None:
-    """Of the next version, whose number is then used up."""
+    """Push a spoiled part of the next version, whose number is then used up."""
     site.version += 1
     start, end = parity.part(STRIPE, 0, 1, USED[0])
     push = site.push(0, 1)

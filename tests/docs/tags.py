@@ -39,7 +39,7 @@ def set_tags(repository: Path) -> list[str]:
 
 
 def _checked(repository: Path, version: str, commit: str) -> bool:
-    """Whether the tag is there already, at the right commit."""
+    """Return whether the tag exists at the right commit."""
     if _found(repository, "merge-base", "--is-ancestor", commit, "HEAD") is None:
         raise TagError(f"{version}: HEAD does not contain {commit}; a shallow clone needs `git fetch --unshallow`")
     has = tomllib.loads(_git(repository, "show", f"{commit}:pyproject.toml"))["project"]["version"]

@@ -248,7 +248,7 @@ def bend(path: Path) -> None:
 
 
 def test_the_disk_is_full(drained: Drained) -> None:
-    """In the midst of a drain; tests/tier fills it at each system call."""
+    """The disk fills in the midst of a drain; tests/tier fills it at each system call."""
     before = drained.newest()
     drained.stage("writing")
     filler = drained.tier / "filler"

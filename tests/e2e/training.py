@@ -17,7 +17,7 @@ SMALL = ["--steps", str(STEPS), "--layers", "1", "--dim", "32", "--heads", "2"]
 
 @dataclass
 class Run:
-    """What the ranks of one run of examples/train_gpt.py have logged."""
+    """The log of the ranks of one run of examples/train_gpt.py."""
 
     directory: Path
 

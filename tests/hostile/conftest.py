@@ -149,7 +149,7 @@ class Sites:
             raise
 
     def replace(self) -> None:
-        """At once, whatever state it is in: the leak checks of the next test find a cluster of that name."""
+        """Replace the cluster at once, whatever its state: the next leak checks look for one of that name."""
         self.now.cluster.down()
         self.now = self._up()
 

@@ -54,7 +54,7 @@ def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
 
 
 def test_a_signal_from_the_user_is_no_failure(lite: Lite) -> None:
-    """To the ranks alone, past the batch script: `lite.py` dies of it, and stays so."""
+    """The signal goes to the ranks alone, past the batch script: `lite.py` dies of it, and stays so."""
     job = lite(run=RUN)
     job.reach(5)
     sent = job.cluster.run(["scancel", "--signal=USR1", str(job.id)], user="alice")

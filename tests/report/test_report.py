@@ -136,7 +136,7 @@ def test_pictures() -> None:
 
 
 def test_each_lane_is_drawn() -> None:
-    """Where a timeline has one lane alone, of all their colours only its own is in the picture."""
+    """The picture of a timeline with one lane has the colour of that lane and of no other."""
     lanes = {"ops": drawing._TRAINING, "chunks": drawing._CHUNK, "copies": drawing._COPY, "waits": drawing._WAIT}
     for lane, colour in lanes.items():
         alone = msgspec.structs.replace(TIMELINE, **{name: () for name in lanes if name != lane})

@@ -19,7 +19,7 @@ Told = tuple[str, str]  # what went wrong or "", the story
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run has come to."""
+    """The result of a run."""
 
     problem: str
     story: str

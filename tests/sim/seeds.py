@@ -33,7 +33,7 @@ class Control:
     words: str = ""
 
     def shows(self, ended: Ended) -> bool:
-        """Whether the harm was found."""
+        """Return whether the run found the harm."""
         return bool(ended.problem) and self.words in ended.problem
 
 

@@ -112,7 +112,7 @@ def look(tier: Path, *without: tuple[str, Stamp], make: bool = False) -> Any:
 
 @pytest.mark.slow
 def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
-    """By processes of their own, each with the descriptors of its order."""
+    """Processes of their own carry out the orders, each with the descriptors of its order."""
     looks = orders.Look(str(tmp_path), 5, "", begin=True)
     assert carry_out(looks).manifests == ()
     for rank in range(2):

@@ -76,7 +76,7 @@ def real_job(make_agents: Callable[..., RealJob]) -> Callable[..., RealJob]:
 
 
 class Pause:
-    """Where the ranks of a training wait in mid-training, until the test lets them go."""
+    """A gate in mid-training that holds the ranks until the test opens it."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()

@@ -38,7 +38,7 @@ class Ranks:
                 self.processes.append(Process(env, module="tests.train.hanging", arguments=arguments))
 
     def output(self) -> str:
-        """What they have written."""
+        """Return the output of the ranks."""
         return "".join(text for process in self.processes for text in process.read())
 
     def wait(self) -> list[str]:

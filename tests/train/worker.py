@@ -232,7 +232,7 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
 
 
 def stand_still(directory: Path, step: int, rank: int) -> None:
-    """Until the test lets this rank go on: see `Pause` in conftest.py."""
+    """Wait until the test lets this rank go on: see `Pause` in conftest.py."""
     (directory / f"{step}.{rank}").touch()
     while not (directory / f"{step}.go").exists():
         time.sleep(0.005)
