@@ -1,4 +1,4 @@
-"""The devices that `benchmarks.gpu` measures: a GPU with NCCL, or a device of the tests, which exists only in this process."""
+"""The devices that `benchmarks.gpu` measures: a GPU with NCCL, or one of the tests, which only this process has."""
 
 from __future__ import annotations
 
