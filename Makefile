@@ -132,7 +132,7 @@ test: $(TESTED) ## ten minutes, as root: the quick tests, and every promise once
 	@$(MAKE) -s -C slurm all test
 	@$(PY) -m tests.stages test
 
-test-all: $(TESTED) ## all tests: PART=k/n for one of n parts of equal time, DIRS="train tier" for some; RECORD=1 notes times
+test-all: $(TESTED) ## all tests: PART=k/n for one of n parts of equal time, DIRS="train tier" for some; RECORD=1 notes times (not of a part)
 	@$(MAKE) -s -C slurm all test
 	@$(PY) -m tests.stages all $(if $(PART),--part $(PART)) $(if $(RECORD),--record) $(if $(SEED),--seed $(SEED)) $(DIRS)
 

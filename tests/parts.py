@@ -15,7 +15,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 DURATIONS = TESTS / "durations.json"
 # Workers of pytest-xdist for each kind of test. A training has two ranks, one for each core; a cluster mostly waits.
-WORKERS = {"work": 2, "cluster": 2, "alone": 1}
+WORKERS = {"work": 2, "cluster": 3, "alone": 1}
 # What a part costs before its first test: starting pytest for each kind, and its workers' imports of torch.
 START_S = 30.0
 PARTS = 6

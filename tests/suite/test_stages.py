@@ -48,7 +48,9 @@ def test_every_promise_is_in_one_stage_of_make_test(calls: list[list[str]]) -> N
     assert all("--hypothesis-profile=steady" in command for command in calls)
 
 
-@pytest.mark.parametrize("words", [["all", "nowhere"], ["all", "--part", "9/6"], ["some"]])
+@pytest.mark.parametrize(
+    "words", [["all", "nowhere"], ["all", "--part", "9/6"], ["all", "--part", "1/6", "--record"], ["some"]]
+)
 def test_words_that_name_no_tests(words: list[str], calls: list[list[str]]) -> None:
     with pytest.raises(SystemExit, match="2"):
         stages.main(words)
