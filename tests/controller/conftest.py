@@ -66,9 +66,9 @@ class Site:
         return "registered" in self.words(job, restart, host)
 
     def agent(self, job: int, restart: int, host: str, hosts: Sequence[str], mode: str, user: str = "alice") -> None:
-        script = self.cluster.home("alice") / "fake_agent.py"
-        if user != "alice":
-            script = Path(shutil.copy(script, self.cluster.home(user) / "fake_agent.py"))
+        script = self.cluster.home(user) / "fake_agent.py"
+        if not script.exists():  # one that is copied again is empty for agents that start meanwhile
+            shutil.copy(self.cluster.home("alice") / "fake_agent.py", script)
         log = self.cluster.directory / f"fake-{job}-{restart}-{host}.log"
         self.logs[f"{job}.{restart}.{host}"] = log
         argv = [PYTHON, "-I", str(script), str(job), str(restart), host, ",".join(hosts), *([mode] if mode else [])]
