@@ -40,7 +40,8 @@ def test_parts_are_neighbours_and_the_longest_is_short(seconds: list[float], cou
 
 
 def test_workers_share_what_is_not_alone() -> None:
-    assert parts.wall_s({"work": 10.0, "cluster": 6.0, "alone": 3.0}) == 5 + 3 + 3
+    shared = 6.0 * parts.WORKERS["work"], 4.0 * parts.WORKERS["cluster"]
+    assert parts.wall_s({"work": shared[0], "cluster": shared[1], "alone": 3.0}) == 6 + 4 + 3
     assert parts.costs(["a", "b", "c"], {"a": {"alone": 2.0}, "b": {"alone": 4.0}}) == [2, 4, 3]
 
 
