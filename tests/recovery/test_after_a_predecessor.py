@@ -16,7 +16,7 @@ from gemini_hpc.devcluster.cluster import Cluster
 pytestmark = pytest.mark.cluster
 
 Lite = Any
-RETENTION_S = 60.0
+RETENTION_S = 30.0
 SETTINGS = {"retention_s": RETENTION_S}
 
 
