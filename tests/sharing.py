@@ -16,8 +16,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-# A retention time of 20 s, and three looks of the controller (the job has ended, its retention is over, its agents have
-# gone), 10 s apart at most on a slow machine.
+# A retention time of 20 s, and three looks of the controller, 10 s apart at most on a slow machine: a job has ended,
+# its retention is over, its agents have gone.
 LET_GO_S = 55.0
 # On a busy machine an agent may take 10 s to start, and be silent for half a second: no test is about that.
 PATIENT = {"attach_timeout_s": 40.0, "heartbeat_missed": 10}
