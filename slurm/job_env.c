@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/random.h>
 
 #include "message.h"
 
@@ -38,6 +39,7 @@ static void forget_inherited(spank_t sp)
 		}
 		(void)spank_job_control_unsetenv(sp, option_names[i][0]);
 	}
+	(void)spank_job_control_unsetenv(sp, ENV_JOB_KEY);
 	for (size_t i = 0; job_env_place[i]; i++)
 		(void)unsetenv(job_env_place[i]);
 	(void)unsetenv(ENV_UNPROTECTED);
@@ -65,13 +67,27 @@ static int publish_number(spank_t sp, const char *const names[2], uint32_t numbe
 	return publish(sp, names, value);
 }
 
+/* Without a key a job is protected, and goes by its number on the tier. */
+static void publish_key(spank_t sp)
+{
+	uint64_t key;
+	char value[17];
+
+	if (getrandom(&key, sizeof(key), 0) != (ssize_t)sizeof(key))
+		return;
+	(void)snprintf(value, sizeof(value), "%016" PRIx64, key);
+	(void)spank_job_control_setenv(sp, ENV_JOB_KEY, value, 1);
+}
+
 int job_env_publish(spank_t sp, const struct options *options)
 {
 	int rc = 0;
 
 	forget_inherited(sp);
-	if (options->replicas)
+	if (options->replicas) {
 		rc |= publish_number(sp, option_names[0], options->replicas);
+		publish_key(sp);
+	}
 	if (options->tier[0])
 		rc |= publish(sp, option_names[1], options->tier);
 	if (options->tier_interval[0])

@@ -20,6 +20,12 @@
 #define ENV_AFTER "GEMINI_AFTER"
 #define SLURM_ENV(name) "SLURM_" name
 
+/*
+ * Random, of this submission, in the job control environment alone: tells the
+ * job's directory on the tier from that of another job of the same number.
+ */
+#define ENV_JOB_KEY "GEMINI_JOB_KEY"
+
 /* srun takes its --no-kill from here: in a job with spares a step goes on when a node is set DOWN. */
 #define ENV_NO_KILL "SLURM_NO_KILL"
 

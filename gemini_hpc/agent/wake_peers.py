@@ -64,6 +64,8 @@ class Wake:
             attach.hang,
             attach.after,
             attach.parity,
+            attach.key,
+            attach.cluster,
         )
         ports = candidates(settings, self._identity.job)
         try:
@@ -102,6 +104,8 @@ class Wake:
                 message.hang,
                 message.after,
                 message.parity,
+                message.key,
+                message.cluster,
             )
             self._spawn(self._enter(attach))
 

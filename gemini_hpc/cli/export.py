@@ -101,13 +101,19 @@ def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
 def job_or_directory(what: str, tier: str, config: str) -> str:
     """The directory that is meant, where it is a job's the job's own; with the "@NAME" that stands behind it. Raises
     ExportError, WrongIdError."""
-    from gemini_hpc.tier.version import job_directory
+    from gemini_hpc.tier import job_directory
 
     job, at, name = what.partition("@")
     if not _JOB.fullmatch(job):
         return what
     number = raw_id(job)
-    return job_directory(tier or _site_tier(config, job), number) + at + name
+    where = tier or _site_tier(config, job)
+    names = job_directory.names(where, number) if os.path.isdir(where) else []
+    if len(names) > 1:
+        raise ExportError(
+            f"{where}: several jobs have had the number {number}; name the one you want: {', '.join(names)}"
+        )
+    return f"{where}/{(names or [job_directory.plain_name(number)])[0]}{at}{name}"
 
 
 def _tell(said: str) -> None:

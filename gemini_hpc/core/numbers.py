@@ -17,6 +17,8 @@ MAX_RANKS = 1 << 20
 SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
 StepName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # of one launch of a training
 Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+JobKey = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})?\Z")]  # random, of a submission; "": it had none
+ClusterName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.-]{0,64}\Z")]  # as slurm.conf has it
 Restart = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << VERSION_BITS)]

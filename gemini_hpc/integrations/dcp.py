@@ -54,7 +54,7 @@ from gemini_hpc.train.state.restore import MemoryReader, Saved
 from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 from gemini_hpc.wire.stored import Tier
 
-_BYTES = "bytes"  # name of the rows that hold pickled values
+_VALUES = "values"  # name of the rows that hold encoded values
 _SMALL_BYTES, _SMALL_TOGETHER_BYTES = 4 << 10, 1 << 20  # of what goes into a note
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # row, offset, size
 _sessions: dict[str, StackSession] = {}
@@ -150,8 +150,8 @@ class GeminiWriter(StorageWriter):
 
 
 def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> Part:
-    """The plan's items as rows and boxes. What is no tensor is a row of bytes, as the planner pickles it. Raises
-    ValueError for tensors of a type that no slot can have."""
+    """The plan's items as rows and boxes. What is no tensor is a row of encoded bytes. Raises ValueError for tensors
+    of a type that no slot can have, UnknownTypeError for values that no encoding has."""
     note = _Note(checkpoint_id, plan.planner_data)
     rows: list[Row] = []
     found: list[tuple[Box, WriteItem | memoryview]] = []
@@ -161,10 +161,10 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
         if item.type == WriteItemType.BYTE_IO or data is None:
             value = planner.resolve_data(item)
             assert isinstance(value, io.BytesIO)
-            raw = value.getbuffer()
-            note.keep(key, len(raw), raw.tobytes)
-            found.append(((len(rows), (0,), (len(raw),)), raw))
-            rows.append(Row(key, "uint8", (len(raw),), True, "cpu", name=_BYTES))
+            raw = encode.encode(_of_this_process(value), key)
+            note.keep(key, len(raw), partial(bytes, raw))
+            found.append(((len(rows), (0,), (len(raw),)), memoryview(bytearray(raw))))
+            rows.append(Row(key, "uint8", (len(raw),), True, "cpu", name=_VALUES))
             continue
         if key not in number:
             number[key] = len(rows)
@@ -176,7 +176,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
                 note.keep(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
-    rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_BYTES))
+    rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
     pieces = shard_manifest.place(tuple(rows), [box for box, _ in found])
     manifest = Manifest(rank, world, tuple(rows), pieces)
 
@@ -225,7 +225,7 @@ class GeminiReader(MemoryReader):
         self.version = session.chosen_version
         self.checkpoint_id = ""
         self._values: dict[str, torch.Tensor] = {}  # that are in no shard's tensor area
-        self._pickled: dict[str, Callable[[], bytes]] = {}
+        self._objects: dict[str, Callable[[], Any]] = {}
         self._sources: dict[str, str] = {}  # by the names in the metadata
         super().__init__(shards)
         if shards and shards[0].small_raw:
@@ -238,23 +238,23 @@ class GeminiReader(MemoryReader):
         for saved in shards:
             for row in saved.manifest.rows:
                 key = saved.key(row)
-                if row.name == _BYTES:
-                    self._pickled[key] = partial(self._bytes_of, key)
+                if row.name == _VALUES:
+                    self._objects[key] = partial(self._decoded, key)
                     known[key] = BytesStorageMetadata()
                 elif key not in known:  # an empty tensor has no piece
                     known[key] = _whole(torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta"))
                 if row.key == NOTE:
-                    del known[key], self._pickled[key]
+                    del known[key], self._objects[key]
         self.metadata.planner_data = {key: path for note in notes for key, path in note.names.items()}
         for key, value in ((key, value) for note in notes for key, value in note.values.items()):
             if isinstance(value, torch.Tensor):
                 self._values[key] = value
             else:
-                self._pickled[key] = partial(bytes, value)
+                self._objects[key] = partial(encode.decode, value)
         self.checkpoint_id = notes[0].id if notes else ""
 
-    def _bytes_of(self, key: str) -> bytes:
-        return self.piece(key, (0,)).numpy().tobytes()
+    def _decoded(self, key: str) -> Any:
+        return encode.decode(self.piece(key, (0,)).numpy().tobytes())
 
     def _name_as_exported(self, shards: Sequence[Saved]) -> None:
         """A Checkpointer's: tensors stand where they are, the small state is at hand."""
@@ -269,7 +269,7 @@ class GeminiReader(MemoryReader):
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                self._pickled[name] = partial(_pickled, value)
+                self._objects[name] = partial(_same, value)
                 known[name] = BytesStorageMetadata()
             elif (key := keys.get(id(value))) is None:
                 self._values[name] = value
@@ -297,14 +297,19 @@ class GeminiReader(MemoryReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(self.value(key)))
+                planner.load_bytes(item, _pickled(self.value(key)))
             else:
                 tensors.append(item)
         return super().read_data(replace(plan, items=tensors), planner)
 
-    def value(self, key: str) -> bytes:
-        """What was pickled. Raises KeyError."""
-        return self._pickled[key]()
+    def value(self, key: str) -> Any:
+        """Return a saved value that is no tensor.
+
+        Raises:
+            KeyError: there is none of this name.
+            ValueError: its bytes are no encoded value.
+        """
+        return self._objects[key]()
 
     def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
         """A chunk of the metadata."""
@@ -320,7 +325,7 @@ class _Note:
         self._room_bytes = _SMALL_TOGETHER_BYTES
 
     def keep(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
-        """A whole tensor, or pickled bytes."""
+        """A whole tensor, or encoded bytes."""
         if size_bytes <= min(_SMALL_BYTES, self._room_bytes):
             self._room_bytes -= size_bytes
             self.values[key] = value()
@@ -344,8 +349,18 @@ def _whole(tensor: torch.Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
 
 
-def _pickled(value: Any) -> bytes:
-    """As DCP's planners expect it."""
+def _same(value: Any) -> Any:
+    return value
+
+
+def _of_this_process(pickled: io.BytesIO) -> Any:
+    """Return the value that the planner of this rank has just pickled: bytes that never left this process."""
+    return torch.load(pickled, weights_only=False)
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """Return a value as DCP's planners unpickle it: of types that `encode` has, which carry no code."""
     file = io.BytesIO()
     torch.save(value, file)
-    return file.getvalue()
+    file.seek(0)
+    return file

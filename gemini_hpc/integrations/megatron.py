@@ -7,8 +7,8 @@
         memory.save(sharded_state_dict(), iteration)
 
 The sharded state dict is the one that `dist_checkpointing.save` and `load` take. Its `ShardedTensor`s, of the model
-and of the distributed optimizer's flat buffers, become boxes of global tensors; `ShardedObject`s are pickled; what is
-in neither (iteration, arguments, learning rates) is kept on each rank as its own.
+and of the distributed optimizer's flat buffers, become boxes of global tensors; `ShardedObject`s are encoded
+values; what is in neither (iteration, arguments, learning rates) is kept on each rank as its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def load(sharded_state_dict: dict[str, Any], *, name: str = "default") -> dict[s
     force_all_tensors_to_non_fp8(sharded_state_dict)
     wanted, own, factories = load_preprocess(sharded_state_dict)
     wanted, _ = extract_sharded_base(wanted)
-    common: dict[str, Any] = torch.load(io.BytesIO(reader.value(_common_key(reader))), weights_only=False)
+    common: dict[str, Any] = reader.value(_common_key(reader))
     merge(common, own)
     merge(common, _load_shards(wanted, reader))
     loaded: dict[str, Any] = apply_factory_merges(common, factories)

@@ -61,7 +61,8 @@ _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 class Incarnation:
     """One run of a job, as slurmd describes it; `tier_interval` is 0 and `tier` empty where not given, `hang_s` None;
     0: off. tier_interval: seconds, or "auto". after: the job where this one is to go on; 0: none. parity:
-    blocks of it in a row of a group of `replicas` nodes; 0: whole copies."""
+    blocks of it in a row of a group of `replicas` nodes; 0: whole copies. key: random, of the submission;
+    "" without. cluster: Slurm's name, "" for one that no file should have."""
 
     job: int
     uid: int
@@ -75,18 +76,35 @@ class Incarnation:
     spares: int = 0
     after: int = 0
     parity: int = 0
+    key: str = ""
+    cluster: str = ""
 
 
 # Of the command line, as the prolog's script gives them; all but the first six may be empty.
 _ALWAYS = ("job", "uid", "restart", "replicas", "node", "nodelist")
-ARGUMENTS = (*_ALWAYS, "tier", "tier_interval", "hang", "spares", "after", "redundancy")
+ARGUMENTS = (*_ALWAYS, "tier", "tier_interval", "hang", "spares", "after", "redundancy", "key", "cluster")
 
 
 def parse(argv: list[str]) -> Incarnation:
     """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
     if len(argv) != len(ARGUMENTS):
         raise ValueError(f"wanted {len(ARGUMENTS)} arguments, found {len(argv)}")
-    job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares, after, redundancy = argv
+    (
+        job,
+        uid,
+        restart,
+        replicas,
+        node,
+        nodelist,
+        tier,
+        tier_interval,
+        hang,
+        spares,
+        after,
+        redundancy,
+        key,
+        cluster,
+    ) = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),
         uid=parse_number("uid", uid, 0, 2**32 - 2),
@@ -100,6 +118,8 @@ def parse(argv: list[str]) -> Incarnation:
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
         parity=_parity(redundancy, replicas),
+        key=_text("job key", key, r"|[0-9a-f]{16}"),
+        cluster=cluster if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", cluster) else "",
     )
 
 
@@ -334,6 +354,8 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "spares": inc.spares,
         "after": inc.after,
         "parity": inc.parity,
+        "key": inc.key,
+        "cluster": inc.cluster,
     }
     process: int | None = None
     ended = heard = False

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import SET_NAME, Bytes, Count, Job, SetName, Version
+from gemini_hpc.core.numbers import SET_NAME, Bytes, ClusterName, Count, Job, JobKey, SetName, Version
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.names import Names
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire.bounds import Strict
@@ -20,12 +21,24 @@ LFS = "/usr/bin/lfs"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
-class Order(msgspec.Struct, frozen=True, tag_field="op"):
+class _Whose(msgspec.Struct, frozen=True, kw_only=True):
+    """The job, beside its number. key: None for whichever job of this user had that number on this cluster."""
+
+    key: JobKey | None = ""
+    cluster: ClusterName = ""
+
+
+class Order(_Whose, frozen=True, tag_field="op"):
     """Base of all orders. tier: the directory that the user has named; set: "" for all of the job's sets."""
 
     tier: Tier
     job: Job
     set: SetOrAll
+
+    @property
+    def mark(self) -> Mark:
+        """The mark of the job's directory."""
+        return Mark(self.job, self.key or "", self.cluster)
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -116,17 +129,22 @@ class Written(Answer, frozen=True, tag="written"):
 
 class Finished(Answer, frozen=True, tag="finished"):
     """Done; removed: versions that went; trouble: why others that should have gone did not, one sentence; names: for
-    each that was to be given, the number that was asked for when it was given, and the version that has it."""
+    each that was to be given, the number that was asked for when it was given, and the version that has it;
+    directory: the job's, "" of `Clean` and `Read`."""
 
     removed: tuple[Stamp, ...] = ()
     trouble: str = ""
     names: dict[SetName, tuple[Version, Stamp]] = msgspec.field(default_factory=dict)
+    directory: str = ""
 
 
 class Found(Answer, frozen=True, tag="found"):
-    """The newest whole version of each set that has one."""
+    """The newest whole version of each set that has one. directory: the job's, "" where it has none yet; beside: why
+    its name is not the job's number alone, one sentence."""
 
     manifests: tuple[Manifest, ...] = ()
+    directory: str = ""
+    beside: str = ""
 
 
 class Failed(Answer, frozen=True, tag="failed"):

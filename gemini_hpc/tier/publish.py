@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 
 from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import version
+from gemini_hpc.tier import job_directory, version
+from gemini_hpc.tier.job_directory import Mark
+from gemini_hpc.tier.owned import Directory, NotOurs, as_users_know
 
 _MODE = 0o700
 _HDF5 = re.compile(r"errno = ([0-9]{1,3})\b")  # in what HDF5 says when a file cannot be closed
@@ -36,6 +38,8 @@ class TierError(Exception):
 
 def why(error: Exception) -> str:
     """The reason in words; also of the RuntimeError that HDF5 raises instead of an OSError."""
+    if isinstance(error, NotOurs):
+        return str(error.strerror)
     if isinstance(error, OSError):
         said = error.strerror or str(error)
         code = error.errno or 0
@@ -52,52 +56,43 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise TierError(f"{what}: {why(error)}") from None
+        raise TierError(as_users_know(f"{what}: {why(error)}")) from None
 
 
-def version_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:
-    """Path of a version."""
-    return f"{version.job_directory(tier, job)}/{set_name}/{version.name(stamp)}"
+@contextmanager
+def made_version(
+    tier: str, mark: Mark, set_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
+) -> Iterator[Directory]:
+    """Yield a version's directory, made as far as it is not there, but never the tier itself.
 
+    Where the tier has vanished (a file system that is not mounted) nothing is written in its place. What is above the
+    version is synced where it is new; the version itself is when it becomes whole.
 
-def make_directory(
-    tier: str, job: int, set_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
-) -> str:
-    """The version's directory, made as far as it is not there; the tier itself never is: where it has vanished (a
-    file system that is not mounted) nothing is to be written in its place. What is above it is synced where it is
-    new; it is itself when the version becomes whole. `lay_out` is called with the path of a new one before anybody
-    writes there. Raises TierError."""
-    path = tier
-    with told(tier):
-        os.stat(f"{tier}/.")
-        for part in (f"gemini-{job}", set_name):
-            above, path = path, f"{path}/{part}"
-            with suppress(FileExistsError):
-                os.mkdir(path, _MODE)
-                with suppress(PermissionError):  # in a tier where one may make directories and not look
-                    sync_directory(above)
-        name = version.name(stamp)
-        whole = f"{path}/{name}"
-        if not os.path.lexists(whole):
-            made = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=path)
-            try:
-                lay_out(made)
-                os.rename(made, whole)  # also in the place of an empty one, which another node has just made
-            except OSError as error:
-                with suppress(OSError):
-                    os.rmdir(made)
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-    return whole
+    Args:
+        lay_out: called with the path of a new directory before anything is written there.
 
-
-def sync_directory(path: str) -> None:
-    """What was renamed in it is there after a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    Raises:
+        TierError: it cannot be made, or what is there is another user's.
+    """
+    with told(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
+        with suppress(FileExistsError):
+            os.mkdir(f"{job.path}/{set_name}", _MODE)
+            job_directory.sync(job.path)
+        with job.below(set_name) as above:
+            name = version.name(stamp)
+            if not os.path.lexists(f"{above.path}/{name}"):
+                made = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=above.path)
+                try:
+                    lay_out(f"{above.where}/{os.path.basename(made)}")  # for programs that have not the descriptor
+                    os.rename(made, f"{above.path}/{name}")  # also in the place of an empty one of another node
+                except OSError as error:
+                    with suppress(OSError):
+                        os.rmdir(made)
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+            found = above.below(name)
+    with found:
+        yield found
 
 
 @contextmanager
@@ -121,7 +116,7 @@ def publish(temporary: str, directory: str, name: str) -> None:
     finally:
         os.close(fd)
     os.rename(temporary, f"{directory}/{name}")
-    sync_directory(directory)
+    job_directory.sync(directory)
 
 
 def remove(directory: str) -> None:
@@ -130,7 +125,7 @@ def remove(directory: str) -> None:
     gone = f"{above}/.{name}.{os.urandom(6).hex()}.tmp"
     with suppress(FileNotFoundError):
         os.rename(directory, gone)
-        sync_directory(above)
+        job_directory.sync(above)
         shutil.rmtree(gone)
 
 

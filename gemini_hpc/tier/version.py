@@ -1,6 +1,6 @@
 """Versions on the tier: their directories, and the manifest that makes one whole.
 
-    DIR/gemini-JOBID/SET/e000003-v000000001200/
+    DIR/gemini-JOBID/SET/e000003-v000000001200/        (`job_directory`)
         node-0000.h5, node-0001.h5, ...   the shards of the ranks that lived on that node
         index.h5                          each tensor of the training as one (virtual) dataset
         manifest.json                     written last: without it there is no version
@@ -20,8 +20,9 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import MAX_RANKS, SET_NAME, Job, SetName, Time
+from gemini_hpc.core.numbers import MAX_RANKS, SET_NAME, ClusterName, Job, JobKey, SetName, Time
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -32,7 +33,8 @@ _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a whole version is made of. time: Unix time of its end; serial: how many this job had written then."""
+    """What a whole version is made of. time: Unix time of its end; serial: how many this job had written then; key,
+    cluster: of the job, as in its directory's mark."""
 
     job: Job
     set: SetName
@@ -42,6 +44,8 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[NodeFile, ...]
     serial: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)] = 1
     format: int = FORMAT
+    key: JobKey = ""
+    cluster: ClusterName = ""
 
     def shards(self) -> dict[int, tuple[str, Stored]]:
         """File name and shard of each rank."""
@@ -88,11 +92,6 @@ def parse(data: bytes) -> Manifest:
     return manifest
 
 
-def job_directory(tier: str, job: int) -> str:
-    """Below the directory that the user has named."""
-    return f"{tier}/gemini-{job}"
-
-
 def name(stamp: Stamp) -> str:
     """Of a version's directory."""
     return f"e{stamp.epoch:07d}-v{stamp.version:013d}"
@@ -134,11 +133,16 @@ def rejected(directory: str, stamp: Stamp) -> bool:
     return there(f"{directory}/{name(stamp)}/{REJECTED}")
 
 
-def read(directory: str, stamp: Stamp) -> Manifest | None:
-    """The manifest of a version in a set's directory; None where it is not whole. Raises ValueError for one that is
-    damaged or of another version, OSError."""
+def read(directory: str | Directory, stamp: Stamp) -> Manifest | None:
+    """Return the manifest of a version in a set's directory, None where it is not whole.
+
+    Raises:
+        ValueError: it is damaged, or of another version.
+        NotOurs: of a `Directory`: the version could be another user's.
+        OSError: it cannot be read.
+    """
     try:
-        fd = os.open(f"{directory}/{name(stamp)}/{MANIFEST}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open(directory, stamp)
     except FileNotFoundError:
         return None
     with os.fdopen(fd, "rb") as file:
@@ -151,19 +155,29 @@ def read(directory: str, stamp: Stamp) -> Manifest | None:
     return manifest
 
 
-def whole(directory: str) -> Iterator[Manifest]:
-    """Whole versions of a set's directory, newest first; damaged manifests are passed over. Raises OSError."""
-    for stamp in stamps(directory):
-        with suppress(ValueError):
+def _open(directory: str | Directory, stamp: Stamp) -> int:
+    if isinstance(directory, str):  # that a user has named: any user's
+        return os.open(f"{directory}/{name(stamp)}/{MANIFEST}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with directory.below(name(stamp)) as version:
+        return version.file(MANIFEST)
+
+
+def whole(directory: str | Directory) -> Iterator[Manifest]:
+    """Yield the whole versions of a set's directory, newest first.
+
+    Damaged manifests are passed over, and of a `Directory` what could be another user's. Raises OSError.
+    """
+    for stamp in stamps(directory if isinstance(directory, str) else directory.path):
+        with suppress(ValueError, NotOurs):
             manifest = read(directory, stamp)
             if manifest is not None:
                 yield manifest
 
 
-def sets(tier: str, job: int) -> list[str]:
-    """Names of the sets that a job has on the tier. Raises OSError."""
+def sets(job_directory: str) -> list[str]:
+    """Return the names of the sets in a job's directory. Raises OSError."""
     try:
-        names = os.listdir(job_directory(tier, job))
+        names = os.listdir(job_directory)
     except FileNotFoundError:
         return []
     return sorted(entry for entry in names if SET_NAME.fullmatch(entry))

@@ -7,20 +7,22 @@ when its agent does. What no training waits for runs behind everything (nice 19,
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 
 from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import lustre, names, orders, publish, retention, version
+from gemini_hpc.tier import job_directory, lustre, names, orders, owned, publish, retention, version
+from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.tier.publish import Pace, TierError, told
 from gemini_hpc.tier.readahead import Ahead
-from gemini_hpc.wire.stored import Rejection
+from gemini_hpc.wire.stored import Rejection, Stored
 
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -62,30 +64,39 @@ class _Told:
             _say(orders.Progress(self._bytes))
 
 
+@contextmanager
+def _job(order: orders.Order) -> Iterator[Directory]:
+    """Yield the job's directory. Raises FileNotFoundError where it has none, OSError."""
+    with Directory.tier(order.tier) as tier:
+        found = job_directory.find(tier, order.mark)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), order.tier)
+    with found:
+        yield found
+
+
 def _write(order: orders.Write) -> orders.Answer:
     from gemini_hpc.tier import nodefile
     from gemini_hpc.tier.shards import Shard, digest
 
     size_bytes = sum(source.used for source in order.shards)
-    where = publish.make_directory(
-        order.tier,
-        order.job,
-        order.set,
-        order.stamp,
-        lambda path: lustre.lay_out(path, size_bytes, order.lfs),
-    )
-    shards = []
-    for source in order.shards:
-        view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
-        try:
-            shards.append((Shard.parse(view, source.bytes), source.home, source.digest))
-        except ValueError:
-            if digest(view[: source.used]) == source.digest:
-                raise
-            raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
-    name = version.node_file(order.node_rank)
-    with told(where):
-        file = nodefile.write(where, name, shards, _Told(order.bytes_per_s), compress=order.compress)
+
+    def lay_out(path: str) -> object:
+        return lustre.lay_out(path, size_bytes, order.lfs)
+
+    with publish.made_version(order.tier, order.mark, order.set, order.stamp, lay_out) as made:
+        shards = []
+        for source in order.shards:
+            view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
+            try:
+                shards.append((Shard.parse(view, source.bytes), source.home, source.digest))
+            except ValueError:
+                if digest(view[: source.used]) == source.digest:
+                    raise
+                raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
+        name = version.node_file(order.node_rank)
+        with told(made.where):
+            file = nodefile.write(made.path, name, shards, _Told(order.bytes_per_s), compress=order.compress)
     return orders.Written(file)
 
 
@@ -93,25 +104,46 @@ def _finish(order: orders.Finish) -> orders.Answer:
     from gemini_hpc.tier import index
 
     stamp = order.stamp
-    where = publish.version_directory(order.tier, order.job, order.set, stamp)
-    above = os.path.dirname(where)
-    with told(where):
-        newest = next(version.whole(above), None)
-        serial = 1 if newest is None else newest.serial + 1
-        made = version.Manifest(order.job, order.set, stamp, order.world, clock.time(), order.files, serial)
-        index.write(where, made, _Told(0.0))
-        given = _given(above, stamp, order.names)
-        mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
-        if mine or retention.for_good(serial, order.keep_every):
-            names.give(where, mine)
-        with publish.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
-            file.write(version.pack(made))
-        publish.sync_directory(above)
-    try:
-        removed, trouble = retention.clean(above, order.keep_last, before=stamp), ""
-    except OSError as error:  # the version is whole nevertheless
-        removed, trouble = [], f"{above}: old versions could not be removed: {publish.why(error)}"
-    return orders.Finished(tuple(removed), trouble, given)
+    with (
+        told(order.tier),
+        _job(order) as job,
+        job.below(order.set) as above,
+        above.below(version.name(stamp)) as made,
+    ):
+        absent = sum(not os.path.lexists(f"{made.path}/{file.name}") for file in order.files)
+        if absent:
+            raise TierError(
+                f"{order.tier}: the files of {absent} of {len(order.files)} nodes are not there: "
+                "each node has a directory of its own of this name, and a tier has to be shared by all nodes"
+            )
+        with told(made.where):
+            newest = next(version.whole(above), None)
+            serial = 1 if newest is None else newest.serial + 1
+            mark = order.mark
+            manifest = version.Manifest(
+                order.job,
+                order.set,
+                stamp,
+                order.world,
+                clock.time(),
+                order.files,
+                serial,
+                key=mark.key,
+                cluster=mark.cluster,
+            )
+            index.write(made.path, manifest, _Told(0.0))
+            given = _given(above.path, stamp, order.names)
+            mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
+            if mine or retention.for_good(serial, order.keep_every):
+                names.give(made.path, mine)
+            with publish.replaced(made.path, version.MANIFEST) as path, open(path, "xb") as file:
+                file.write(version.pack(manifest))
+            job_directory.sync(above.path)
+        try:
+            removed, trouble = retention.clean(above.path, order.keep_last, before=stamp), ""
+        except OSError as error:  # the version is whole nevertheless
+            removed, trouble = [], f"{above.where}: old versions could not be removed: {publish.why(error)}"
+        return orders.Finished(tuple(removed), trouble, given, job.where)
 
 
 def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, Stamp]]:
@@ -124,26 +156,27 @@ def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str,
 
 def _name(order: orders.Name) -> orders.Answer:
     stamp = order.stamp
-    where = publish.version_directory(order.tier, order.job, order.set, stamp)
-    above = os.path.dirname(where)
-    with told(where):
+    with told(order.tier), _job(order) as job, job.below(order.set) as above:
+        where = f"{above.path}/{version.name(stamp)}"
         if version.read(above, stamp) is None:
-            raise TierError(f"{where}: no longer there, or no longer whole")
-        given = _given(above, stamp, order.names)
+            raise TierError(f"{above.where}/{version.name(stamp)}: no longer there, or no longer whole")
+        given = _given(above.path, stamp, order.names)
         names.give(where, {name: asked for name, (asked, has) in given.items() if has == stamp})
-    return orders.Finished(names=given)
+        return orders.Finished(names=given, directory=job.where)
 
 
 def _clean(order: orders.Clean) -> orders.Answer:
-    where = f"{version.job_directory(order.tier, order.job)}/{order.set}"
-    before = order.before
-    with told(where):
-        removed = retention.clean(where, sys.maxsize, before=before)
-    return orders.Finished(tuple(removed))
+    with told(order.tier), Directory.tier(order.tier) as tier:
+        job_directory.clean(tier, order.job)
+        try:
+            with _job(order) as job, job.below(order.set) as where:
+                return orders.Finished(tuple(retention.clean(where.path, sys.maxsize, before=order.before)))
+        except FileNotFoundError:
+            return orders.Finished()
 
 
 def _look(order: orders.Look) -> orders.Answer:
-    where, found = version.job_directory(order.tier, order.job), []
+    found, directory = list[version.Manifest](), ""
     lacks = [name for name in ("h5py", "numpy") if order.begin and find_spec(name) is None]
     if lacks:
         raise ImportError(f"there is no {' and no '.join(lacks)}")
@@ -152,11 +185,39 @@ def _look(order: orders.Look) -> orders.Answer:
             with suppress(OSError):  # what is not there then is told below
                 os.mkdir(order.tier, 0o700)
         os.stat(f"{order.tier}/.")
-        for name in [order.set] if order.set else version.sets(order.tier, order.job):
-            _mark(f"{where}/{name}", [r for r in order.rejected if r.set == name])
-            wanted = (m for m in version.whole(f"{where}/{name}") if _offered(f"{where}/{name}", m, order))
-            found += [m for m in [next(wanted, None)] if m is not None and (m.job, m.set) == (order.job, name)]
-    return orders.Found(tuple(found))
+        with Directory.tier(order.tier) as tier:
+            for job in _jobs(tier, order):
+                found += _newest(job, order)
+                directory = job.where
+            beside = job_directory.beside(tier, order.mark) if order.begin and order.key is not None else ""
+    newest = {manifest.set: manifest for manifest in sorted(found, key=lambda manifest: manifest.time)}
+    return orders.Found(tuple(newest.values()), directory, beside)
+
+
+def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
+    """Yield the directories that the order means; each is open until the next one. Raises OSError."""
+    if order.key is None:
+        yield from job_directory.former(tier, order.job, order.cluster)
+        return
+    found = job_directory.find(tier, order.mark)
+    if found is not None:
+        with found:
+            yield found
+
+
+def _newest(job: Directory, order: orders.Look) -> Iterator[version.Manifest]:
+    """Yield the newest version of each set that the order wants. Raises OSError."""
+    for name in [order.set] if order.set else version.sets(job.path):
+        try:
+            there = job.below(name)
+        except (FileNotFoundError, NotOurs):
+            continue
+        with there:
+            _mark(there.path, [r for r in order.rejected if r.set == name])
+            wanted = (m for m in version.whole(there) if _offered(there.path, m, order))
+            manifest = next(wanted, None)
+        if manifest is not None and (manifest.job, manifest.set) == (order.job, name):
+            yield manifest
 
 
 def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
@@ -177,19 +238,30 @@ def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> 
 
 def _read(order: orders.Read) -> orders.Answer:
     stamp = order.stamp
-    where = publish.version_directory(order.tier, order.job, order.set, stamp)
-    with told(where):
-        manifest = version.read(os.path.dirname(where), stamp)
-        name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
-        if stored is None or (stored.used, stored.digest) != (order.used, order.digest):
-            raise TierError(f"{where} no longer has the shard of rank {order.rank}")
-        with closing(Ahead(f"{where}/{name}", begin, order.used)) as ahead:
-            from gemini_hpc.tier import nodefile
+    with told(order.tier), Directory.tier(order.tier) as tier:
+        for job in _jobs(tier, order):
+            with (
+                suppress(FileNotFoundError),
+                job.below(order.set) as above,
+                above.below(version.name(stamp)) as there,
+            ):
+                manifest = version.read(above, stamp)
+                name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
+                if stored is not None and (stored.used, stored.digest) == (order.used, order.digest):
+                    with os.fdopen(there.file(name), "rb") as file:
+                        _fill(order, stored, owned.through(file.fileno(), f"{there.where}/{name}"), begin)
+                    return orders.Finished()
+    raise TierError(f"{order.tier} no longer has the shard of rank {order.rank} of version {stamp.version}")
 
-            view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))
-            with nodefile.Reader(f"{where}/{name}", ahead) as reader:
-                reader.read(stored, view, _Told(0.0))
-    return orders.Finished()
+
+def _fill(order: orders.Read, stored: Stored, path: str, begin: int) -> None:
+    """Read a shard of an open node file into the order's memory. Raises OSError, ValueError."""
+    with closing(Ahead(path, begin, order.used)) as ahead:
+        from gemini_hpc.tier import nodefile
+
+        view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        with nodefile.Reader(path, ahead) as reader:
+            reader.read(stored, view, _Told(0.0))
 
 
 DOES: dict[type, Callable[..., orders.Answer]] = {
@@ -218,7 +290,7 @@ def answer(line: bytes) -> orders.Answer:
         why = f"the tier needs h5py and numpy in {sys.executable}: {error}"
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-    return orders.Failed(why[:500])
+    return orders.Failed(owned.as_users_know(why)[:500])
 
 
 def main() -> int:

@@ -16,9 +16,11 @@ from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Blocks,
     Bytes,
+    ClusterName,
     Count,
     Epoch,
     Job,
+    JobKey,
     Port,
     Restart,
     Seconds,
@@ -57,7 +59,7 @@ class Attach(Message, frozen=True, tag="attach"):
     incarnation, and go on without (a prolog never says so). hang: seconds after which
     a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
     one is to go on; 0: none. parity: no copies, but so many blocks of it in a row of a group of
-    `replicas` nodes (`core.parity`).
+    `replicas` nodes (`core.parity`). key: random, of the submission; cluster: as slurm.conf calls it.
     """
 
     job: Job
@@ -72,6 +74,8 @@ class Attach(Message, frozen=True, tag="attach"):
     hang: Seconds | None = None
     after: Job = 0
     parity: Blocks = 0
+    key: JobKey = ""
+    cluster: ClusterName = ""
 
 
 class Ready(Message, frozen=True, tag="ready"):

@@ -19,9 +19,11 @@ from gemini_hpc.core.numbers import (
     Attempt,
     Blocks,
     Bytes,
+    ClusterName,
     Count,
     Epoch,
     Job,
+    JobKey,
     Pairs,
     Port,
     Restart,
@@ -164,6 +166,8 @@ class Wake(Message, frozen=True, tag="wake"):
     hang: Seconds | None = None
     after: Job = 0
     parity: Blocks = 0
+    key: JobKey = ""
+    cluster: ClusterName = ""
 
 
 TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name

@@ -7,6 +7,7 @@ import enum
 import os
 import pwd
 import subprocess
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tier.places import version_directory
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -58,7 +60,7 @@ def store(tier: Path, shards: list[Shard], job: int = 7, set_name: str = "defaul
     """A whole version of these ranks, each on a node of its own."""
     stamp = shards[0].header.stamp
     tier.mkdir(exist_ok=True)
-    where = publish.make_directory(str(tier), job, set_name, stamp)
+    where = version_directory(tier, job, set_name, stamp)
     files = []
     for rank, one in enumerate(shards):
         kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
@@ -180,7 +182,7 @@ VALUES: list[tuple[Any, Any]] = [  # as captured, as exported
     (1 << 5000, hex(1 << 5000)), (b"ab", [97, 98]), (b"", []), (bytearray(b"a"), [97]),
     ([1, b"a"], [1, [97]]), ((1, (2,)), (1, (2,))), (torch.Size([2, 3]), (2, 3)), (range(1, 7, 2), [1, 3, 5]),
     (deque([1, 2], 3), [1, 2]), ({"a": {1: 2}}, {"a": {1: 2}}), (OrderedDict(a=1), {"a": 1}),
-    (Counter("aab"), {"a": 2, "b": 1}), ({3, 1}, [1, 3]), (frozenset({"a"}), ["a"]),
+    (Counter("aab"), {"a": 2, "b": 1}), (Namespace(lr=0.5), {"lr": 0.5}), ({3, 1}, [1, 3]), (frozenset({"a"}), ["a"]),
     (encode.Part(torch.ones(2), (4,), "(Shard(dim=0),)"), ([1.0, 1.0], (4,), "(Shard(dim=0),)")),
     (torch.float32, torch.float32), (torch.device("cpu"), torch.device("cpu")),
     (datetime.datetime(2026, 2, 3, 4, tzinfo=UTC), "2026-02-03T04:00:00+00:00"), (DAY, "2026-02-03"),
@@ -208,11 +210,10 @@ def test_whatever_can_be_captured_is_loaded_without_running_anything(
     assert {type(value) for value, _ in VALUES} >= set(encode._EXACT) - {encode.Lifted}, (
         "each type that the encoder takes, but what is put back before"
     )
-    encode.register_enum(Colour)
     generator = torch.Generator().manual_seed(3)
     state = {**{str(number): value for number, (value, _) in enumerate(VALUES)}, "generator": generator}
     where = version_of(tmp_path / "tier", stateful={"held": Held(state)})
-    monkeypatch.setattr(encode, "_enums", {})  # this program has not the training's classes
+    monkeypatch.setattr(encode, "_enum_class", lambda name: None)  # this program has not the training's classes
     assert export(where, "--format", "torch", "-o", tmp_path / "out") == 0
     found = torch.load(tmp_path / "out", weights_only=True)["stateful"]["held"]
     assert torch.equal(found.pop("generator"), generator.get_state())

@@ -79,6 +79,8 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
             SPANK_GEMINI_HANG="300",
             SPANK_GEMINI_AFTER="17",
             SPANK_GEMINI_REDUNDANCY="xor",
+            SPANK_GEMINI_JOB_KEY="0123456789abcdef",
+            SLURM_CLUSTER_NAME="north",
         )
     )
     (record,) = node.records()
@@ -95,6 +97,8 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "spares": 0,
         "after": 17,
         "parity": 1,
+        "key": "0123456789abcdef",
+        "cluster": "north",
     }
     agent = record["agent"]
     assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
@@ -218,6 +222,8 @@ HOSTILE_TEXTS = [
     ("SPANK_GEMINI_AFTER", "17_3"),
     ("SPANK_GEMINI_AFTER", "4294967296"),
     ("SPANK_GEMINI_AFTER", "17;touch /run/pwned"),
+    ("SPANK_GEMINI_JOB_KEY", "../../../../etc"),
+    ("SPANK_GEMINI_JOB_KEY", "0123456789abcdef\n"),
     ("SPANK_GEMINI_TIER_INTERVAL", "$(touch /run/pwned)"),
     ("SLURM_JOB_NUM_NODES", "$(touch /run/pwned)"),
     ("SLURMD_NODENAME", "n2;touch /run/pwned"),
@@ -404,6 +410,7 @@ USERS_VALUES = [
     {"SPANK_GEMINI_TIER_INTERVAL": "1e9"},
     {"SPANK_GEMINI_HANG": "-1"},
     {"SPANK_GEMINI_AFTER": "x"},
+    {"SPANK_GEMINI_JOB_KEY": "x"},
     {"SPANK_GEMINI_REDUNDANCY": "$(reboot)"},
     {"SLURM_NODELIST": "n[1-"},
     {"SLURM_NODELIST": ""},

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 
 CHANGES = "mkdir,rename,openat,write,pwrite64,ftruncate,fsync,unlink,rmdir,unlinkat"
 CALL = re.compile(r"^(\d+)\s+(\w+)\((.*)\) += (-?\w+)")
+THROUGH = "/proc/self/fd/"  # how a worker reaches what it has opened and checked
 ORDERS = ("write 0", "write 1", "finish")
 ONE_WRITER = "from gemini_hpc.tier import worker, writeback; writeback._THREADS = 1; worker.main()"
 OLD, NEW, NEXT = Stamp(1, 1), Stamp(1, 2), Stamp(2, 1)
@@ -65,13 +66,14 @@ def changes(out: Path, tier: str) -> Iterator[tuple[str, int]]:
         seen[thread, name] += 1
         if name == "openat":
             path = arguments.split(", ")[1]
-            if tier in path and not result.startswith("-"):
+            on_tier = tier in path or THROUGH in path
+            if on_tier and not result.startswith("-"):
                 mine.add(result)
             else:
                 mine.discard(result)
-            if tier in path and ("O_CREAT" in arguments or "O_WRONLY" in arguments):
+            if on_tier and ("O_CREAT" in arguments or "O_WRONLY" in arguments):
                 yield name, seen[thread, name]
-        elif tier in arguments or arguments.split(",")[0] in mine:
+        elif tier in arguments or THROUGH in arguments or arguments.split(",")[0] in mine:
             yield name, seen[thread, name]
 
 
@@ -196,6 +198,7 @@ def after(tier: Path, stamp: Stamp) -> None:
 
 
 NAMED = re.compile(r'(?:mkdir|rename)\(.*"([^"]+)"(?:, 0\d+)?\) = 0$')
+OPENED = re.compile(r"open(?:at)?\(.*O_PATH.*\) = (\d+)<([^>]+)>")
 SYNCED = re.compile(r"fsync\(\d+<([^>]+)>\) = 0$")
 
 
@@ -204,16 +207,19 @@ def test_each_new_name_outlives_a_power_cut(tmp_path: Path) -> None:
     tier = tmp_path / "tier"
     tier.mkdir()
     drain, number = Drain(tier, NEW), itertools.count()
-    named, synced = dict[str, int](), dict[str, int]()
+    named, synced, opened = dict[str, int](), dict[str, int](), dict[str, str]()
     for what in ORDERS:
         order, fds = drain.order(what)
         answer = traced(order, fds, tmp_path / "trace", "-y")[-1]
         if isinstance(answer, orders.Written):
             drain.node.files.append(answer.file)
         for line in (tmp_path / "trace").read_text().splitlines():
+            if match := OPENED.search(line):
+                opened[match[1]] = match[2]
             for pattern, found in ((NAMED, named), (SYNCED, synced)):
                 if match := pattern.search(line):
-                    found[match[1]] = next(number)
+                    path = re.sub(rf"^{THROUGH}(\d+)", lambda fd: opened[fd[1]], match[1])
+                    found[path] = next(number)
     drain.node.close()
     mine = {path: at for path, at in named.items() if str(tier) in path and os.path.exists(path)}
     above = {str(Path(path).relative_to(tier)) for path in mine}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import enum
@@ -20,12 +21,13 @@ from torch import nn
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import small_state
 from gemini_hpc.format.shard_manifest import Row
-from gemini_hpc.tier import index, nodefile, publish
+from gemini_hpc.tier import index, nodefile
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.train.state import encode
 from gemini_hpc.train.state.tree import StateTree
 
 from . import slots
+from .places import version_directory
 
 
 class Net(nn.Module):
@@ -46,7 +48,7 @@ class Net(nn.Module):
 
 def shown(where: Path, made: list[slots.Slot]) -> h5py.File:
     """The index of a version of these ranks, on a node each."""
-    directory = publish.make_directory(str(where), 9, "default", Stamp(3, 12))
+    directory = version_directory(where, 9, "default", Stamp(3, 12))
     files = []
     for rank, slot in enumerate(made):
         shards = [(slot.shard(), rank, slot.digest())]
@@ -106,14 +108,19 @@ def test_a_small_state_that_is_no_training_s_is_no_obstacle(tmp_path: Path) -> N
             assert set(found["tensors"]) == {"x"}, small
 
 
-@encode.register_enum
 class Colour(enum.Enum):
     RED = 1
 
 
 EVERYTHING = [
     *(None, True, False, -(2**80), 0.5, 1j, "\ud800", b"x", bytearray(b"y"), [1, [2]], (3, (4,)), range(3)),
-    *(torch.Size([2]), collections.deque([1, 2], 3), {"a": {1: 2}}, collections.OrderedDict(b=1)),
+    *(
+        torch.Size([2]),
+        collections.deque([1, 2], 3),
+        {"a": {1: 2}},
+        collections.OrderedDict(b=1),
+        argparse.Namespace(a=[1]),
+    ),
     *(collections.Counter("aab"), {1, 2}, frozenset({3}), torch.float32, torch.device("cpu"), Colour.RED),
     *(datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), datetime.timedelta(1), torch.Generator()),
     *(np.float32(1), np.arange(6).reshape(2, 3), np.empty((0, 3)), torch.tensor(3.5), torch.empty(0, 4)),

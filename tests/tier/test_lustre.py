@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import lustre, orders, publish, retention, version, worker
+from gemini_hpc.tier import lustre, orders, retention, version, worker
 
+from .places import version_directory
 from .test_worker import Node
 
 PLAIN = "(Default) {d}\nstripe_count:  1 stripe_size:   1048576 pattern:       0 stripe_offset: -1\n"
@@ -98,8 +99,8 @@ def test_the_layout_is_set_before_anybody_can_write(tmp_path: Path) -> None:
     def lay_out(path: str) -> None:
         seen.append((Path(path).name, sorted(p.name for p in Path(path).parent.iterdir() if p.name[0] != ".")))
 
-    made = publish.make_directory(str(tmp_path), 7, "default", Stamp(1, 2), lay_out)
-    again = publish.make_directory(str(tmp_path), 7, "default", Stamp(1, 2), lay_out)
+    made = version_directory(tmp_path, 7, "default", Stamp(1, 2), lay_out)
+    again = version_directory(tmp_path, 7, "default", Stamp(1, 2), lay_out)
     assert made == again and Path(made).is_dir() and Path(made).name == version.name(Stamp(1, 2))
     assert len(seen) == 1 and seen[0][0].startswith(".") and seen[0][1] == []
     assert [p.name for p in Path(made).parent.iterdir()] == [Path(made).name]
@@ -130,7 +131,7 @@ def test_two_nodes_make_it_at_once(tmp_path: Path) -> None:
         directory.mkdir()
         (directory / "node-0000.h5").write_text("x")
 
-    made = publish.make_directory(str(tmp_path), 7, "default", Stamp(1, 2), other)
+    made = version_directory(tmp_path, 7, "default", Stamp(1, 2), other)
     assert [p.name for p in Path(made).iterdir()] == ["node-0000.h5"]
     assert [p.name for p in Path(made).parent.iterdir()] == [Path(made).name]
 

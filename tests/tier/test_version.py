@@ -19,6 +19,7 @@ from gemini_hpc.tier import index, names, nodefile, publish, retention, version
 from gemini_hpc.tier.version import Manifest
 
 from . import slots
+from .places import version_directory
 
 ROWS = (
     Row("model.w", "float32", (6, 4), True, "cpu"),
@@ -30,7 +31,7 @@ ROWS = (
 
 def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest: bool = True) -> list[slots.Slot]:
     """A version of two ranks, on two nodes."""
-    where = publish.make_directory(str(tier), 9, "default", stamp)
+    where = version_directory(tier, 9, "default", stamp)
     files, made = [], []
     for rank in range(world):
         boxes = [(0, (3 * rank, 0), (3, 4)), (3, (0,), (2,))]
@@ -70,8 +71,8 @@ def test_a_version_is_whole_with_its_manifest(tmp_path: Path) -> None:
     assert version.stamps(above) == [Stamp(2, 3), Stamp(1, 5)]
     assert [m.stamp for m in version.whole(above)] == [(1, 5)]
     assert version.read(above, Stamp(2, 3)) is None
-    assert version.sets(str(tmp_path), 9) == ["default"]
-    assert version.sets(str(tmp_path), 10) == []
+    assert version.sets(str(tmp_path / "gemini-9")) == ["default"]
+    assert version.sets(str(tmp_path / "gemini-10")) == []
 
 
 def test_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
@@ -186,5 +187,5 @@ def test_names_that_cannot_be_read_are_not_written_over(tmp_path: Path, monkeypa
 
 def test_a_tier_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(publish.TierError, match="not there"):
-        publish.make_directory(str(tmp_path / "gone"), 1, "default", Stamp(0, 1))
+        version_directory(tmp_path / "gone", 1, "default", Stamp(0, 1))
     assert not (tmp_path / "gone").exists()

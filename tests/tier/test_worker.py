@@ -16,7 +16,7 @@ from waiting import until
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Row
-from gemini_hpc.tier import orders, version, worker
+from gemini_hpc.tier import job_directory, orders, version, worker
 from gemini_hpc.tier.shards import Shard, digest
 
 from . import slots
@@ -118,7 +118,8 @@ def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
     for rank in range(2):
         write = orders.Write(node.tier, 5, "default", node.stamp, rank, (node.source(rank),))
         node.files.append(carry_out(write, node.fds[rank]).file)
-    assert carry_out(orders.Finish(node.tier, 5, "default", node.stamp, 2, tuple(node.files))) == orders.Finished()
+    finish = orders.Finish(node.tier, 5, "default", node.stamp, 2, tuple(node.files))
+    assert carry_out(finish) == orders.Finished(directory=f"{tmp_path}/gemini-5")
     (manifest,) = carry_out(looks).manifests
     assert manifest.stamp == STAMP and manifest.whole and manifest.serial == 1
     for rank, (_, stored) in manifest.shards().items():
@@ -141,7 +142,7 @@ def test_a_long_end_has_signs_of_life(node: Node, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(worker, "_say", said.append)
     monkeypatch.setattr(worker, "_TELL_EVERY_S", -1.0)
     order = orders.Finish(node.tier, 5, "default", STAMP, 2, tuple(node.files))
-    assert worker.DOES[orders.Finish](order) == orders.Finished()
+    assert worker.DOES[orders.Finish](order) == orders.Finished(directory=f"{node.tier}/gemini-5")
     assert said == [orders.Progress(0)] * 3
 
 
@@ -175,8 +176,7 @@ def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
 def test_a_tier_in_which_one_may_make_directories_and_not_look(node: Node, tmp_path: Path) -> None:
     node.tier = str(tmp_path / "tier")
     os.mkdir(node.tier)
-    shutil.chown(node.tier, 65534)
-    os.chmod(node.tier, 0o733)
+    os.chmod(node.tier, 0o1333)
     order = orders.Write(node.tier, 5, "default", node.stamp, 0, (node.source(0),))
     assert isinstance(carry_out(order, node.fds[0], before=WITHOUT_RIGHTS), orders.Written)
 
@@ -187,7 +187,7 @@ def written_to(node: Node, tier: Path, before: tuple[str, ...] = ()) -> str:
     order = orders.Write(node.tier, 5, "default", node.stamp, 0, (node.source(0),))
     answer = carry_out(order, node.fds[0], before=before) if before else here(order)
     assert isinstance(answer, orders.Failed) and answer.reason.startswith(node.tier), answer
-    assert [name for _, _, names in os.walk(node.tier) for name in names] == [], tier
+    assert {name for _, _, names in os.walk(node.tier) for name in names} <= {job_directory.MARK}, tier
     return answer.reason.rpartition(": ")[2]
 
 
@@ -203,13 +203,16 @@ def test_one_sentence_says_what_is_wrong_with_a_file_system(node: Node, tmp_path
     for kind, options, before, why in (
         ("full", "size=4k", (), "the file system is full"),
         ("read-only", "ro", (), "the file system is read-only"),
-        ("another's", "", WITHOUT_RIGHTS, "permission denied"),
+        ("closed", "", WITHOUT_RIGHTS, "permission denied"),
+        ("another's", "", (), "belongs to user 65534, neither to the job's user nor to root"),
         ("quota", "", full, "the quota is used up"),
     ):
         tier = tmp_path / kind
         tier.mkdir()
         if kind == "another's":
             shutil.chown(tier, 65534)
+        if kind == "closed":
+            tier.chmod(0o555)
         if options:
             subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", tier], check=True)
         try:

@@ -19,14 +19,16 @@ from hypothesis import strategies as st
 from gemini_hpc.train.state import encode
 
 
-@encode.register_enum
 class Colour(enum.Enum):
     RED = 1
     BLUE = "b"
 
 
-class Unregistered(enum.Enum):
-    RED = 1
+def _of_a_function() -> type[enum.Enum]:
+    class Hidden(enum.Enum):
+        RED = 1
+
+    return Hidden
 
 
 def same(a: Any, b: Any) -> bool:
@@ -147,7 +149,7 @@ class Odd:
     [
         ({"a": [1, Odd()]}, r"state\['a'\]\[1\]", "Odd"),
         ({"f": math.sin}, r"state\['f'\]", "builtin_function"),
-        ([Unregistered.RED], r"state\[0\]", "register_enum"),
+        ([_of_a_function()["RED"]], r"state\[0\]", "top of a module"),
         ({"m": torch.nn.Linear(1, 1)}, r"state\['m'\]", "Linear"),
         ({"s": torch.ones(2).to_sparse()}, r"state\['s'\]", "sparse"),
         ({"o": np.array([object()])}, r"state\['o'\]", "object"),

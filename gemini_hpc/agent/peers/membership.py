@@ -43,6 +43,16 @@ class Membership:
         return self.incarnation.hosts if self.incarnation is not None else ()
 
     @property
+    def key(self) -> str:
+        """The random key of the job's submission; "": it has none."""
+        return self.incarnation.attach.key if self.incarnation is not None else ""
+
+    @property
+    def cluster(self) -> str:
+        """Slurm's name of the cluster; "" where it is not known."""
+        return self.incarnation.attach.cluster if self.incarnation is not None else ""
+
+    @property
     def replicas(self) -> int:
         """Holders of a shard; with parity the nodes of a group."""
         wanted = self.incarnation.attach.replicas if self.incarnation is not None else 1

@@ -102,5 +102,5 @@ class Flush:
         await link.flush(self._over(training.name, stamp, reason))
 
     def _over(self, name: str, stamp: Stamp, reason: str) -> Flushing:
-        where = f"{version.job_directory(self._saver.tier, self._job)}/{name}/{version.name(stamp)}"
+        where = f"{self._saver.directory}/{name}/{version.name(stamp)}"
         return Flushing(name, stamp, over=True, reason=reason, where="" if reason else where)

@@ -161,6 +161,8 @@ class NodeWriter:
             tuple(sources),
             settings.tier_bytes_per_s,
             settings.tier_compress,
+            key=self._membership.key,
+            cluster=self._membership.cluster,
         )
 
         def through(count: int) -> None:

@@ -74,6 +74,7 @@ class Saver:
         self._publishing: dict[int, asyncio.Future[None]] = {}  # by attempt
         self.troubles = SaveFailures()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
+        self.directory = ""  # of the job, on the tier, as a worker has seen it last
         self.succeeded = False  # the training has: nobody will complete what is half written
 
     @property
@@ -358,7 +359,9 @@ class Saver:
         raise TierFailed(self._silent(reason))
 
     async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[Manifest, ...]:
-        found = await worker_process.carry_out(orders.Look(self.tier, job, "", tuple(without)))
+        found = await worker_process.carry_out(
+            orders.Look(self.tier, job, "", tuple(without), key=None, cluster=self._membership.cluster)
+        )
         self.troubles.over("")
         return found.manifests if isinstance(found, orders.Found) else ()
 
@@ -366,10 +369,24 @@ class Saver:
         self, without: Iterable[tuple[str, Stamp]], *, begin: bool = False, make: bool = False
     ) -> tuple[Manifest, ...]:
         rejected = self._rejections.all
-        order = orders.Look(self.tier, self._identity.job, "", tuple(without), begin, make, rejected)
+        order = orders.Look(
+            self.tier,
+            self._identity.job,
+            "",
+            tuple(without),
+            begin,
+            make,
+            rejected,
+            key=self._membership.key,
+            cluster=self._membership.cluster,
+        )
         found = await worker_process.carry_out(order)
         self.troubles.over("")
-        manifests = found.manifests if isinstance(found, orders.Found) else ()
+        if not isinstance(found, orders.Found):
+            return ()
+        manifests, self.directory = found.manifests, found.directory
+        if found.beside:
+            self._log("tier_beside", detail=found.beside)
         self._happened(events.Stored({m.set: (m.stamp, m.time) for m in manifests}))
         return manifests
 
@@ -399,7 +416,7 @@ class Saver:
     async def _name(self, name: str, stamp: Stamp) -> str:
         """This version of the tier gets the names that it is to have; why it has not, or ""."""
         names = self._keeps.due(name, stamp)
-        order = orders.Name(self.tier, self._identity.job, name, stamp, names)
+        order = orders.Name(self.tier, self._identity.job, name, stamp, names, key=self._membership.key)
         try:
             done = await worker_process.carry_out(order) if names else None
         except TierFailed as error:
@@ -413,7 +430,9 @@ class Saver:
         limit = before
         try:
             async with self._turns[name]:  # of a round before one may just become whole
-                await worker_process.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
+                await worker_process.carry_out(
+                    orders.Clean(self.tier, self._identity.job, name, limit, key=self._membership.key)
+                )
         except TierFailed as error:
             self.say(name, 0, f"cannot remove incomplete versions: {error}")
 
@@ -441,6 +460,8 @@ class Saver:
             settings.tier_keep_last,
             settings.tier_keep_every,
             self._keeps.due(name, stamp),
+            key=self._membership.key,
+            cluster=self._membership.cluster,
         )
         try:
             async with self._turns[name]:
@@ -449,6 +470,7 @@ class Saver:
             return str(error)
         trouble = done.trouble if isinstance(done, orders.Finished) else ""
         if isinstance(done, orders.Finished):
+            self.directory = done.directory
             self._keeps.saved(name, stamp, done.names)
         if trouble:
             self.say(name, stamp.version, trouble)

@@ -276,11 +276,23 @@ class PullScheduler:
         return plan.heritage if plan is not None else None
 
     async def _from_tier(self, copy: Copy, memory: Memfd) -> None:
-        tier, job, stamp, heritage = self._tier.directory, self._identity.job, copy.stamp, self._heritage
+        here, heritage = self._membership, self._heritage
+        stamp, whose = copy.stamp, tuple[int, str | None]((self._identity.job, here.key))
         origin = heritage.origin(copy.set, stamp) if heritage is not None else None
         if heritage is not None and origin is not None:
-            job, stamp = heritage.job, origin
-        order = orders.Read(tier, job, copy.set, stamp, copy.rank, memory.fd, copy.used, copy.digest)
+            whose, stamp = (heritage.job, None), origin
+        order = orders.Read(
+            self._tier.directory,
+            whose[0],
+            copy.set,
+            stamp,
+            copy.rank,
+            memory.fd,
+            copy.used,
+            copy.digest,
+            key=whose[1],
+            cluster=here.cluster,
+        )
         try:
             await worker_process.carry_out(order, [memory.fd])
         except TierFailed as error:

@@ -8,11 +8,14 @@ in ValueError.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import enum
 import math
 import re
 import struct
+import sys
+import types
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -36,8 +39,6 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 _QUANTIZED = ("torch.q", "torch.quint", "torch.bits")
 
-_enums: dict[str, type[enum.Enum]] = {}
-
 
 class UnknownTypeError(TypeError):
     """A value that has no encoding; the message names where it is and what it is."""
@@ -58,12 +59,6 @@ class Part(NamedTuple):
     tensor: torch.Tensor | Lifted
     shape: tuple[int, ...]
     placements: str
-
-
-def register_enum(cls: type[enum.Enum]) -> type[enum.Enum]:
-    """Allow members of `cls` in captured state (they are stored by name). Usable as a class decorator."""
-    _enums[f"{cls.__module__}.{cls.__qualname__}"] = cls
-    return cls
 
 
 def encode(value: Any, where: str = "state") -> bytes:
@@ -220,6 +215,7 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     ),
     dict: lambda out, value, where, depth: _put_mapping(out, b"d", value, where, depth),
     OrderedDict: lambda out, value, where, depth: _put_mapping(out, b"O", value, where, depth),
+    argparse.Namespace: lambda out, value, where, depth: _put_mapping(out, b"n", vars(value), where, depth),
     Counter: lambda out, value, where, depth: _put_mapping(out, b"C", value, where, depth),
     set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
     frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
@@ -235,11 +231,29 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
 }
 
 
+def _enum_class(name: str) -> type[enum.Enum] | None:
+    """Return the enum class of this module and name, None for what is none here. Nothing is imported, and no code of
+    a module or class runs: the name may come from damaged or hostile bytes."""
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:split]))
+        found: Any = module if isinstance(module, types.ModuleType) else None
+        for part in parts[split:]:
+            found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
+        if (
+            isinstance(found, type)
+            and issubclass(found, enum.Enum)
+            and f"{found.__module__}.{found.__qualname__}" == name
+        ):
+            return found
+    return None
+
+
 def _has_name(value: enum.Enum) -> bool:
-    """Whether it is a member of a registered class; a combination of flags is none."""
+    """Whether a reader can find this member by its names; a combination of flags has none."""
     cls = type(value)
-    registered = _enums.get(f"{cls.__module__}.{cls.__qualname__}") is cls
-    return registered and cls.__members__.get(value.name or "") is value
+    known = _enum_class(f"{cls.__module__}.{cls.__qualname__}") is cls
+    return known and cls.__members__.get(value.name or "") is value
 
 
 def _put_datetime(out: list[bytes], value: datetime.datetime, where: str) -> None:
@@ -269,7 +283,7 @@ def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         hint = (
-            "register its class with gemini_hpc.train.state.encode.register_enum"
+            "define its class at the top of a module"
             if isinstance(value, enum.Enum)
             else "give the object that holds it a state_dict of plain values (numbers, text, containers, tensors)"
         )
@@ -330,6 +344,14 @@ class _Reader:
         if len(result) != count:
             raise ValueError("encoded state has a key twice")
         return result
+
+    def namespace(self, depth: int) -> argparse.Namespace:
+        found = argparse.Namespace()
+        for key, value in self.mapping(depth).items():
+            if not isinstance(key, str):
+                raise ValueError("encoded state has a namespace with a name that is no text")
+            vars(found)[key] = value
+        return found
 
     def integer(self) -> int:
         return int.from_bytes(self.sized(), "little", signed=True)
@@ -414,9 +436,14 @@ class _Reader:
         pair = self.value(depth + 1)
         if not self.enums and isinstance(pair, tuple) and len(pair) == 2:
             return f"{pair[0]}.{pair[1]}"
-        if not (isinstance(pair, tuple) and len(pair) == 2 and pair[0] in _enums):
-            raise ValueError("encoded state has a member of an enum class that is not registered here")
-        return _enums[pair[0]][pair[1]]
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError("encoded state has an invalid member of an enum")
+        found = _enum_class(pair[0])
+        if found is None or pair[1] not in found.__members__:
+            raise ValueError(
+                f"encoded state has {pair[0][:80]}.{str(pair[1])[:80]}, an enum's member that is unknown here"
+            )
+        return found.__members__[pair[1]]
 
     def moment(self) -> datetime.datetime:
         text = bytes(self.sized()).decode()
@@ -445,6 +472,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"q": lambda r, depth: r.deque(depth),
     b"d": lambda r, depth: r.mapping(depth),
     b"O": lambda r, depth: OrderedDict(r.mapping(depth)),
+    b"n": lambda r, depth: r.namespace(depth),
     b"C": lambda r, depth: Counter(r.mapping(depth)),
     b"S": lambda r, depth: r.members(depth),
     b"Z": lambda r, depth: frozenset(r.members(depth)),

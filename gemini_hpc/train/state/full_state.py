@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -238,6 +239,8 @@ def _plain(value: Any) -> Any:
         return _scalar(value)
     if isinstance(value, np.ndarray):
         return _array(value)
+    if isinstance(value, argparse.Namespace):
+        return _plain(vars(value))
     if isinstance(value, dict):
         return {_key(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

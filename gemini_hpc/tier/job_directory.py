@@ -1,0 +1,172 @@
+"""Where a job's versions lie below a tier: in `gemini-JOBID`, or in `gemini-JOBID-KEY` beside another job's.
+
+Job numbers come again: two clusters may share a file system, and a controller may begin to count anew. Each
+submission therefore has a random key, which the job keeps over its requeues; `.job.json` in the directory has it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.core.numbers import ClusterName, Job, JobKey
+from gemini_hpc.tier.owned import Directory, NotOurs
+from gemini_hpc.wire.bounds import Strict
+
+MARK = ".job.json"
+_MOST_BYTES = 4096
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EPERM, errno.EACCES)
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """The job of a directory. key: of its submission, "" without; cluster: Slurm's ClusterName, "" unknown."""
+
+    job: Job
+    key: JobKey = ""
+    cluster: ClusterName = ""
+
+
+_decoder = Strict(msgspec.json.Decoder(Mark))
+
+
+def plain_name(job: int) -> str:
+    """Return the name of a job's directory where no other job of this number has one."""
+    return f"gemini-{job}"
+
+
+def names(tier: str, job: int) -> list[str]:
+    """Return the names of the directories that jobs of this number have, sorted. Raises OSError."""
+    wanted = re.compile(rf"{plain_name(job)}(-[0-9a-f]{{16}})?")
+    return sorted(name for name in os.listdir(tier) if wanted.fullmatch(name))
+
+
+def find(tier: Directory, mark: Mark) -> Directory | None:
+    """Return the directory of this very job, None where it has none yet. Raises OSError."""
+    plain = plain_name(mark.job)
+    for name in [f"{plain}-{mark.key}", plain] if mark.key else [plain]:
+        found = _of(tier, name, mark.job)
+        if found is not None and found[1].key == mark.key:
+            return found[0]
+        if found is not None:
+            found[0].close()
+    return None
+
+
+def beside(tier: Directory, mark: Mark) -> str:
+    """Return one sentence where this job's directory has another name than its number, else "". Raises OSError."""
+    plain = plain_name(mark.job)
+    found = find(tier, mark)
+    name = os.path.basename(found.where) if found is not None else ""
+    if found is not None:
+        found.close()
+    if name == plain or (not name and not os.path.lexists(f"{tier.path}/{plain}")):
+        return ""
+    if not mark.key:
+        return f"{tier.where}/{plain} is another job's: nothing of this job is saved"
+    return f"{tier.where}/{plain} is another job's: this job's versions are in {plain}-{mark.key} there"
+
+
+def former(tier: Directory, job: int, cluster: str) -> Iterator[Directory]:
+    """Yield the directories that jobs of this number and of the same user have had on this cluster.
+
+    A directory is open until the next one is asked for. Raises OSError.
+    """
+    for name in names(tier.path, job):
+        found = _of(tier, name, job)
+        if found is not None:
+            with found[0]:
+                if found[1].cluster in ("", cluster):
+                    yield found[0]
+
+
+def make(tier: Directory, mark: Mark) -> Directory:
+    """Return the directory of this job, made if there is none.
+
+    Raises:
+        NotOurs: other jobs have its names.
+        OSError: it cannot be made.
+    """
+    if (there := find(tier, mark)) is not None:
+        return there
+    plain = plain_name(mark.job)
+    made = tempfile.mkdtemp(prefix=f".{plain}.", suffix=".tmp", dir=tier.path)  # mode 0700
+    try:
+        _write(made, mark)
+        for name in [plain, f"{plain}-{mark.key}"] if mark.key else [plain]:
+            try:
+                os.rename(made, f"{tier.path}/{name}")
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+                if (there := find(tier, mark)) is not None:  # another node has made it meanwhile
+                    return there
+                continue
+            with suppress(PermissionError):  # in a tier where one may make directories and not list them
+                sync(tier.path)
+            return tier.below(name)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    raise NotOurs(f"{tier.where}/{plain}", f"{plain} is another job's")
+
+
+def clean(tier: Directory, job: int) -> None:
+    """Remove directories of this job that got no name, as far as the tier can be listed."""
+    begun = re.compile(rf"\.{plain_name(job)}\..{{1,40}}\.tmp")
+    with suppress(OSError):
+        for name in filter(begun.fullmatch, os.listdir(tier.path)):
+            with suppress(OSError), tier.below(name):
+                shutil.rmtree(f"{tier.path}/{name}")
+
+
+def sync(path: str) -> None:
+    """Return when what was renamed in a directory is there after a power cut. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _of(tier: Directory, name: str, job: int) -> tuple[Directory, Mark] | None:
+    """Return a directory of this user with its mark, None for what is not there or another's. Raises OSError."""
+    try:
+        found = tier.below(name)
+    except (FileNotFoundError, NotOurs):
+        return None
+    try:
+        mark = _read(found, job)
+    except BaseException:
+        found.close()
+        raise
+    if mark is None:
+        found.close()
+        return None
+    return found, mark
+
+
+def _read(directory: Directory, job: int) -> Mark | None:
+    """Return the mark in a directory, None for another job's or none. Without a file it is of a job without a key."""
+    try:
+        with os.fdopen(directory.file(MARK), "rb") as file:
+            found = _decoder.decode(file.read(_MOST_BYTES))
+    except FileNotFoundError:
+        return Mark(job)
+    except (msgspec.MsgspecError, NotOurs):
+        return None
+    return found if found.job == job else None
+
+
+def _write(directory: str, mark: Mark) -> None:
+    fd = os.open(f"{directory}/{MARK}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(mark))
+        file.flush()
+        os.fsync(fd)
+    sync(directory)

@@ -1,0 +1,118 @@
+"""Directories and files of the tier, opened by descriptor and checked for their owner.
+
+Other users may write where a tier lies: in a sticky directory as /scratch is one, or in a group's. A job reads and
+writes only what belongs to its own user, below directories that no other user can change. `Directory.path` leads
+through a descriptor, so that a directory that is renamed or replaced later is not followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from types import TracebackType
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_THROUGH = re.compile(r"/proc/self/fd/[0-9]+")
+_users_paths: dict[str, str] = {}  # by the path through a descriptor, the last one of this number
+
+
+class NotOurs(PermissionError):
+    """What lies on the tier could be another user's; `strerror` has the reason."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(errno.EACCES, reason, path)
+
+
+def through(fd: int, where: str) -> str:
+    """Return the path that leads through a descriptor to what users know as `where`."""
+    path = f"/proc/self/fd/{fd}"
+    _users_paths[path] = where
+    return path
+
+
+def as_users_know(text: str) -> str:
+    """Return a message with the paths that users know in place of those through descriptors."""
+    return _THROUGH.sub(lambda path: _users_paths.get(path[0], path[0]), text)
+
+
+class Directory:
+    """An open directory of the tier. path: through its descriptor; where: as users know it."""
+
+    def __init__(self, fd: int, where: str) -> None:
+        self._fd, self.where, self.path = fd, where, through(fd, where)
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor: `path` leads nowhere any more."""
+        os.close(self._fd)
+
+    @classmethod
+    def tier(cls, path: str) -> Directory:
+        """Open the directory that the user or the site has named; a symbolic link to it is followed.
+
+        Raises:
+            NotOurs: it is neither root's nor the job's user's, or others may rename what the job makes there.
+            OSError: it cannot be opened.
+        """
+        found = cls(os.open(path, _FLAGS), path)
+        status, reason = os.fstat(found._fd), ""
+        if status.st_uid not in (0, os.geteuid()):
+            reason = f"belongs to user {status.st_uid}, neither to the job's user nor to root"
+        elif status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
+            reason = "other users may write there, and it is not sticky: name a directory of your own"
+        return found._unless(reason)
+
+    def below(self, name: str) -> Directory:
+        """Open a directory in this one, which only the job's user can have made.
+
+        Raises:
+            NotOurs: it is another user's, a symbolic link, no directory, or others may write there.
+            OSError: it cannot be opened.
+        """
+        where = f"{self.where}/{name}"
+        try:
+            fd = os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=self._fd)
+        except NotADirectoryError:
+            raise NotOurs(where, f"{name} is no directory, but a link or a file") from None
+        found, status, reason = Directory(fd, where), os.fstat(fd), ""
+        if status.st_uid != os.geteuid():
+            reason = f"{name} belongs to user {status.st_uid}, not to the job's user"
+        elif status.st_mode & _WRITABLE_BY_OTHERS:
+            reason = f"other users may write into {name}"
+        return found._unless(reason)
+
+    def _unless(self, reason: str) -> Directory:
+        if reason:
+            self.close()
+            raise NotOurs(self.where, reason)
+        return self
+
+    def file(self, name: str) -> int:
+        """Return a descriptor of a regular file of the job's user in this directory, open for reading.
+
+        Raises:
+            NotOurs: it is another user's, or no regular file.
+            OSError: it cannot be opened.
+        """
+        where = f"{self.where}/{name}"
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotOurs(where, f"{name} is a symbolic link") from None
+            raise
+        status = os.fstat(fd)
+        if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
+            return fd
+        os.close(fd)
+        raise NotOurs(where, f"{name} is no regular file of the job's user")
