@@ -28,8 +28,8 @@ def cluster(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Cluster]
 def tier(cluster: Cluster) -> Path:
     """A directory for one test: agents may write there until the cluster has been tidied."""
     path = cluster.home("alice") / f"tier-{time.time_ns()}"
-    path.mkdir()
-    path.chmod(0o777)
+    path.mkdir(0o700)
+    shutil.chown(path, 5001)
     return path
 
 

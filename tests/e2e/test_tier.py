@@ -118,6 +118,33 @@ def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
     assert saved(tier, job) == [made[5], made[4], made[2]]
 
 
+def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> None:
+    """Where all users may write, another one has taken the next job's name: the job saves beside it, says so, and
+    after the loss of all nodes goes on from what it has saved itself."""
+    team = cluster.directory / "home" / tier.name
+    team.mkdir()
+    team.chmod(0o1777)
+    number = cluster.sbatch(["-N1", "--wrap=true"]) + 1
+    planted = team / f"gemini-{number}"
+    assert cluster.run(["mkdir", "-m", "755", str(planted), f"{planted}/default"], user="bob").returncode == 0
+    job = Heat.submit(
+        cluster, "pmi2", f"--gemini-tier={team}", "--gemini-tier-interval=3600", n=60, steps=10**5, step_s=0.1
+    )
+    assert job.id == number
+    job.reach(8)
+    done = ask(job, "alice")
+    (own,) = team.glob(f"gemini-{number}-*")
+    assert done.returncode == 0 and str(own) in done.stdout, (done, job.said())
+    assert own.stat().st_uid == 5001 and list(planted.iterdir()) == [planted / "default"]
+    assert f"{planted} is another job's" in inspect(job, "--json")
+    for host in job.hosts():
+        cluster.power_off(host)
+    cluster.run(["scontrol", "requeue", str(job.id)])
+    cluster.restore(0)
+    until(lambda: len(job.lines("start")) == 2, 90, what="the job is back")
+    assert job.lines("start")[1]["start"] >= 8 and "from the tier" in job.said()
+
+
 def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> None:
     """As while a file system is not mounted: the job waits, says for what, and goes on when it is there."""
     away = tier.with_name("tier-away")

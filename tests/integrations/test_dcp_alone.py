@@ -6,7 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from waiting import until
 import gemini_hpc as gemini
 from gemini_hpc.cli.main import main as export
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
+from gemini_hpc.train.state import encode
 from tests.train.conftest import job, make_job
 from tests.train.fake_agent import FakeJob
 from tests.train.test_start import drain
@@ -29,6 +30,26 @@ pytestmark = pytest.mark.slow
 
 __all__ = ["job", "make_job"]
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3), "e": torch.empty(0, 2)}, "list": [1, torch.ones(2)], "n": None}
+
+
+class Planted:
+    """Runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def encoder_of(planted: bytes) -> Callable[..., bytes]:
+    """Return an encoder that has this in the place of every None."""
+
+    def encoded(value: Any, where: str = "state") -> bytes:
+        return planted if value is None else real(value, where)
+
+    real = encode.encode
+    return encoded
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +86,29 @@ class TestAlone:
         found = load_file(out)
         assert torch.equal(found["model.w"], STATE["model"]["w"])  # type: ignore[index,call-overload]
         assert torch.equal(found["list.1"], torch.ones(2)) and found["model.e"].shape == (0, 2)
-        assert torch.load(io.BytesIO(found["list.0"].numpy().tobytes())) == 1
+        assert encode.decode(found["list.0"].numpy().tobytes()) == 1
+
+    def test_a_pickle_in_the_place_of_a_value_is_not_run(
+        self, job: FakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        planted = io.BytesIO()
+        torch.save(Planted(tmp_path / "ran"), planted)
+        monkeypatch.setattr("gemini_hpc.integrations.dcp.encode.encode", encoder_of(planted.getvalue()))
+        assert self.save() == 1
+        monkeypatch.undo()
+        assert job.requeue() is not None
+        with pytest.raises(CheckpointException, match="encoded state"):
+            dcp.load({"n": 5}, storage_reader=GeminiReader())
+        assert not (tmp_path / "ran").exists()
+
+    def test_a_value_that_has_no_encoding_is_named_and_not_saved(
+        self, job: FakeJob, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        writer = GeminiWriter()
+        dcp.save({**STATE, "odd": object()}, storage_writer=writer)
+        assert writer.version == 0
+        assert "odd" in capfd.readouterr().err
+        assert self.save() == 1, "the next one can be saved"
 
     def test_another_id_than_that_of_the_version_is_refused(self, job: FakeJob) -> None:
         self.save(checkpoint_id="step-1")

@@ -154,6 +154,13 @@ def test_a_version_that_a_node_has_not_written_is_none(node: Node, tmp_path: Pat
     assert version.stamps(str(tmp_path / "gemini-5/default")) == []
 
 
+def test_a_directory_that_each_node_has_for_itself_is_named(node: Node, tmp_path: Path) -> None:
+    node.files = [node.write(rank).file for rank in range(2)]
+    (tmp_path / "gemini-5/default" / version.name(STAMP) / node.files[1].name).unlink()
+    assert "each node has a directory of its own" in node.finish().reason
+    assert look(tmp_path).manifests == ()
+
+
 def test_what_was_overwritten_while_it_was_copied_is_not_written(node: Node, tmp_path: Path) -> None:
     source = node.source(0)
     node.slots[0].memory[9000] ^= 1
