@@ -24,10 +24,12 @@ from gemini_hpc.agent.tier.workers import NoWorker
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import (
     hdf5,
+    job_directory,
     lustre,
     names,
     nodefile,
     orders,
+    owned,
     publish,
     retention,
     version,
@@ -208,7 +210,8 @@ class Tier:
         for stamp in self.stamps():
             self._audit(stamp)
 
-    def _named(self, path: str) -> None:
+    def _named(self, through: str) -> None:
+        path = owned.as_users_know(through)
         if path.endswith(f"/{version.MANIFEST}"):
             stamp = version.stamp_of(path.split("/")[-2])
             assert stamp is not None
@@ -216,7 +219,8 @@ class Tier:
             self.world.tell(f"TIER {stamp.epoch}:{stamp.version} is whole")
             contextvars.Context().run(self._audit, stamp)
 
-    def _removed(self, path: str) -> None:
+    def _removed(self, through: str) -> None:
+        path = owned.as_users_know(through)
         if path.endswith(f"/{version.MANIFEST}"):
             self._no_more(os.path.dirname(path), kept=os.path.lexists(f"{os.path.dirname(path)}/{version.KEPT}"))
 
@@ -264,10 +268,11 @@ class Tier:
     def install(self) -> None:
         """For the rest of this process."""
         files, system, create = Files(self.system), self.system, hdf5.create
-        for module in (publish, version, retention, names, nodefile, worker):
+        for module in (owned, job_directory, publish, version, retention, names, nodefile, worker):
             _put(module, os=files)
         shutil = copy_of("shutil", files)
-        _put(publish, shutil=shutil, tempfile=SimpleNamespace(mkdtemp=files.mkdtemp))
+        for module in (publish, job_directory):
+            _put(module, shutil=shutil, tempfile=SimpleNamespace(mkdtemp=files.mkdtemp))
         _put(retention, shutil=shutil)
         _put(names, open=files.open_file)
         _put(worker, open=files.open_file, sys=_System(), Ahead=NothingAhead)
