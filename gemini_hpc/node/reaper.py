@@ -20,11 +20,13 @@ from contextlib import suppress
 
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
-from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn
+from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn, stale_jobs
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
 
 GRACE_S = 30.0
+LOG_S = 30.0  # so long the log of an agent that has let go stays for its owner
+SWEEPS = 6  # of directories alone, before the next prolog is left to do it
 YOUNG_S = 5.0
 LOOK_LEAST_S, LOOK_S = 0.1, 1.0
 LOOK_MOST_S = 30.0  # never later than the next that is due
@@ -116,11 +118,20 @@ def look(run_fd: int, settings: Settings) -> float | None:
             since_s = ledger.now_s() - entry.ended_s
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
         gone = not inside(entry)
-        # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
+        # One that has let go by itself leaves its log for its owner, until `sweep`.
         if (over or gone) and end(run_fd, entry, f"the job ended {since_s:.0f} s ago", remove=not gone):
             continue
         waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
     return min(waits, default=None)
+
+
+def sweep(run_fd: int, settings: Settings) -> bool:
+    """Remove what jobs that are not in the ledger have left; return whether any such directory is left."""
+    for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=0, age_s=LOG_S):
+        complain("reaper", 0, problem)
+    with ledger.opened(run_fd) as entries:
+        known = {str(entry.job) for entry in entries}
+    return any(name.isascii() and name.isdecimal() and name not in known for name in os.listdir(run_fd))
 
 
 def _young_s(settings: Settings, entry: ledger.Entry) -> float:
@@ -305,11 +316,16 @@ def main() -> int:
         lock = _lock(run_fd)
         if lock < 0:
             return 0
-        wait_s = LOOK_S
+        wait_s, sweeps = LOOK_S, SWEEPS
         while True:
-            if (due_in_s := look(run_fd, settings)) is not None:
+            due_in_s, left = look(run_fd, settings), sweep(run_fd, settings)
+            if due_in_s is not None:
                 _wait(run_fd, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
+                continue
+            if left and sweeps:  # a log that is kept for a moment, or a directory of which somebody holds a part
+                sweeps -= 1
+                clock.sleep(LOG_S / 3)
                 continue
             with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper
                 if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):

@@ -1,4 +1,4 @@
-"""What dead agents left behind: the prolog of the next job on the node removes it.
+"""What dead agents left behind: the reaper removes it, or the prolog of the next job on the node.
 
 A job that was cancelled while it waited to be run again gets no epilog anywhere; without this its directory would
 stay until the node reboots. (Its memory is gone with the agent's process.)
@@ -20,11 +20,11 @@ PROBE_TIMEOUT_S = 0.2
 _SOMEBODY, _NOBODY = 10, 11
 
 
-def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
+def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S) -> list[str]:
     """Removes leftovers of other jobs, a bounded number in bounded time; returns what could not be removed, one
     sentence each.
 
-    A leftover is a directory older than a minute, whose agent nobody hears from, of a job that has no step on
+    A leftover is a directory older than `age_s`, whose agent nobody hears from, of a job that has no step on
     this node (an agent that crashed is started again by its supervisor, and its trainers wait for it).
     """
     deadline = clock.monotonic() + TIMEOUT_S
@@ -44,7 +44,7 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
         if int(name) in running:
             continue
         try:
-            if _is_leftover(run_fd, run_dir, name):
+            if _is_leftover(run_fd, run_dir, name, age_s):
                 removed += 1
                 job_directory.remove(run_fd, name)
         except job_directory.JobDirError as exc:
@@ -62,11 +62,11 @@ def _starting(run_fd: int) -> set[int]:
         return set()
 
 
-def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
+def _is_leftover(run_fd: int, run_dir: str, name: str, age_s: float) -> bool:
     info = job_directory.look(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode):
         return False
-    if 0 <= clock.time() - info.st_mtime < AGE_MIN_S:  # its owner may have dated it into the future
+    if 0 <= clock.time() - info.st_mtime < age_s:  # its owner may have dated it into the future
         return False
     return not _answers(f"{run_dir}/{name}", info.st_uid)
 

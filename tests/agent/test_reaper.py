@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.node import job_steps, ledger, reaper
+from gemini_hpc.node import job_steps, ledger, reaper, stale_jobs
 from gemini_hpc.node.ledger import Entry
 
 SETTINGS = Settings(retention_s=10.0, held_retention_s=1000.0, tier_flush_s=0.0, attach_timeout_s=1.0)
@@ -155,6 +155,23 @@ def test_a_later_incarnations_end_is_not_the_earlier_ones(node: Node) -> None:
         assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s - 500.0, "told twice"
         entries.ended(JOB, 65534, 1)
         assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s
+
+
+def test_directories_that_ended_jobs_have_left_go_after_a_moment(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another job's prolog; a job that the ledger knows is waited for otherwise."""
+    settings = replace(SETTINGS, run_dir=str(tmp_path))
+    monkeypatch.setattr(stale_jobs, "_answers", lambda directory, uid: directory.endswith("/7"))
+    for name in ("7", "9", "12"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / "7", (0, 0))
+    os.utime(tmp_path / "9", (0, 0))
+    assert reaper.sweep(node.run_fd, settings), "the youngest one's owner may look at its log"
+    assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["12", "7"]
+    os.utime(tmp_path / "12", (0, 0))
+    assert not reaper.sweep(node.run_fd, settings)
+    assert [path.name for path in tmp_path.glob("[0-9]*")] == ["7"]
 
 
 def test_command_lines_of_users_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

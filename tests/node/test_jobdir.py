@@ -88,7 +88,7 @@ def test_owners_who_take_up_the_time_do_not_keep_other_leftovers(
     for job in (*range(100, 120), 200):
         (path / "run" / str(job)).mkdir()
 
-    def slow(run_fd: int, run_dir: str, name: str) -> bool:
+    def slow(run_fd: int, run_dir: str, name: str, age_s: float) -> bool:
         if name != "200":
             time.sleep(0.01)
         return name == "200"
