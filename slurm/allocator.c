@@ -28,11 +28,14 @@ static bool asks_for_too_few(const struct options *options, uint32_t most)
 }
 
 /* Nodes that train have to be enough for the copies, and more than a half: of two halves both could go on. */
-static bool asks_for_too_many_spares(const struct options *options, uint32_t most, bool no_kill)
+static bool asks_for_too_many_spares(const struct options *options, uint32_t most, bool no_kill, bool sure)
 {
 	if (!options->spares)
 		return false;
-	if (!no_kill) {
+	if (!no_kill && !sure) {
+		slurm_info(MESSAGE_PREFIX "--gemini-spares needs --no-kill: an option here is not known to gemini-hpc, which "
+			   "may hide it. Without --no-kill Slurm ends the job with its first lost node, and requeues it");
+	} else if (!no_kill) {
 		slurm_error(MESSAGE_PREFIX "--gemini-spares needs --no-kill: without it Slurm ends the job with its first "
 			    "lost node");
 		return true;
@@ -62,7 +65,7 @@ int allocator_init_post_opt(spank_t sp)
 	 * optional, and would submit a job that lacks what was asked for.
 	 */
 	if (!options_complete() || asks_for_too_few(options, asked.most_nodes) ||
-	    asks_for_too_many_spares(options, asked.most_nodes, no_kill))
+	    asks_for_too_many_spares(options, asked.most_nodes, no_kill, asked.sure))
 		exit(EXIT_FAILURE);
 	if (options->replicas && !options->spares && no_kill)
 		slurm_info(MESSAGE_PREFIX "--no-kill: Slurm does not requeue such a job when it loses a node, so gemini-hpc "

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "number.h"
+#include "options.h"
 
 enum {
 	NODES_MOST = 1 << 24,
@@ -31,8 +32,12 @@ static const char *const long_with_value[] = {
 	"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "job-name", "output", "error", "input", "partition", "time",
 	"account", "mem", "mem-per-cpu", "gres", "gpus", "gpus-per-node", "gpus-per-task", "nodelist", "exclude", "constraint",
 	"qos", "reservation", "chdir", "comment", "dependency", "array", "export", "open-mode", "mail-type", "mail-user",
-	"wrap", "begin", "deadline", "signal", "tasks-per-node", "distribution", "licenses", "gemini-replicas",
-	"gemini-redundancy", "gemini-tier", "gemini-tier-interval", "gemini-hang", "gemini-after",
+	"wrap", "begin", "deadline", "signal", "tasks-per-node", "distribution", "licenses", "cpus-per-gpu",
+	"gpus-per-socket", "gpu-bind", "gpu-freq", "gres-flags", "mem-per-gpu", "mem-bind", "cpu-freq", "cpu-bind", "mincpus",
+	"ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "sockets-per-node", "cores-per-socket", "threads-per-core",
+	"extra-node-info", "core-spec", "thread-spec", "hint", "container", "container-id", "clusters", "cluster-constraint",
+	"prefer", "switches", "time-min", "tmp", "tres-per-task", "wckey", "priority", "profile", "network", "nodefile", "uid",
+	"gid", "export-file", "delay-boot", "kill-on-invalid-dep", "mcs-label", "acctg-freq", "bb", "bbf", "batch", "extra", "mpi",
 };
 
 static bool is_one_of(const char *name, size_t len, const char *const *names, size_t count)
@@ -64,6 +69,7 @@ struct reading {
 	bool said;	/* --nodes was among them, and its value understood */
 	bool kill_said;	/* --no-kill was, in either sense */
 	bool no_kill;
+	bool wrapped;	/* --wrap was: there is no script */
 	uint32_t most;
 	int next;	/* the first word that is no option */
 };
@@ -87,6 +93,8 @@ static void read_long(struct reading *r, const char *word, const char *next)
 	const size_t len = equals ? (size_t)(equals - word) : strlen(word);
 	const bool nodes = len == 5 && strncmp(word, "nodes", 5) == 0;
 
+	if (len == 4 && strncmp(word, "wrap", 4) == 0)
+		r->wrapped = true;
 	if (len == 7 && strncmp(word, "no-kill", 7) == 0)
 		take_no_kill(r, equals ? equals + 1 : NULL);
 	if (equals) {
@@ -96,7 +104,7 @@ static void read_long(struct reading *r, const char *word, const char *next)
 	}
 	if (IS_ONE_OF(word, len, long_flags))
 		return;
-	if (!IS_ONE_OF(word, len, long_with_value) || !next) {
+	if ((!IS_ONE_OF(word, len, long_with_value) && !options_has(word, len)) || !next) {
 		r->sure = false;
 		return;
 	}
@@ -196,7 +204,7 @@ static struct reading read_line(char *line)
 static struct asked script_asks(char *text)
 {
 	static const char mark[] = "#SBATCH";
-	struct asked asked = { 0 };
+	struct asked asked = { .sure = true };
 
 	for (char *line = text, *end; line && *line; line = end ? end + 1 : NULL) {
 		end = strchr(line, '\n');
@@ -211,6 +219,7 @@ static struct asked script_asks(char *text)
 				asked.no_kill = r.no_kill;
 			if (r.said || !r.sure)
 				asked.most_nodes = r.sure ? r.most : 0;
+			asked.sure = asked.sure && r.sure;
 		} else if (*line != '#' && strspn(line, " \t\r") != strlen(line)) {
 			break;
 		}
@@ -220,25 +229,30 @@ static struct asked script_asks(char *text)
 
 struct asked asked_by(int argc, char *const argv[])
 {
-	struct asked asked = { 0 };
+	struct asked asked = { .sure = true };
 	struct reading r;
 	const char *name;
+	bool batch;
 	char *text;
 
 	if (argc < 1)
-		return asked;
+		return (struct asked){ 0 };
 	name = strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : argv[0];
 	if (strcmp(name, "sbatch") != 0 && strcmp(name, "salloc") != 0 && strcmp(name, "srun") != 0)
-		return asked;
+		return (struct asked){ 0 };
 	r = read_options(argc, argv, 1);
-	text = strcmp(name, "sbatch") == 0 && r.sure && r.next < argc ? read_head(argv[r.next]) : NULL;
+	batch = strcmp(name, "sbatch") == 0;
+	text = batch && r.sure && !r.wrapped && r.next < argc ? read_head(argv[r.next]) : NULL;
 	if (text)
 		asked = script_asks(text);
+	else if (batch && !r.wrapped)
+		asked.sure = false;
 	free(text);
 	if (r.said || !r.sure)
 		asked.most_nodes = r.sure ? r.most : 0;
 	if (r.kill_said)
 		asked.no_kill = r.no_kill;
+	asked.sure = asked.sure && r.sure;
 	return asked;
 }
 

@@ -8,6 +8,7 @@
 struct asked {
 	uint32_t most_nodes;	/* of --nodes; 0 where that is not said in so many words */
 	bool no_kill;		/* --no-kill is among the words that were understood */
+	bool sure;		/* each word was understood: what was not seen is not there */
 };
 
 /*

@@ -228,6 +228,14 @@ int options_register(spank_t sp)
 	return rc;
 }
 
+bool options_has(const char *name, size_t len)
+{
+	for (size_t i = 0; i < sizeof(option_table) / sizeof(option_table[0]); i++)
+		if (strlen(option_table[i].name) == len && strncmp(option_table[i].name, name, len) == 0)
+			return true;
+	return false;
+}
+
 const struct options *options_get(void)
 {
 	return &given;

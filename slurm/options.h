@@ -3,6 +3,7 @@
 #define GEMINI_OPTIONS_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include <slurm/spank.h>
@@ -36,6 +37,9 @@ struct options {
 
 /* Registers the options; must run in slurm_spank_init of every context. */
 int options_register(spank_t sp);
+
+/* Whether this is one of them, without its dashes; each takes a value. */
+bool options_has(const char *name, size_t len);
 
 /* The options given so far. */
 const struct options *options_get(void);

@@ -101,10 +101,16 @@ static void test_no_kill(void)
 	CHECK(!no_kill(asked("sbatch", "-koff", "-N2", "job.sh", NULL)));
 	CHECK(!no_kill(asked("sbatch", "-N2", "job.sh", "--no-kill", NULL)));
 	CHECK(!no_kill(asked("sbatch", "--comment", "--no-kill", "-N2", "job.sh", NULL)));
+	CHECK(!no_kill(script("#!/bin/sh\ntrue\n")) && everything.sure);
+	CHECK(no_kill(asked("sbatch", "--gemini-spares", "1", "--no-kill", script_path, NULL)) && everything.sure);
+	CHECK(no_kill(asked("sbatch", "--cpus-per-gpu", "1", "--no-kill", script_path, NULL)) && everything.sure);
+	CHECK(!no_kill(asked("sbatch", "--some-new-option", "--no-kill", script_path, NULL)) && !everything.sure);
 	CHECK(no_kill(script("#!/bin/sh\n#SBATCH -N2\n#SBATCH --no-kill\nsrun true\n")));
 	CHECK(no_kill(script("#!/bin/sh\n#SBATCH -k\n#SBATCH -J 'x y'\n")));
 	CHECK(!no_kill(asked("sbatch", "--no-kill=off", script_path, NULL)));
 	CHECK(!no_kill(script("#!/bin/sh\n#SBATCH -N2\nsrun --no-kill true\n")));
+	CHECK(!no_kill(asked("sbatch", "-N2", "--wrap", "true", NULL)) && everything.sure);
+	CHECK(!no_kill(asked("sbatch", "-N2", NULL)) && !everything.sure);	/* the script comes from a pipe */
 }
 
 int main(void)

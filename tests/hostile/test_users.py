@@ -50,6 +50,20 @@ def test_more_replicas_than_nodes_are_refused_at_submission(site: Site) -> None:
     assert queued(site) == before
 
 
+def test_spares_without_no_kill_are_refused_and_each_spelling_is_understood(site: Site) -> None:
+    options = ["--gemini-replicas=2", "-N3", "--hold", "--parsable", "--wrap=true"]
+    refused = site.cluster.run(["sbatch", "--gemini-spares", "1", *options], user="alice", timeout_s=20)
+    assert refused.returncode != 0 and "--gemini-spares needs --no-kill" in refused.stderr
+    for words in (
+        ["--gemini-spares", "1", "--no-kill"],
+        ["--gemini-spares=1", "-k"],
+        ["--no-kill", "--gemini-spares=1"],
+    ):
+        done = site.cluster.run(["sbatch", *words, *options], user="alice", timeout_s=20)
+        assert done.returncode == 0 and not done.stderr, (words, done.stderr)
+        site.cluster.run(["scancel", done.stdout.strip()])
+
+
 def test_no_kill_is_told_at_submission(site: Site) -> None:
     options = ["--gemini-replicas=2", "-N2", "--no-kill", "--hold", "--parsable", "--wrap=true"]
     done = site.cluster.run(["sbatch", *options], user="alice", timeout_s=20)
