@@ -18,11 +18,14 @@ def register(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "controller",
         help="run the service beside slurmctld",
-        description="Run the controller service as SlurmUser (root becomes SlurmUser). Without --foreground it "
-        "goes to the background and logs to controller.log below state_dir.",
+        description="Run the controller service as SlurmUser (root becomes SlurmUser), in the foreground, until "
+        "SIGTERM. It logs to stderr.",
     )
     parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
-    parser.add_argument("--foreground", action="store_true", help="stay in the foreground, log to stderr (systemd)")
+    parser.add_argument(
+        "--daemon", action="store_true", help="go to the background, log to controller.log below state_dir"
+    )
+    parser.add_argument("--foreground", action="store_true", help=argparse.SUPPRESS)  # unit files of 0.2
     parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")
     parser.set_defaults(func=run)
 
@@ -34,9 +37,12 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as exc:
         print(f"gemini-hpc controller: {exc}", file=sys.stderr)
         return 2
-    if not args.foreground:
-        from gemini_hpc.controller.startup import ServiceError, become
+    from gemini_hpc.controller.startup import ServiceError, become, elsewhere
 
+    if reason := elsewhere(settings):
+        print(f"gemini-hpc controller: {reason}", file=sys.stderr)
+        return 2
+    if args.daemon:
         log = os.path.join(settings.state_dir, "controller.log")
         try:
             become(settings)  # first: the directory is SlurmUser's, who could put a link there
@@ -47,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         except OSError as exc:
             print(f"gemini-hpc controller: {log}: {exc.strerror}", file=sys.stderr)
             return 1
-        if os.fork():
+        if pid := os.fork():
+            print(f"gemini-hpc controller: runs in the background with pid {pid}, log: {log}")
             return 0
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import resource
+import socket
 import stat
 
 from gemini_hpc.config import Settings
@@ -12,6 +13,35 @@ from gemini_hpc.config import Settings
 
 class ServiceError(Exception):
     """The controller cannot run here; the message says why and what to do."""
+
+
+def elsewhere(settings: Settings) -> str:
+    """Return why no controller belongs on this host: the settings name others. "" where it may be one of them."""
+    names = settings.controller_hosts()
+    if not names or any(_may_be_here(name) for name in names):
+        return ""
+    return (
+        f"controller_host is {', '.join(names)}, and this is {socket.gethostname()}: run the controller there, "
+        "or change controller_host"
+    )
+
+
+def _may_be_here(host: str) -> bool:
+    """Return whether a name is this host's, or has an address of it; True for one that cannot be looked up."""
+    if host.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return True
+    for family, kind, proto, _, address in found:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.bind(address)  # of this host alone
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def become(settings: Settings) -> None:

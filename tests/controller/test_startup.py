@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gemini_hpc.config import Settings
+from gemini_hpc.controller.startup import elsewhere
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +75,7 @@ def test_directory_of_roots_that_is_in_use(home: Path) -> None:
 
 
 def test_link_in_the_place_of_the_log(home: Path) -> None:
-    """Without --foreground the log lies in the directory; root must not open it."""
+    """With --daemon the log lies in the directory; root must not open it."""
     secret, state = home.parent / "roots" / "secret", home / "state"
     state.mkdir()
     os.chown(state, SLURM.pw_uid, SLURM.pw_gid)
@@ -79,7 +83,13 @@ def test_link_in_the_place_of_the_log(home: Path) -> None:
     config = home.parent / "gemini.toml"
     config.write_text(f'state_dir = "{state}"\ncontroller_port = 7399\n')
     config.chmod(0o644)
-    argv = [sys.executable, "-m", "gemini_hpc.cli.main", "controller", "--config", str(config)]
+    argv = [sys.executable, "-m", "gemini_hpc.cli.main", "controller", "--daemon", "--config", str(config)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 1 and "controller.log: Permission denied" in done.stderr, done
     assert secret.read_text() == "x"
+
+
+def test_a_controller_belongs_on_a_host_that_the_settings_name() -> None:
+    for host in ("", "localhost", socket.gethostname(), "192.0.2.1,127.0.0.1", "no-such-host.invalid"):
+        assert elsewhere(Settings(controller_host=host)) == "", host
+    assert "controller_host is 192.0.2.1" in elsewhere(Settings(controller_host="192.0.2.1"))

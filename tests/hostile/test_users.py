@@ -189,7 +189,7 @@ def test_bad_settings(site: Site, settings_file: Path) -> None:
     for kind, (content, words) in BAD.items():
         settings_file.write_bytes(content if isinstance(content, bytes) else content.encode())
         one_line(site.gemini("inspect", str(site.job.id)), where, words, status=1, case=kind)
-        one_line(site.gemini("controller", "--foreground", user=None), where, words, status=2, case=kind)
+        one_line(site.gemini("controller", "--daemon", user=None), where, words, status=2, case=kind)
         one_line(site.gemini("controller", user=None), where, words, status=2, case=kind)
         one_line(site.cluster.exec(node, agent, user="alice"), where, words, status=2, case=kind)
         done = site.cluster.exec(node, prolog)
