@@ -41,7 +41,7 @@ IMPORTED_AT = clock.time()
 _ATTEMPTS = 3
 _POLL_S = 0.0005
 _CHUNK_BYTES, _UNDER_WAY = 4 << 20, 4
-_SLACK_BYTES = 256 << 10  # what is pickled varies in length from save to save
+_SLACK_BYTES = 256 << 10  # what is encoded varies in length from save to save
 
 
 @dataclass(frozen=True)

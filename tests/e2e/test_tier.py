@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -120,7 +121,7 @@ def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
 
 def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> None:
     """Where all users may write, another one has taken the next job's name: the job saves beside it, says so, and
-    after the loss of all nodes goes on from what it has saved itself."""
+    after the loss of all nodes and of the controller's state goes on from what it has saved itself."""
     team = cluster.directory / "home" / tier.name
     team.mkdir()
     team.chmod(0o1777)
@@ -139,6 +140,10 @@ def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> Non
     assert f"{planted} is another job's" in inspect(job, "--json")
     for host in job.hosts():
         cluster.power_off(host)
+    cluster.controller_stop()
+    for path in (cluster.directory / "controller").iterdir():  # all that it knew of the job
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    cluster.controller_start()
     cluster.run(["scontrol", "requeue", str(job.id)])
     cluster.restore(0)
     until(lambda: len(job.lines("start")) == 2, 90, what="the job is back")
