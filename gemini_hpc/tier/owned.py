@@ -8,12 +8,13 @@ through a descriptor, so that a directory that is renamed or replaced later is n
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import pwd
 import re
 import stat
 from types import TracebackType
 
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _THROUGH = re.compile(r"/proc/self/fd/[0-9]+")
 _users_paths: dict[str, str] = {}  # by the path through a descriptor, the last one of this number
@@ -24,6 +25,20 @@ class NotOurs(PermissionError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(errno.EACCES, reason, path)
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    """Return whether another user can make or rename files in a directory. A user's private group has no others."""
+    mode = status.st_mode
+    return bool(mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(status.st_gid)))
+
+
+def _is_private(group: int) -> bool:
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
 
 
 def through(fd: int, where: str) -> str:
@@ -68,7 +83,7 @@ class Directory:
         status, reason = os.fstat(found._fd), ""
         if status.st_uid not in (0, os.geteuid()):
             reason = f"belongs to user {status.st_uid}, neither to the job's user nor to root"
-        elif status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
+        elif _others_may_write(status) and not status.st_mode & stat.S_ISVTX:
             reason = "other users may write there, and it is not sticky: name a directory of your own"
         return found._unless(reason)
 
@@ -87,7 +102,7 @@ class Directory:
         found, status, reason = Directory(fd, where), os.fstat(fd), ""
         if status.st_uid != os.geteuid():
             reason = f"{name} belongs to user {status.st_uid}, not to the job's user"
-        elif status.st_mode & _WRITABLE_BY_OTHERS:
+        elif _others_may_write(status):
             reason = f"other users may write into {name}"
         return found._unless(reason)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from gemini_hpc.tier import job_directory
+from gemini_hpc.tier import job_directory, owned
 from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.owned import Directory, NotOurs
 
@@ -82,6 +83,34 @@ def test_what_was_begun_is_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".gemini-7.abc", ".gemini-71.abc.tmp"]
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All directories belong to a group of several users."""
+    monkeypatch.setattr(owned, "_is_private", lambda group: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "gid", "private"),
+    [
+        ("alice", [], 5, True),
+        ("alice", ["alice"], 5, True),
+        ("alice", ["bob"], 5, False),
+        ("lab", [], 5, False),
+        ("alice", [], 6, False),
+    ],
+)
+def test_a_users_private_group_has_no_others(
+    name: str, members: list[str], gid: int, private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where users have umask 002 and a group of their own each."""
+    user = SimpleNamespace(pw_gid=gid, pw_name="alice")
+    group = SimpleNamespace(gr_name=name, gr_mem=members)
+    monkeypatch.setattr(owned.pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(owned.grp, "getgrgid", lambda gid: group)
+    assert owned._is_private(5) is private
+
+
+@pytest.mark.usefixtures("shared")
 def test_what_could_be_another_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o1777)
     for directory in ("mine", "open", "theirs"):
@@ -109,6 +138,7 @@ def test_what_could_be_another_users_is_refused(tmp_path: Path, monkeypatch: pyt
                     refused()
 
 
+@pytest.mark.usefixtures("shared")
 def test_a_tier_is_its_users_or_roots_and_nobody_renames_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
