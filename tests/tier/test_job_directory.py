@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,8 +107,8 @@ def test_a_users_private_group_has_no_others(
     """As where users have umask 002 and a group of their own each."""
     user = SimpleNamespace(pw_gid=gid, pw_name="alice")
     group = SimpleNamespace(gr_name=name, gr_mem=members)
-    monkeypatch.setattr(owned.pwd, "getpwuid", lambda uid: user)
-    monkeypatch.setattr(owned.grp, "getgrgid", lambda gid: group)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     assert owned._is_private(5) is private
 
 
