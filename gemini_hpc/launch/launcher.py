@@ -26,7 +26,8 @@ from gemini_hpc.launch import placing
 from gemini_hpc.launch.health import unhealthy
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import PORTS, rank_environment, spares
-from gemini_hpc.launch.rank_process import SENT, RankProcess
+from gemini_hpc.launch.rank_process import RankProcess
+from gemini_hpc.launch.signals import SENT, Signals
 from gemini_hpc.wire import local
 
 WAIT_S = 20.0
@@ -59,7 +60,7 @@ class Launcher:
         self._attempt = -1 if self._spares else 0
         self._place: local.Place | None = None
         self._status = 0  # of the last rank
-        self._sent: tuple[signal.Signals, float] | None = None
+        self._signals = Signals()
         self._sock: socket.socket | None = None
         self._asked = False
         self._retry_at = 0.0
@@ -68,8 +69,6 @@ class Launcher:
 
     def run(self) -> int:
         """Until the rank has ended with success, or is not to be started again; the exit status."""
-        for number in SENT:
-            signal.signal(number, self._note)
         try:
             while True:
                 if self._spares and not self._trains():
@@ -81,9 +80,7 @@ class Launcher:
                     return status
         finally:  # in the new process, too: it has no part in this connection
             self._hang_up()
-
-    def _note(self, number: int, _frame: object) -> None:
-        self._sent = signal.Signals(number), clock.monotonic()
+            self._signals.close()
 
     def _environment(self) -> dict[str, str]:
         """Of this attempt. The ranks of the one before may still be there for a moment: they meet elsewhere."""
@@ -102,7 +99,7 @@ class Launcher:
 
     def _wait(self) -> int | None:
         """In a job with spares, without a rank: until this node is to train in another attempt, or none follows."""
-        while self._sent is None:
+        while self._signals.last is None:
             state = self._hear(None)
             if state is not None and (state.over or state.done):
                 if state.over:
@@ -111,12 +108,13 @@ class Launcher:
             if state is not None and state.attempt > self._attempt and state.place is not None:
                 self._attempt, self._place = state.attempt, state.place
                 return None
-        return 128 + self._sent[0]
+        return 128 + self._signals.last[0]
 
     def _attend(self, rank: RankProcess) -> int | None:
         """Until this attempt is over; the exit status, or None where another attempt begins."""
         while True:
             state = self._hear(rank)
+            self._signals.pass_on(rank.pid)
             if rank.ended():
                 assert rank.status is not None
                 return self._after(rank.status, rank)
@@ -141,7 +139,9 @@ class Launcher:
                 _say(f"rank {self._rank}: ending: {state.over}")
                 rank.kill()
             else:
-                select.select([rank.fd], [], [], 1.0)
+                due_s = self._signals.due_s()
+                select.select([rank.fd, self._signals.fd], [], [], 1.0 if due_s is None else due_s)
+                self._signals.pass_on(rank.pid)
         return 0 if state.left_out else rank.status or 0
 
     def _next(self, rank: RankProcess, state: local.LaunchState) -> None:
@@ -194,7 +194,7 @@ class Launcher:
         """A rank has failed on this node: is the node healthy? The agents hear of it if it is not."""
         if not state.check or state.left_out:
             return
-        why = unhealthy(state.check, lambda: self._sent is not None, _say)
+        why = unhealthy(state.check, lambda: self._signals.last is not None, _say)
         if why:
             _say(f"this node is not healthy: {why}")
             self._ask(msgspec.structs.replace(self._said(None), unhealthy=why))
@@ -212,16 +212,17 @@ class Launcher:
     def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
         """The signal that somebody has ended the step with: this process gets it, too, perhaps a little later."""
         deadline = clock.monotonic() + wait_s
-        while self._sent is None and clock.monotonic() < deadline:
+        while self._signals.last is None and clock.monotonic() < deadline:
             clock.sleep(RETRY_S / 10)
-        if self._sent is not None and clock.monotonic() - self._sent[1] < HEEDED_S:
-            return self._sent[0]
+        last = self._signals.last
+        if last is not None and clock.monotonic() - last[1] < HEEDED_S:
+            return last[0]
         return None
 
     def _healthy(self) -> bool:
         """Wait while a node is silent; False where one is dead, or nobody can tell: then it is not for launchers."""
         said, deadline = False, clock.monotonic() + SUSPECT_S
-        while self._sent is None and clock.monotonic() < deadline:
+        while self._signals.last is None and clock.monotonic() < deadline:
             verdict = ask_verdict(self._path)
             if verdict is not None and verdict.dead and not verdict.spared:
                 _say(f"rank {self._rank}: {', '.join(verdict.dead)[:200]} dead: not starting the ranks again")
@@ -259,9 +260,10 @@ class Launcher:
         if sock is not None:
             poll.register(sock, select.POLLIN)
         poll.register(self._imports.fd, select.POLLIN)
-        most_s = WAIT_S if sock is not None else RETRY_S
-        due_s = self._imports.due_s()
-        ready = {fd for fd, _ in poll.poll((most_s if due_s is None else min(due_s, most_s)) * 1000)}
+        poll.register(self._signals.fd, select.POLLIN)
+        waits_s = [s for s in (self._imports.due_s(), self._signals.due_s()) if s is not None]
+        most_s = min([*waits_s, WAIT_S if sock is not None else RETRY_S])
+        ready = {fd for fd, _ in poll.poll(most_s * 1000)}
         if self._imports.fd in ready:
             self._imports.read()
         elif not ready and self._imports.due_s() == 0.0:

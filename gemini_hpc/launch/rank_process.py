@@ -13,11 +13,10 @@ from contextlib import suppress
 from gemini_hpc import clock
 from gemini_hpc.core.communication_error import is_communication_error
 from gemini_hpc.core.culprits import Cause
+from gemini_hpc.launch.signals import SENT
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 10.0
-# What people and batch systems send; Slurm sends it to all processes of a task, the rank's included.
-SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 _notes: dict[int, mmap.mmap] = {}  # in a rank's process, by its id: where it tells

@@ -1,0 +1,92 @@
+"""A rank gets each signal of its step once, whether Slurm sends it to the launcher alone or to all processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+pytestmark = pytest.mark.slow
+
+LAUNCHER = """
+import os, select, signal, sys
+from gemini_hpc.launch.signals import SENT, Signals
+signals = Signals()
+rank = os.fork()
+if rank == 0:
+    signals.close()
+    def note(number, _):
+        with open(sys.argv[1], "a") as log:
+            log.write(f"{signal.Signals(number).name}\\n")
+    for number in SENT:
+        signal.signal(number, note)
+    print("ready", os.getpid(), flush=True)
+    while True:
+        signal.pause()
+while True:
+    due_s = signals.due_s()
+    select.select([signals.fd], [], [], due_s)
+    signals.pass_on(rank)
+"""
+
+
+class Step:
+    """A launcher and its rank, in a session of their own."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        argv = [sys.executable, "-c", LAUNCHER, str(log)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert self.process.stdout is not None
+        self.rank = int(self.process.stdout.readline().split()[1])
+
+    def alone(self, number: signal.Signals) -> None:
+        """Send it as proctrack/cgroup does."""
+        os.kill(self.process.pid, number)
+
+    def everywhere(self, number: signal.Signals) -> None:
+        """Send it as other plugins do, and terminals."""
+        os.killpg(self.process.pid, number)
+
+    def got(self) -> list[str]:
+        return self.log.read_text().split() if self.log.exists() else []
+
+    def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[Step]:
+    made = Step(tmp_path / "log")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("send", [Step.alone, Step.everywhere], ids=["launcher alone", "all processes"])
+def test_each_signal_reaches_the_rank_once(step: Step, send: Callable[[Step, signal.Signals], None]) -> None:
+    wanted = []
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        send(step, number)
+        wanted.append(number.name)
+        until(lambda: len(step.got()) >= len(wanted), 10, what=f"{number.name} at the rank")
+    time.sleep(1.0)  # for one that would come twice
+    assert step.got() == wanted
+
+
+def test_nothing_is_left_when_the_launcher_dies(step: Step) -> None:
+    children = Path(f"/proc/{step.process.pid}/task/{step.process.pid}/children").read_text().split()
+    witness = next(pid for pid in children if int(pid) != step.rank)
+    os.kill(step.process.pid, signal.SIGKILL)
+    until(
+        lambda: not Path(f"/proc/{witness}/cmdline").exists() or not Path(f"/proc/{witness}/cmdline").read_bytes(), 10
+    )
