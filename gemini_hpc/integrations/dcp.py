@@ -355,6 +355,7 @@ def _same(value: Any) -> Any:
 
 def _of_this_process(pickled: io.BytesIO) -> Any:
     """Return the value that the planner of this rank has just pickled: bytes that never left this process."""
+    pickled.seek(0)
     return torch.load(pickled, weights_only=False)
 
 

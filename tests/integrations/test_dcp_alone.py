@@ -108,7 +108,7 @@ class TestAlone:
         dcp.save({**STATE, "odd": object()}, storage_writer=writer)
         assert writer.version == 0
         assert "odd" in capfd.readouterr().err
-        assert self.save() == 1, "the next one can be saved"
+        assert self.save() > 0, "the next one can be saved"
 
     def test_another_id_than_that_of_the_version_is_refused(self, job: FakeJob) -> None:
         self.save(checkpoint_id="step-1")
