@@ -25,7 +25,7 @@ from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
 
 GRACE_S = 30.0
-LOG_S = 30.0  # so long the log of an agent that has let go stays for its owner
+LOG_S = 10.0  # so long the log of an agent that has let go stays for its owner
 SWEEPS = 6  # of directories alone, before the next prolog is left to do it
 YOUNG_S = 5.0
 LOOK_LEAST_S, LOOK_S = 0.1, 1.0
@@ -325,7 +325,7 @@ def main() -> int:
                 continue
             if left and sweeps:  # a log that is kept for a moment, or a directory of which somebody holds a part
                 sweeps -= 1
-                clock.sleep(LOG_S / 3)
+                clock.sleep(LOG_S / 4)
                 continue
             with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper
                 if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):

@@ -77,7 +77,7 @@ class Agent:
     """One of three or more nodes in a ring of m holders, with one rank each: its links, and what its drains do."""
 
     silence_s = 0.1
-    tier = "/tier"
+    tier, directory = "/tier", "/tier/gemini-12"
 
     def __init__(self, net: Network, node: str) -> None:
         self.net, self.node = net, node

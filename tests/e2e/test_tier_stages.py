@@ -42,7 +42,7 @@ def disk() -> Iterator[Path]:
     """
     path = Path(tempfile.mkdtemp(prefix="tier-disk-", dir="/var/tmp"))
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=777", "none", str(path)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=1777", "none", str(path)], check=True)
         try:
             yield path
         finally:
