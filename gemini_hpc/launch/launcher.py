@@ -69,6 +69,7 @@ class Launcher:
 
     def run(self) -> int:
         """Until the rank has ended with success, or is not to be started again; the exit status."""
+        self._signals.begin()
         try:
             while True:
                 if self._spares and not self._trains():
@@ -260,7 +261,8 @@ class Launcher:
         if sock is not None:
             poll.register(sock, select.POLLIN)
         poll.register(self._imports.fd, select.POLLIN)
-        poll.register(self._signals.fd, select.POLLIN)
+        if self._signals.fd >= 0:
+            poll.register(self._signals.fd, select.POLLIN)
         waits_s = [s for s in (self._imports.due_s(), self._signals.due_s()) if s is not None]
         most_s = min([*waits_s, WAIT_S if sock is not None else RETRY_S])
         ready = {fd for fd, _ in poll.poll(most_s * 1000)}

@@ -71,13 +71,20 @@ class Witness:
 
 
 class Signals:
-    """The signals that a launcher gets. last: the newest one and when it came, None before the first."""
+    """The signals that a launcher gets, from `begin` on.
+
+    last: the newest one and when it came, None before the first; fd: readable when one has come, -1 before `begin`.
+    """
 
     def __init__(self) -> None:
-        """Raises OSError."""
         self.last: tuple[signal.Signals, float] | None = None
+        self.fd = self._wake = -1
         self._due: list[tuple[int, float]] = []
-        self.fd, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # readable when one has come
+        self._witness: Witness | None = None
+
+    def begin(self) -> None:
+        """Take the signals of this process from now on. Raises OSError."""
+        self.fd, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._witness = Witness()
         for number in SENT:
             signal.signal(number, self._note)
@@ -91,8 +98,9 @@ class Signals:
 
     def due_s(self) -> float | None:
         """Return the seconds until `pass_on` has something to do; None: nothing came."""
-        with suppress(BlockingIOError):
-            os.read(self.fd, 256)
+        if self.fd >= 0:
+            with suppress(BlockingIOError):
+                os.read(self.fd, 256)
         return max(0.0, self._due[0][1] - clock.monotonic()) if self._due else None
 
     def pass_on(self, pid: int) -> None:
@@ -100,12 +108,13 @@ class Signals:
         now = clock.monotonic()
         while self._due and self._due[0][1] <= now:
             number, _ = self._due.pop(0)
-            if not self._witness.has_got(number):
+            if self._witness is None or not self._witness.has_got(number):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
     def close(self) -> None:
         """Have no part in it any more, in a fork of this process, too."""
-        os.close(self.fd)
-        os.close(self._wake)
-        self._witness.close()
+        if self._witness is not None:
+            os.close(self.fd)
+            os.close(self._wake)
+            self._witness.close()

@@ -19,6 +19,7 @@ LAUNCHER = """
 import os, select, signal, sys
 from gemini_hpc.launch.signals import SENT, Signals
 signals = Signals()
+signals.begin()
 rank = os.fork()
 if rank == 0:
     signals.close()
