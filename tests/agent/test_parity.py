@@ -89,10 +89,14 @@ class Rank:
         return None
 
     def send(self, holder: int, version: int) -> int:
-        """How many bytes have gone."""
-        used, sent = USED[self.rank], 0
-        taken = self.say(holder, local.PushOffer(version, used))
-        assert isinstance(taken, local.Taken), taken
+        """Return how many bytes have gone, once the holder is done with the version before."""
+        used, sent, taken = USED[self.rank], 0, None
+        deadline = time.monotonic() + 10
+        while not isinstance(taken, local.Taken):
+            assert time.monotonic() < deadline, taken
+            taken = self.say(holder, local.PushOffer(version, used))
+            if not isinstance(taken, local.Taken):  # the agent has ended this way to the holder
+                self.channels.pop(holder).close()
         for start, end in between(taken.there, used):
             for at in range(start, end, 30_000):
                 assert self.say(holder, local.PushChunk(min(30_000, end - at))) == local.Ok()
