@@ -127,8 +127,15 @@ def look(run_fd: int, settings: Settings) -> float | None:
 
 def sweep(run_fd: int, settings: Settings) -> bool:
     """Remove what jobs that are not in the ledger have left; return whether any such directory is left."""
+    if not _unknown(run_fd):
+        return False
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=0, age_s=LOG_S):
         complain("reaper", 0, problem)
+    return _unknown(run_fd)
+
+
+def _unknown(run_fd: int) -> bool:
+    """Return whether there are directories of jobs that are not in the ledger."""
     with ledger.opened(run_fd) as entries:
         known = {str(entry.job) for entry in entries}
     return any(name.isascii() and name.isdecimal() and name not in known for name in os.listdir(run_fd))

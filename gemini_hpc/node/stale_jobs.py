@@ -1,4 +1,4 @@
-"""What dead agents left behind: the reaper removes it, or the prolog of the next job on the node.
+"""Remove what dead agents left behind: in the reaper, or in the prolog of the next job on the node.
 
 A job that was cancelled while it waited to be run again gets no epilog anywhere; without this its directory would
 stay until the node reboots. (Its memory is gone with the agent's process.)

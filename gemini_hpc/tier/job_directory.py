@@ -1,4 +1,4 @@
-"""Where a job's versions lie below a tier: in `gemini-JOBID`, or in `gemini-JOBID-KEY` beside another job's.
+"""Find and make a job's directory below a tier: `gemini-JOBID`, or `gemini-JOBID-KEY` beside another job's.
 
 Job numbers come again: two clusters may share a file system, and a controller may begin to count anew. Each
 submission therefore has a random key, which the job keeps over its requeues; `.job.json` in the directory has it.

@@ -22,7 +22,7 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class _Whose(msgspec.Struct, frozen=True, kw_only=True):
-    """The job, beside its number. key: None for whichever job of this user had that number on this cluster."""
+    """The job, beside its number. key: None means any job of this user that had the number on this cluster."""
 
     key: JobKey | None = ""
     cluster: ClusterName = ""

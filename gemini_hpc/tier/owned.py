@@ -21,7 +21,7 @@ _users_paths: dict[str, str] = {}  # by the path through a descriptor, the last 
 
 
 class NotOurs(PermissionError):
-    """What lies on the tier could be another user's; `strerror` has the reason."""
+    """A directory or file that another user could have made or changed; `strerror` has the reason."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(errno.EACCES, reason, path)

@@ -75,7 +75,7 @@ def test_directory_of_roots_that_is_in_use(home: Path) -> None:
 
 
 def test_link_in_the_place_of_the_log(home: Path) -> None:
-    """With --daemon the log lies in the directory; root must not open it."""
+    """Root must not open the log of --daemon, which lies in the directory."""
     secret, state = home.parent / "roots" / "secret", home / "state"
     state.mkdir()
     os.chown(state, SLURM.pw_uid, SLURM.pw_gid)

@@ -120,7 +120,7 @@ def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
 
 
 def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> None:
-    """Where all users may write, another one has taken the next job's name: the job saves beside it, says so, and
+    """Another user has taken the next job's name in a sticky directory: the job saves beside it, says so, and
     after the loss of all nodes and of the controller's state goes on from what it has saved itself."""
     team = cluster.directory / "home" / tier.name
     team.mkdir()

@@ -87,7 +87,7 @@ def test_what_was_begun_is_removed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All directories belong to a group of several users."""
+    """Have all directories belong to a group of several users."""
     monkeypatch.setattr(owned, "_is_private", lambda group: False)
 
 
@@ -104,7 +104,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_users_private_group_has_no_others(
     name: str, members: list[str], gid: int, private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where users have umask 002 and a group of their own each."""
+    """Show it for sites where users have umask 002 and a group of their own each."""
     user = SimpleNamespace(pw_gid=gid, pw_name="alice")
     group = SimpleNamespace(gr_name=name, gr_mem=members)
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)

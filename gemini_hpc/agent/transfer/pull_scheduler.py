@@ -276,22 +276,22 @@ class PullScheduler:
         return plan.heritage if plan is not None else None
 
     async def _from_tier(self, copy: Copy, memory: Memfd) -> None:
-        here, heritage = self._membership, self._heritage
-        stamp, whose = copy.stamp, tuple[int, str | None]((self._identity.job, here.key))
+        heritage, job, stamp = self._heritage, self._identity.job, copy.stamp
+        key: str | None = self._membership.key
         origin = heritage.origin(copy.set, stamp) if heritage is not None else None
         if heritage is not None and origin is not None:
-            whose, stamp = (heritage.job, None), origin
+            job, key, stamp = heritage.job, None, origin
         order = orders.Read(
             self._tier.directory,
-            whose[0],
+            job,
             copy.set,
             stamp,
             copy.rank,
             memory.fd,
             copy.used,
             copy.digest,
-            key=whose[1],
-            cluster=here.cluster,
+            key=key,
+            cluster=self._membership.cluster,
         )
         try:
             await worker_process.carry_out(order, [memory.fd])

@@ -250,7 +250,7 @@ def _enum_class(name: str) -> type[enum.Enum] | None:
 
 
 def _has_name(value: enum.Enum) -> bool:
-    """Whether a reader can find this member by its names; a combination of flags has none."""
+    """Return whether a reader can find this member by its names; a combination of flags has none."""
     cls = type(value)
     known = _enum_class(f"{cls.__module__}.{cls.__qualname__}") is cls
     return known and cls.__members__.get(value.name or "") is value
