@@ -44,7 +44,7 @@ def measure(options: Options) -> list[Row]:
 def _tier(on: Cluster) -> Path:
     path = on.home(USER) / "tier"
     path.mkdir(exist_ok=True)
-    path.chmod(0o777)
+    path.chmod(0o1777)  # what others may write to without the sticky bit is no tier
     return path
 
 

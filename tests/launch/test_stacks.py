@@ -37,7 +37,7 @@ def test_a_rank_is_killed(make_agents: Callable[..., RealJob], tmp_path: Path, s
             ranks.append(Command(env, arguments, tmp_path / f"output{rank}"))
         until(lambda: sealed(job) >= 20, 90, what="version 20 is sealed")
         children = Path(f"/proc/{ranks[1].pid}/task/{ranks[1].pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        os.kill(int(children[-1]), signal.SIGKILL)  # the rank; the launcher's first child is its witness
         assert [rank.wait(90) for rank in ranks] == [0, 0], [rank.read()[1] for rank in ranks]
     finally:
         for process in ranks:
