@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from dataclasses import fields
 from typing import Any
 
 from gemini_hpc.settings import SLURM_APIS, UNBOUNDED, ConfigError, Settings
 
-__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse"]
+__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse", "program_problem"]
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
 
@@ -37,6 +38,24 @@ def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
     if wanted is str and not value.isprintable():
         raise ConfigError(f"{key}: wanted printable text, found {_shown(value)}")
     return value
+
+
+def program_problem(path: str) -> str:
+    """Return why this process must not run a program that the settings name, "" where it may.
+
+    Nobody but root and this process's user may be able to write the file.
+    """
+    if not path.startswith("/"):
+        return "wanted an absolute path"
+    try:
+        info = os.stat(path)
+    except OSError as exc:
+        return f"{exc.strerror}"
+    if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
+        return "wanted a file that this user may execute"
+    if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
+        return "wanted a file of root or of this user that nobody else can write"
+    return ""
 
 
 def _shown(value: Any) -> str:

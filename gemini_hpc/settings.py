@@ -238,19 +238,19 @@ class Settings:
     )
     health_check: str = _setting(
         "",
-        "Program (absolute path) that says whether a node is healthy: launchers run it as the job's owner when a "
-        "rank has failed there. A red node is left, or drained: [health check](#health-check). Empty: none.",
+        "Program (absolute path) that finds whether a node is healthy. Launchers run it as the job's owner when a "
+        "rank has failed there, root after the job: [health check](#health-check). Empty: no node is ever drained.",
     )
     sick_nodes_per_day: int = _setting(
         2,
-        "Nodes that the controller may drain within a day because they live and do harm ([sick nodes](#sick-nodes)): "
-        "its only proof is the job's word. Half of them at most for jobs of one user. 0: never drain.",
+        "Nodes that the controller may drain within a day because root's [health check](#health-check) found them "
+        "red. 0: never drain.",
         0,
     )
     lemon_days: float = _setting(
         30.0,
-        "For so many days the controller remembers that it has fenced a node, or that a job called it "
-        "[sick](#sick-nodes): `doctor` and `inspect` show it, and as a replacement it is chosen last. 0: not at all.",
+        "For so many days the controller remembers that it has fenced a node, or that root has found it "
+        "[red](#health-check): `doctor` and `inspect` show it; as a replacement it is chosen last. 0: not at all.",
         0,
         3650,
     )

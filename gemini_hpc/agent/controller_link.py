@@ -20,7 +20,6 @@ from gemini_hpc.wire.link import Link, LinkClosed, connect
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
-_MOST_SICK = 16
 _LOST_S = 15.0  # a node that the job goes on without is reported so long: it is to be fenced all the same
 _REPEAT_S = 2.0
 _LOOK_S = 0.02
@@ -78,7 +77,6 @@ class ControllerLink:
         self._controller_uid = 0
         self._holders: dict[int, asyncio.Future[dict[str, int]]] = {}  # by job
         self._backlog: deque[inspect_schema.EventRecord] = deque(maxlen=_BACKLOG)
-        self._sick: deque[controller.Sick] = deque(maxlen=_MOST_SICK)
 
     @property
     def connected(self) -> bool:
@@ -137,14 +135,7 @@ class ControllerLink:
         self._backlog.append(event)
         self._flush()
 
-    def tell_sick(self, message: controller.Sick) -> None:
-        """A node does harm while it lives; now or when there is a line."""
-        self._sick.append(message)
-        self._flush()
-
     def _flush(self) -> None:
-        while self._link is not None and self._sick:
-            self._link.send(self._sick.popleft())
         if self._link is not None and self._backlog:
             self._link.send(controller.EventsUp(self._identity.job, tuple(self._backlog)))
             self._backlog.clear()

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from gemini_hpc import clock, logs
 from gemini_hpc.agent import bequest
 from gemini_hpc.agent.controller_link import ControllerLink
@@ -68,7 +66,7 @@ from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
-from gemini_hpc.wire import controller, inspect_schema, local, peer, protocol
+from gemini_hpc.wire import inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
@@ -94,11 +92,11 @@ class Agent:
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
-        self._sick = SickNodes(job, node, here, log, spawn, self._found_sick)
-        self.launches = Launches(job, node, here, log, self._sick.ended, self._sick.unhealthy, settings.health_check)
-        self._hangs = Hangs(
-            node, directory, settings.hang_s, here, trainings, self.launches, self._sick.hung, log, spawn
+        self._sick = sick = SickNodes(node, here, log, spawn, self._found_sick)
+        self.launches = Launches(
+            job, node, here, log, sick.ended, sick.unhealthy, lambda: trainings.begun, settings.health_check
         )
+        self._hangs = Hangs(node, directory, settings.hang_s, here, trainings, self.launches, sick.hung, log, spawn)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -465,7 +463,7 @@ class Agent:
             if mesh is not None:
                 mesh.leave()
             self._retention.release("the job has ended without this node's help")
-            return local.Ok("released")
+            return local.Ok("released", check=self._sick.suspects_this_node)
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.saver.succeeded = True
             if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.saver.tier:
@@ -473,10 +471,10 @@ class Agent:
                 if mesh is not None:
                     mesh.leave()
                 self._retention.release("the training succeeded")
-                return local.Ok("released")
+                return local.Ok("released", check=self._sick.suspects_this_node)
         if first:
             self.saver.detached(dead=dead)
-        return local.Ok("hold" if hold else "detached", here.restart)
+        return local.Ok("hold" if hold else "detached", here.restart, self._sick.suspects_this_node)
 
     def _taken_over(self, heir: int) -> None:
         """Another job of the owner's has all that it wanted of this one."""
@@ -532,11 +530,10 @@ class Agent:
         self.controller_link.report(host, witnesses)
         self.spares.died()
 
-    def _found_sick(self, m: controller.Sick) -> None:
-        """A node that lives does harm: it is left where a spare makes up for it; the controller hears of it."""
-        why_not = self.spares.leave(m.host, "sick")
-        self._log("sick", detail=f"{m.why}: {f'not left: {why_not}' if why_not else 'left'}")
-        self.controller_link.tell_sick(msgspec.structs.replace(m, left=not why_not))
+    def _found_sick(self, host: str, why: str) -> None:
+        """Leave a node that lives and does harm, where a spare makes up for it."""
+        why_not = self.spares.leave(host, "sick")
+        self._log("sick", detail=f"{why}: {f'not left: {why_not}' if why_not else 'left'}")
 
     def _keep_wanted(self) -> None:
         self.saver.keep_all()
@@ -544,6 +541,8 @@ class Agent:
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self.transfers.pulls.overtaken(training.name, stamp)
         self.spares.sealed()
+        if known := self._sick.known():  # before a requeue, perhaps
+            self.spares.move(known)
         self._predecessor.sealed(self.trainings)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
@@ -606,10 +605,9 @@ class Agent:
         mesh, silent = incarnation.mesh, incarnation.mesh.silent()
         alive = tuple(h for h in incarnation.hosts if h not in mesh.dead and h not in silent)
         sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
-        begun = max((s.begun for s in self.trainings), default=0)
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
         spared = incarnation.view.without(dead, self.membership.nodes) is not None
-        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared)
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), self.trainings.begun, spared)
 
 
 def _view(m: local.Attach) -> View:

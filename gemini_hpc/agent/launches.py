@@ -27,14 +27,16 @@ class Launches:
         node: str,
         membership: Membership,
         log: Callable[..., None],
-        ended: Callable[[str, int, int, Cause], None],
+        ended: Callable[[str, int, int, Cause, int], None],
         unhealthy: Callable[[int, str], None],
+        begun: Callable[[], int],
         check: str = "",
     ) -> None:
-        """ended: told of a rank here that has ended by itself: step, attempt, rank, and what it shows; unhealthy: of
-        a rank, and what the health check (`check`) then says of this node."""
+        """ended: called with a rank here that has ended by itself: step, attempt, rank, what it shows, and the newest
+        version that the attempt had begun to save here (`begun`); unhealthy: with a rank, and what the health check
+        (`check`) then says of this node."""
         self._job, self._node, self._membership, self._log = job, node, membership, log
-        self._ended, self._unhealthy, self._check = ended, unhealthy, check
+        self._ended, self._unhealthy, self._begun, self._check = ended, unhealthy, begun, check
         self._steps: dict[str, Known] = {}
         self.is_left_out = False
         self._changed = asyncio.Event()
@@ -65,7 +67,7 @@ class Launches:
         if m.failed or m.over:
             self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {m.over or m.failed}")
         if m.cause is not None:
-            self._ended(m.step, m.attempt, m.rank, m.cause)
+            self._ended(m.step, m.attempt, m.rank, m.cause, self._begun())
         if m.unhealthy:
             self._unhealthy(m.rank, m.unhealthy)
         self._learn(incarnation, m.step, known, "")

@@ -1,8 +1,9 @@
 """Nodes that live and do harm: whose ranks fail first again and again. The rules are in `core.culprits`.
 
 Launchers tell how their ranks have ended; that goes up the tree. A moment after the first word of an attempt the root
-judges which rank failed first, and all agents count. A node that is sick is left at once, where the job has a spare;
-else the controller is told, which drains it if the site wants that.
+judges which rank failed first, and all agents count. The job leaves a sick node at once, where it has a spare. All of
+this is the word of the job's owner, so nothing else follows from it than that: the node's epilog asks for a hint
+(`suspects_this_node`), and root runs the site's health check itself.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.core.culprits import SICK, Cause, Ends, Failure, Key, Tally, told
+from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Failure, Key, Tally, told
 from gemini_hpc.core.standstill import Standing
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.controller import Sick
 
 # Ranks that fail by themselves at about the same time have been heard of by then; the next attempt has hardly begun.
 _SETTLE_S = 0.3
@@ -26,34 +26,44 @@ _STEP_CHARS = 64
 
 
 class SickNodes:
-    """Of one agent. found: told, at the root, of a node that is to be left."""
+    """Of one agent. found: called at the root with a node that the job is to leave, and why."""
 
     def __init__(
         self,
-        job: int,
         node: str,
         membership: Membership,
         log: Log,
         spawn: Spawn,
-        found: Callable[[Sick], None],
+        found: Callable[[str, str], None],
     ) -> None:
-        self._job, self._node, self._membership = job, node, membership
+        self._node, self._membership = node, membership
         self._log, self._spawn, self._found = log, spawn, found
+        self._is_red = False
         self._open: dict[Key, Ends] = {}
         self._judged: dict[Key, None] = {}
         self._tally = Tally()
 
+    @property
+    def suspects_this_node(self) -> bool:
+        """Whether a check of this node by root is worth its time."""
+        return self._is_red or self._tally.count(self._node) > 0
+
+    def known(self) -> list[str]:
+        """Return the nodes whose ranks have failed first too often, also in earlier incarnations of the job."""
+        return self._tally.sick()
+
     # ---- what is heard ---------------------------------------------------------------------------------
 
-    def ended(self, step: str, attempt: int, rank: int, cause: Cause) -> None:
-        """A rank of this node has ended, and not by its launcher."""
+    def ended(self, step: str, attempt: int, rank: int, cause: Cause, version: int) -> None:
+        """Pass on that a rank of this node has ended, and not by its launcher. version: as in `peer.RankEnded`."""
         incarnation = self._membership.incarnation
         if incarnation is not None:
-            self._pass(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause))
+            self._pass(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause, version))
 
     def unhealthy(self, rank: int, why: str) -> None:
         """The site's health check of this node is red, after a rank's failure."""
         incarnation = self._membership.incarnation
+        self._is_red = True
         if incarnation is not None:
             self._log("unhealthy", detail=why)
             self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
@@ -63,7 +73,7 @@ class SickNodes:
         least = standing.least
         if least.reached != standing.most.reached or not least.runs:
             step = f"hang in {incarnation.rounds.step}"[:_STEP_CHARS]
-            m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG)
+            m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG, least.version)
             self._pass(incarnation, m)
 
     def heard(
@@ -89,12 +99,11 @@ class SickNodes:
             return
         if key not in self._open:
             self._spawn(self._judge(incarnation, key))
-        self._open[key] = self._open.get(key, Ends()).join([Failure(m.cause, m.host, m.rank)])
+        self._open[key] = self._open.get(key, Ends()).join([Failure(m.cause, m.host, m.rank, m.version)])
 
     def _pass_red(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
         if incarnation.leads:
-            why = f"health check on {m.host}: {m.why}"
-            self._found(Sick(self._job, incarnation.restart, m.host, m.rank, 1, None, why[:300]))
+            self._found(m.host, f"health check on {m.host}: {m.why}"[:300])
         elif incarnation.rounds.parent is not None:
             incarnation.send(incarnation.rounds.parent, m)
 
@@ -108,17 +117,25 @@ class SickNodes:
             del self._judged[next(iter(self._judged))]
         now = self._membership.incarnation
         if first is not None and now is not None and now.restart == incarnation.restart and first.host in now.hosts:
-            self._count(now, peer.FailedFirst(key[1], key[2], first.host, first.rank, first.cause))
+            self._count(now, peer.FailedFirst(key[1], key[2], first.host, first.rank, first.cause, first.version))
 
     def _count(self, incarnation: Incarnation, m: peer.FailedFirst) -> None:
         incarnation.send_down(m)
-        if not self._tally.blame(m.host, (incarnation.restart, m.step, m.attempt)):
+        blame = Blame(m.rank, m.cause, m.version)
+        if not self._tally.blame(m.host, (incarnation.restart, m.step, m.attempt), blame):
             return
         times = self._tally.count(m.host)
         if not incarnation.leads:
             return
         what = f"rank {m.rank} on {m.host} {told(m.cause)}"
-        self._log("failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {times} so far on this node")
-        if times >= SICK:
-            why = f"{what}; {times} times its ranks failed first"
-            self._found(Sick(self._job, incarnation.restart, m.host, m.rank, times, m.cause, why[:300]))
+        self._log("failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {_speaks(blame, times)}")
+        if blame.counts and times >= SICK:
+            self._found(m.host, f"{what}; {times} times its ranks failed first"[:300])
+
+
+def _speaks(blame: Blame, times: int) -> str:
+    """Return what a blame means for its node."""
+    if blame.counts:
+        return f"{times} so far that speak against this node"
+    where = "" if blame.step else ", before its first step"
+    return f"a failure of the program{where}: it does not speak against the node"

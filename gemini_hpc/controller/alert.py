@@ -6,11 +6,10 @@ import asyncio
 import logging
 import os
 import signal
-import stat
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.config import Settings
+from gemini_hpc.config import Settings, program_problem
 from gemini_hpc.controller.journal import NODES, Journal
 
 log = logging.getLogger("gemini_hpc.controller")
@@ -54,7 +53,7 @@ class Alerts:
         path = self._settings.alert_program
         async with self._one:
             try:
-                if why := unfit(path):
+                if why := program_problem(path):
                     raise OSError(why)
                 process = await asyncio.create_subprocess_exec(
                     path,
@@ -84,18 +83,3 @@ class Alerts:
         """End what still runs."""
         for task in list(self._tasks):
             task.cancel()
-
-
-def unfit(path: str) -> str:
-    """Why the controller must not run this program; "" if it may."""
-    if not path.startswith("/"):
-        return "alert_program: wanted an absolute path"
-    try:
-        info = os.stat(path)
-    except OSError as exc:
-        return f"{exc.strerror}"
-    if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
-        return "wanted a file that this user may execute"
-    if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
-        return "wanted a file that belongs to root or the controller's user and that nobody else can write"
-    return ""

@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
@@ -121,7 +122,7 @@ class Controller:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
-            ending = [watcher, resume, give_back]
+            ending: list[asyncio.Task[Any]] = [watcher, resume, give_back]
             for task in ending:
                 task.cancel()
             ending += [*self.recoveries.cancel(), *self._sick.cancel()]
@@ -147,7 +148,9 @@ class Controller:
             return "too many agents" if self._open["control", greeting.uid] >= MAX_AGENTS_PER_UID else ""
         if hello.purpose == "query":
             return "too many questions at once" if self._open["query", greeting.uid] >= MAX_QUERIES_PER_UID else ""
-        return "the controller serves only control and query"
+        if hello.purpose == controller.HEALTH:
+            return "only root reports a node's health" if greeting.uid else ""
+        return f"the controller serves only control, query and {controller.HEALTH}"
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _keepalive(writer.transport.get_extra_info("socket"))
@@ -170,6 +173,8 @@ class Controller:
         try:
             if purpose == "control":
                 await self._agent(link)
+            elif purpose == controller.HEALTH:
+                await self._red_node(link)
             else:
                 await self._questions.serve(link)
         except (LinkClosed, TimeoutError, FrameError):
@@ -268,7 +273,7 @@ class Controller:
         track = self.registry.track(job)
         self.logs.begin(raw_id, uid)
         await track.remember_nodes(self.slurm)
-        verified = await self._is_there(track, message.host, link.address)
+        verified = await self._is_of(track, message.host, link.address)
         if track.stored.allocations:
             known = message.host in track.hosts()
         else:  # Slurm has never named its nodes to us: so only an agent that calls from the node that it names
@@ -302,12 +307,18 @@ class Controller:
             link.send(controller.Notice(raw_id, text))
         return agent
 
-    async def _is_there(self, track: Track, host: str, address: str) -> bool:
-        """Whether packets from `address` come from the node of this name, as Slurm knows it."""
+    async def _is_of(self, track: Track, host: str, address: str) -> bool:
+        """Return whether packets from `address` come from this node of a job."""
         name = track.stored.addresses.get(host)
+        if name is None and track.stored.allocations:
+            return False
+        return await self._is_there(host, address, name)
+
+    async def _is_there(self, host: str, address: str, name: str | None = None) -> bool:
+        """Return whether packets from `address` come from this node. name: its address, None: as Slurm has it."""
         try:
             async with asyncio.timeout(RESOLVE_S):
-                if name is None and not track.stored.allocations:
+                if name is None:
                     name = (await self.slurm.nodes([host]))[host].address
                 if not name:
                     return False
@@ -316,6 +327,22 @@ class Controller:
             return False
         return address in {str(entry[4][0]) for entry in found}
 
+    # ---- root's word of a node -------------------------------------------------------------------------
+
+    async def _red_node(self, link: Link) -> None:
+        """Judge what root of a node reports of it, and answer with what follows."""
+        host = link.session.peer_host
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            message = await link.receive()
+        if not isinstance(message, controller.RedNode):
+            return
+        if not await self._is_there(host, link.address):
+            log.warning("event=refused host=%s reason=its health is reported from elsewhere", host[:64])
+            return
+        link.send(controller.Notice(message.job, await self._sick.judge(host, message)))
+
+    # ---- agents' messages ------------------------------------------------------------------------------
+
     async def _from_agent(self, agent: Agent, message: protocol.AnyMessage) -> None:
         track = self.registry.jobs.get(agent.job)
         if track is None:
@@ -323,9 +350,6 @@ class Controller:
         if isinstance(message, controller.Report):
             if message.job == agent.job:
                 await self._report(agent, track, message)
-        elif isinstance(message, controller.Sick):
-            if message.job == agent.job and self._reports.take(track.user_id):
-                self._sick.hear(track, message)
         elif isinstance(message, controller.HoldersAsk):
             if message.job == agent.job:
                 agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))

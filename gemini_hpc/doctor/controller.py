@@ -149,19 +149,19 @@ def alerts(facts: Facts) -> Outcome:
 
 
 def harmful(facts: Facts) -> Outcome:
-    """Nodes that were fenced, or called sick by jobs, again and again."""
+    """Nodes that were fenced, or found red by root's health check, again and again."""
     facts.need_slurm_user("the controller's records")
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
     try:
         found = lemons.read(path, clock.time() - days * lemons.DAY_S)
     except FileNotFoundError:
-        return ok("no node was fenced or called sick yet")
+        return ok("no node was fenced or found red yet")
     except (OSError, msgspec.MsgspecError) as exc:
         raise Unavailable(f"{path}: {exc}") from None
     again = sorted((n for n in found if len(found[n]) >= lemons.AGAIN), key=lambda n: (-len(found[n]), n))
     if not again:
-        return ok(f"no node was fenced or called sick twice within {days:g} days")
+        return ok(f"no node was fenced or found red twice within {days:g} days")
     told = []
     for node in again:
         last = found[node][-1]

@@ -23,11 +23,11 @@ from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.launch import placing
-from gemini_hpc.launch.health import unhealthy
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import PORTS, rank_environment, spares
 from gemini_hpc.launch.rank_process import RankProcess
 from gemini_hpc.launch.signals import SENT, Signals
+from gemini_hpc.node.health_check import find_problem
 from gemini_hpc.wire import local
 
 WAIT_S = 20.0
@@ -195,10 +195,10 @@ class Launcher:
         """A rank has failed on this node: is the node healthy? The agents hear of it if it is not."""
         if not state.check or state.left_out:
             return
-        why = unhealthy(state.check, lambda: self._signals.last is not None, _say)
-        if why:
-            _say(f"this node is not healthy: {why}")
-            self._ask(msgspec.structs.replace(self._said(None), unhealthy=why))
+        problem = find_problem(state.check, lambda: self._signals.last is not None, _say)
+        if problem is not None:
+            _say(f"this node is not healthy: {problem.text}")
+            self._ask(msgspec.structs.replace(self._said(None), unhealthy=problem.text))
             clock.sleep(LEAVE_S)
 
     def _said(self, cause: Cause | None) -> local.LaunchRequest:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from gemini_hpc import clock
 from gemini_hpc.core.communication_error import is_communication_error
 from gemini_hpc.core.culprits import Cause
+from gemini_hpc.core.device_error import is_device_error
 from gemini_hpc.launch.signals import SENT
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -118,7 +119,8 @@ def note_error(error: BaseException) -> None:
     """In the rank: this ends the script. Noted at once: whoever handles it may wait, and be killed meanwhile."""
     note = _notes.get(os.getpid())  # none in what it has forked
     if note is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-        note[0] = 1 + (Cause.CONSEQUENCE if is_communication_error(error) else Cause.RAISED)
+        cause = Cause.DEVICE if is_device_error(error) else Cause.RAISED
+        note[0] = 1 + (Cause.CONSEQUENCE if is_communication_error(error) else cause)
 
 
 def _children() -> list[int]:

@@ -18,7 +18,7 @@ from functools import partial
 
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
-from gemini_hpc.node import ask_agent, job_directory, ledger, privileges, reaper
+from gemini_hpc.node import ask_agent, health_report, job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.prolog import parse_number
 
@@ -33,6 +33,7 @@ _RELEASED, _KEPT, _FAILED = 10, 11, 12
 # The incarnation that has ended is slurmd's, or the one before: slurmd may tell of the next one already. Which of the
 # two is all that the agent is asked for; it is its owner's, and could say anything.
 _HOLD_THIS, _HOLD_FORMER = 64, 65
+_CHECK = 128  # added to each of them where the agent doubts this node's health
 
 
 def main(argv: list[str]) -> int:
@@ -75,6 +76,9 @@ def _end(
     try:
         there = job_directory.exists(run_fd, job, uid)
         outcome = _tell(run_dir, job, uid, restart, exit_code, deadline) if there else _FAILED
+        if outcome > _CHECK:
+            outcome -= _CHECK
+            health_report.start(settings, job, restart, place[0])
         if outcome == _RELEASED:
             _released(run_fd, job)
     finally:
@@ -94,11 +98,14 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadli
                 answer = ask_agent.ask(sock, question, answer_by)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
                     raise ask_agent.AskError("the agent's reply to the epilog is not valid")
-                if answer["state"] != "released":
-                    return _hold_status(restart, answer.get("restart")) if answer["state"] == "hold" else _KEPT
+                check = _CHECK if answer.get("check") is True else 0
+                if answer["state"] == "hold":
+                    return check + _hold_status(restart, answer.get("restart"))
+                if answer["state"] == "detached":
+                    return check + _KEPT
                 # So that the next prolog of this job does not meet a dying agent.
                 ask_agent.wait_until_gone(sock, clock.monotonic() + GONE_TIMEOUT_S)
-                return _RELEASED
+                return check + _RELEASED
         except ask_agent.NobodyAnswersError:
             return _KEPT  # perhaps about to be started again; if not, a later prolog on this node cleans up
         except ask_agent.AskError as exc:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import IntEnum
 
-import msgspec
-
-from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.numbers import Count, Job, Port, Restart, Seconds, Time
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.message import Message
@@ -52,18 +49,22 @@ class EventsUp(Message, frozen=True, tag="events"):
     events: tuple[EventRecord, ...]
 
 
-class Sick(Message, frozen=True, tag="sick"):
-    """Agent -> controller: this node of my job does harm while it lives (a hint). cause: what its rank did last;
-    None: the health check is red. why: in words; left: the job goes on without it already."""
+HEALTH = "health"  # purpose of a connection that brings a `RedNode`
+
+
+class HealthVerdict(IntEnum):
+    """The outcome of a site's health check, in words that a node's reason may have."""
+
+    RED = 0
+    HANGS = 1
+
+
+class RedNode(Message, frozen=True, tag="red"):
+    """Root of a node -> controller: the site's health check has just failed here, after this life of a job."""
 
     job: Job
     restart: Restart
-    host: str
-    rank: Count
-    times: Count
-    cause: Cause | None
-    why: Annotated[str, msgspec.Meta(max_length=300)]
-    left: bool = False
+    verdict: HealthVerdict
 
 
 class Release(Message, frozen=True, tag="release"):

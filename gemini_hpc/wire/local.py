@@ -524,10 +524,12 @@ class Kept(Message, frozen=True, tag="kept"):
 
 class Ok(Message, frozen=True, tag="ok"):
     """Done. In the reply to `Epilog`, state is released, detached, or hold: detached, and this node is to hold the
-    survivors of incarnation `restart`, because no controller answers."""
+    survivors of incarnation `restart`, because no controller answers. check: the site's health check is worth its
+    time on this node."""
 
     state: str = ""
     restart: int = 0
+    check: bool = False
 
 
 class Error(Message, frozen=True, tag="error"):

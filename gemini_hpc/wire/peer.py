@@ -88,13 +88,15 @@ class Launch(Message, frozen=True, tag="launch"):
 
 
 class RankEnded(Message, frozen=True, tag="ended"):
-    """Up the tree, to the root: what the end of this host's rank shows, in this attempt of a step."""
+    """Up the tree, to the root: what the end of this host's rank shows, in this attempt of a step. version: the
+    newest that the attempt had begun to save, 0 before the first."""
 
     step: StepName
     attempt: Count
     host: Host
     rank: Count
     cause: Cause
+    version: Version = 0
 
 
 class Unhealthy(Message, frozen=True, tag="unhealthy"):
@@ -113,6 +115,7 @@ class FailedFirst(Message, frozen=True, tag="first"):
     host: Host
     rank: Count
     cause: Cause
+    version: Version = 0
 
 
 # ---- recovery rounds, along the tree -------------------------------------------------------------------

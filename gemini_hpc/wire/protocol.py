@@ -57,7 +57,7 @@ AnyMessage = (
     | controller.Registration
     | controller.Report
     | controller.EventsUp
-    | controller.Sick
+    | controller.RedNode
     | controller.Release
     | controller.Notice
     | controller.Ending

@@ -50,6 +50,7 @@ class Net:
             self._log(name),
             lambda *end: self.ended.append((name, *end)),
             lambda *red: self.red.append((name, *red)),
+            lambda: 30,
             "/site/check",
         )
 
@@ -100,7 +101,7 @@ def test_what_the_end_of_a_rank_shows_is_told_however_late() -> None:
         await net.state("n2", attempt=1)
         await net.state("n3", rank=2, unhealthy="Xid 79")
         assert net.red == [("n3", 2, "Xid 79")]
-        assert net.ended == [("n3", "7.0", 0, 2, Cause.CRASHED), ("n1", "7.0", 0, 0, Cause.CONSEQUENCE)]
+        assert net.ended == [("n3", "7.0", 0, 2, Cause.CRASHED, 30), ("n1", "7.0", 0, 0, Cause.CONSEQUENCE, 30)]
 
     asyncio.run(play())
 

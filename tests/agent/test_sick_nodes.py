@@ -26,7 +26,7 @@ class Net:
     def __init__(self) -> None:
         self.sent: deque[tuple[str, str, Any]] = deque()
         self.events: list[tuple[str, str, str]] = []
-        self.found: list[tuple[str, Any]] = []
+        self.found: list[tuple[str, str, str]] = []
         self.judging: list[Coroutine[Any, Any, None]] = []
         self.memberships = {name: Membership() for name in NAMES}
         self.agents = {name: self._agent(at, name) for at, name in enumerate(NAMES)}
@@ -39,7 +39,9 @@ class Net:
         def spawn(work: Coroutine[Any, Any, None]) -> Any:
             self.judging.append(work)
 
-        return SickNodes(7, name, self.memberships[name], log, spawn, lambda m: self.found.append((name, m)))
+        return SickNodes(
+            name, self.memberships[name], log, spawn, lambda host, why: self.found.append((name, host, why))
+        )
 
     def begin(self, restart: int) -> None:
         """An incarnation."""
@@ -73,10 +75,11 @@ class Net:
             asyncio.run(judge)
         self.carry()
 
-    def end(self, attempt: int, **causes: Cause) -> None:
-        """Ranks of these nodes end in an attempt, and all is judged."""
+    def end(self, attempt: int, *, at: int | None = None, **causes: Cause) -> None:
+        """Ranks of these nodes end in an attempt, each later than the one before, and all is judged."""
+        version = 10 * (attempt + 1) if at is None else at
         for name, cause in causes.items():
-            self.agents[name].ended("7.0", attempt, NAMES.index(name), cause)
+            self.agents[name].ended("7.0", attempt, NAMES.index(name), cause, version)
         self.settle()
 
 
@@ -89,12 +92,26 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Net:
 def test_a_node_whose_rank_failed_first_twice_is_sick(net: Net) -> None:
     net.end(0, n2=Cause.CONSEQUENCE, n3=Cause.CRASHED)
     assert net.events == [
-        ("n1", "failed_first", "rank 2 on n3 was killed or crashed: attempt 0 of step 7.0, 1 so far on this node")
+        (
+            "n1",
+            "failed_first",
+            "rank 2 on n3 was killed or crashed: attempt 0 of step 7.0, 1 so far that speak against this node",
+        )
     ]
-    net.end(1, n1=Cause.CONSEQUENCE, n3=Cause.RAISED)
-    [(by, found)] = net.found
-    assert (by, found.host, found.rank, found.times, found.cause) == ("n1", "n3", 2, 2, Cause.RAISED)
-    assert found.why == "rank 2 on n3 ended with an error; 2 times its ranks failed first"
+    assert [net.agents[name].suspects_this_node for name in NAMES] == [False, False, True]
+    net.end(1, n1=Cause.CONSEQUENCE, n3=Cause.DEVICE)
+    assert net.found == [("n1", "n3", "rank 2 on n3 had an error of its device; 2 times its ranks failed first")]
+    assert all(agent.known() == ["n3"] for agent in net.agents.values())
+
+
+def test_a_users_bug_is_told_and_speaks_against_no_node(net: Net) -> None:
+    for attempt in range(4):
+        net.end(attempt, n3=Cause.RAISED)
+    net.end(9, n3=Cause.CRASHED, at=0)
+    whats = [detail.partition(", ")[2] for *_, detail in net.events]
+    assert whats[0] == "a failure of the program: it does not speak against the node"
+    assert whats[-1] == "a failure of the program, before its first step: it does not speak against the node"
+    assert not net.found and not net.agents["n3"].suspects_this_node
 
 
 def test_nobody_is_blamed_for_the_program_the_network_or_another_nodes_turn(net: Net) -> None:
@@ -104,7 +121,7 @@ def test_nobody_is_blamed_for_the_program_the_network_or_another_nodes_turn(net:
     assert not net.events
     net.end(20, n2=Cause.CRASHED)
     net.end(21, n3=Cause.CRASHED)
-    assert [detail.rpartition(", ")[2] for *_, detail in net.events] == ["1 so far on this node"] * 2
+    assert [detail.rpartition(", ")[2] for *_, detail in net.events] == ["1 so far that speak against this node"] * 2
     assert not net.found
 
 
@@ -119,10 +136,10 @@ def test_another_incarnation_counts_and_so_does_another_root(net: Net) -> None:
     net.end(0, n3=Cause.CRASHED)
     net.begin(1)
     net.agents["n1"] = net._agent(0, "n1")  # a new agent knows nothing; those below do
-    net.end(0, n3=Cause.CRASHED)
+    net.end(0, n3=Cause.CRASHED, at=20)
     assert net.agents["n2"]._tally.count("n3") == 2 and not net.found
     net.begin(2)
-    net.end(0, n3=Cause.CRASHED)
+    net.end(0, n3=Cause.CRASHED, at=30)
     assert len(net.found) == 1
 
 
@@ -141,15 +158,14 @@ def test_hangs_count(net: Net) -> None:
     hung(place(4, 2, 1), place(4, 3, 2))
     assert len(net.events) == 1 and "rank 1 on n2 kept the others waiting" in net.events[0][2]
     net.end(0, n2=Cause.CRASHED)
-    assert len(net.found) == 1 and net.found[0][1].host == "n2"
+    assert [host for _, host, _ in net.found] == ["n2"]
 
 
 def test_a_red_node_is_sick_at_once(net: Net) -> None:
     net.agents["n3"].unhealthy(2, "Xid 79")
     net.carry()
-    [(by, found)] = net.found
-    assert (by, found.host, found.rank, found.cause) == ("n1", "n3", 2, None)
-    assert found.why == "health check on n3: Xid 79" and net.events == [("n3", "unhealthy", "Xid 79")]
+    assert net.found == [("n1", "n3", "health check on n3: Xid 79")] and net.events == [("n3", "unhealthy", "Xid 79")]
+    assert [net.agents[name].suspects_this_node for name in NAMES] == [False, False, True]
 
 
 def test_strangers_are_not_heard(net: Net) -> None:
@@ -167,7 +183,7 @@ def test_strangers_are_not_heard(net: Net) -> None:
 
 def test_no_more_attempts_are_judged_at_a_time_than_there_is_room_for(net: Net) -> None:
     for attempt in range(1000):
-        net.agents["n1"].ended("7.0", attempt, 0, Cause.CRASHED)
+        net.agents["n1"].ended("7.0", attempt, 0, Cause.CRASHED, 10)
     assert len(net.judging) == len(net.agents["n1"]._open) == sick_nodes._MOST_OPEN
     net.settle()
     assert not net.agents["n1"]._open and len(net.agents["n1"]._judged) <= sick_nodes._MOST_OPEN

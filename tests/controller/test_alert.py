@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.config import Settings
+from gemini_hpc.config import Settings, program_problem
 from gemini_hpc.controller import alert
-from gemini_hpc.controller.alert import Alerts, unfit
+from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.journal import Journal
 
 
@@ -80,16 +80,16 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_what_is_not_run(tmp_path: Path) -> None:
     good = program(tmp_path, "true")
-    assert unfit(str(good)) == ""
-    assert "absolute" in unfit("program")
-    assert unfit(str(tmp_path / "nowhere"))
-    assert unfit(str(tmp_path))
+    assert program_problem(str(good)) == ""
+    assert "absolute" in program_problem("program")
+    assert program_problem(str(tmp_path / "nowhere"))
+    assert program_problem(str(tmp_path))
     for mode in (0o775, 0o757, 0o644):
         good.chmod(mode)
-        assert unfit(str(good)), oct(mode)
+        assert program_problem(str(good)), oct(mode)
     good.chmod(0o755)
     os.chown(good, 5001, 5001)
-    assert "root" in unfit(str(good))
+    assert "root" in program_problem(str(good))
 
 
 def test_one_that_is_not_fit_is_logged_and_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

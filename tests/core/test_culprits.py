@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.culprits import MOST_HOSTS, MOST_KEYS, SICK, Cause, Ends, Failure, Tally
+from gemini_hpc.core.culprits import MOST_HOSTS, MOST_KEYS, SICK, Blame, Cause, Ends, Failure, Key, Tally
 
 failures = st.frozensets(
     st.builds(Failure, st.sampled_from(Cause), st.sampled_from(["n1", "n2", "n3"]), st.integers(0, 3)), max_size=12
@@ -48,18 +48,51 @@ def test_what_is_forgotten_decides_nothing(found: frozenset[Failure]) -> None:
     assert (first is not None) == (worst is not Cause.CONSEQUENCE and len(hosts) == 1)
 
 
+def key(attempt: int, restart: int = 0) -> Key:
+    return restart, "7.0", attempt
+
+
+def tally(*blames: Blame, host: str = "n1") -> Tally:
+    """A tally of attempts that failed one after the other on one node."""
+    found = Tally()
+    for attempt, blame in enumerate(blames):
+        assert found.blame(host, key(attempt), blame)
+    return found
+
+
 def test_a_node_is_sick_when_its_ranks_failed_first_twice_and_one_attempt_counts_once() -> None:
-    tally = Tally()
-    assert tally.blame("n1", (0, "7.0", 0)) and not tally.blame("n1", (0, "7.0", 0))
-    assert tally.count("n1") == 1 and tally.count("n2") == 0
-    assert tally.blame("n1", (1, "7.0", 0)) and tally.count("n1") == SICK, "of another incarnation"
+    found = tally(Blame(1, Cause.CRASHED, 10))
+    assert not found.blame("n1", key(0), Blame(1, Cause.CRASHED, 40))
+    assert found.count("n1") == 1 and found.count("n2") == 0 and not found.sick()
+    assert found.blame("n1", key(0, restart=1), Blame(1, Cause.CRASHED, 40))
+    assert found.count("n1") == SICK and found.sick() == ["n1"], "of another incarnation"
+
+
+def test_a_users_bug_speaks_against_no_node() -> None:
+    for what, blames in {
+        "1/0 in one rank, wherever": [Blame(3, Cause.RAISED, step) for step in (10, 20, 30)],
+        "one bad sample": [Blame(3, Cause.CRASHED, step) for step in (50, 50, 51)],
+        "a crash at import": [Blame(3, Cause.CRASHED, 0)] * 5,
+        "a collective that one rank leaves out": [Blame(3, Cause.HUNG, 7)] * 3,
+        "a device that the program asks for in vain": [Blame(3, Cause.DEVICE, 0)] * 4,
+    }.items():
+        assert tally(*blames).count("n1") < SICK, what
+
+
+def test_a_device_that_is_gone_for_good_is_counted_before_the_first_step() -> None:
+    assert tally(Blame(3, Cause.DEVICE, 500), Blame(3, Cause.DEVICE, 0)).sick() == ["n1"]
+
+
+def test_a_rank_that_takes_its_failure_along_speaks_against_no_node() -> None:
+    found = tally(Blame(3, Cause.CRASHED, 10), Blame(3, Cause.CRASHED, 20), Blame(5, Cause.CRASHED, 30))
+    assert found.count("n1") == 3
+    found.blame("n2", key(9), Blame(3, Cause.CRASHED, 40))
+    assert found.count("n1") == 1 and found.count("n2") == 0
 
 
 def test_a_tally_is_bounded() -> None:
-    tally = Tally()
-    for at in range(2 * MOST_KEYS):
-        tally.blame("n1", (0, "7.0", at))
-    assert tally.count("n1") == MOST_KEYS
+    found = tally(*(Blame(0, Cause.CRASHED, 10 * (1 + at)) for at in range(2 * MOST_KEYS)))
+    assert found.count("n1") == MOST_KEYS
     for at in range(MOST_HOSTS):
-        tally.blame(f"m{at}", (0, "7.0", 0))
-    assert tally.count("n1") == 0 and tally.count(f"m{MOST_HOSTS - 1}") == 1
+        found.blame(f"m{at}", key(0), Blame(1 + at, Cause.CRASHED, 10))
+    assert found.count("n1") == 0 and found.count(f"m{MOST_HOSTS - 1}") == 1

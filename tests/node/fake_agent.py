@@ -2,8 +2,8 @@
 `fake_mode` beside it says at that moment, and writes down what it was given.
 
 Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
-refuse, hangup, exit, hold JSON (the epilog is to hold the survivors of this restart), never (runs, but opens no
-socket), slow (opens its socket late).
+refuse, hangup, exit, doubt and detach-doubt (its node is to be checked), hold JSON (the epilog is to hold the
+survivors of this restart), never (runs, but opens no socket), slow (opens its socket late).
 """
 
 from __future__ import annotations
@@ -104,9 +104,11 @@ def main() -> None:
         message = json.loads(request)
         with open(f"{directory}/record", "a") as f:
             f.write(json.dumps({"message": message, "agent": seen}) + "\n")
-        reply = {"op": "ready", "state": "mapped"}
+        reply: dict[str, object] = {"op": "ready", "state": "mapped"}
         if message["op"] == "epilog":
-            reply = {"op": "ok", "state": "detached" if mode == "detach" else "released"}
+            reply = {"op": "ok", "state": "detached" if mode.startswith("detach") else "released"}
+            if mode.endswith("doubt"):
+                reply["check"] = True
             if mode.startswith("hold "):
                 reply = {"op": "ok", "state": "hold", "restart": json.loads(mode.removeprefix("hold "))}
         elif mode in ("ok", "detach", "hung") or mode.startswith("hold "):

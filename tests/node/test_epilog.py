@@ -160,3 +160,44 @@ def test_epilog_ends_with_an_agent_that_is_stopped(node: Node) -> None:
     done = node.epilog()
     assert done.returncode == 0 and time.monotonic() - began < most_s and "did not answer in time" in one_line(done)
     node.sh(f"kill -CONT {agent}")
+
+
+CHECK = """printf '#!/bin/sh\\necho checked by $(id -u) >>/run/checks; echo Xid 79; exit 1\\n' >/etc/check
+chmod %s /etc/check"""
+
+
+def checks(node: Node) -> list[str]:
+    return node.sh("cat /run/checks 2>/dev/null || :").splitlines()
+
+
+def no_check_runs(node: Node) -> bool:
+    return node.sh("pgrep -f '[g]emini_hpc.node.health_report' || :") == ""
+
+
+@pytest.mark.parametrize("mode", ["doubt", "detach-doubt"])
+def test_root_checks_a_node_that_the_agent_doubts(node: Node, mode: str) -> None:
+    node.sh(CHECK % "755")
+    node.site('health_check = "/etc/check"')
+    assert silent(node.prolog())
+    assert silent(node.epilog(job=8)) and no_check_runs(node) and not checks(node), "a job without an agent"
+    node.mode(mode)
+    assert silent(node.epilog())
+    until(lambda: checks(node) == ["checked by 0"] and no_check_runs(node), 20, what="the check")
+
+
+def test_a_node_that_nobody_doubts_is_not_checked(node: Node) -> None:
+    node.sh(CHECK % "755")
+    node.site('health_check = "/etc/check"')
+    assert silent(node.prolog())
+    assert silent(node.epilog())
+    assert no_check_runs(node) and not checks(node)
+
+
+def test_root_runs_no_check_that_others_can_write(node: Node) -> None:
+    node.sh(CHECK % "757")
+    node.site('health_check = "/etc/check"')
+    node.mode("doubt")
+    assert silent(node.prolog())
+    assert silent(node.epilog())
+    until(lambda: no_check_runs(node), 20, what="the helper has ended")
+    assert not checks(node)

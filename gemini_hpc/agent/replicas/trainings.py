@@ -43,6 +43,11 @@ class Trainings:
         """The set of this name, if there is one."""
         return self._sets.get(name)
 
+    @property
+    def begun(self) -> int:
+        """The newest version that a rank of this launch has begun to save here, 0 before the first."""
+        return max((training.begun for training in self), default=0)
+
     def may_have(self, name: str) -> bool:
         """Whether there is, or may be made, a set of this name."""
         return name in self._sets or (len(self._sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)

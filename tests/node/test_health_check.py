@@ -1,4 +1,4 @@
-"""The site's health check, run by a launcher."""
+"""The site's health check, run by a launcher or by root."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.launch.health import unhealthy
+from gemini_hpc.node.health_check import find_problem
 
 
 def look(path: Path | str, limit_s: float = 10.0, *, stop: bool = False) -> tuple[str, list[str]]:
     said: list[str] = []
-    return unhealthy(str(path), lambda: stop, said.append, limit_s), said
+    problem = find_problem(str(path), lambda: stop, said.append, limit_s)
+    return "" if problem is None else problem.text, said
 
 
 def program(directory: Path, text: str) -> Path:

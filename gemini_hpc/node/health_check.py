@@ -1,6 +1,7 @@
-"""The site's health check of a node, run beside a rank that has failed, before another one begins there.
+"""Run the site's health check of this node.
 
-The launcher runs it, not the agent: it is in the job's cgroup, which has the job's GPUs.
+A launcher runs it beside a rank that has failed, as the job's owner and in the job's cgroup, with the job's GPUs:
+that decides whether this job leaves the node. Root runs it after the job (`health_report`): that alone drains it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from gemini_hpc import clock
 
@@ -22,12 +24,31 @@ _CHARS = 150
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
-def unhealthy(path: str, stop: Callable[[], bool], say: Callable[[str], None], limit_s: float = LIMIT_S) -> str:
-    """Why this node is not healthy: the first line of what the program says, if its status is not 0, or that it does
-    not end in time; "" where it is, where the program cannot be run (which is said), or when `stop` says so."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A red node. text: the first line of the check's output, or what is wrong; hangs: the check does not end."""
+
+    text: str
+    hangs: bool = False
+
+
+def find_problem(
+    path: str, stop: Callable[[], bool], say: Callable[[str], None], limit_s: float = LIMIT_S
+) -> Problem | None:
+    """Run the check; return why this node is not healthy.
+
+    Args:
+        path: the program.
+        stop: whether nobody needs the outcome any more.
+        say: called with why the program cannot be run.
+        limit_s: a check that takes longer is red.
+
+    Returns:
+        None for a healthy node, for a program that cannot be run, and where `stop` says so.
+    """
     if not os.path.isabs(path):
         say(f"health_check: wanted an absolute path, found {path[:200]!r}")
-        return ""
+        return None
     try:
         process = subprocess.Popen(
             [path],
@@ -40,7 +61,7 @@ def unhealthy(path: str, stop: Callable[[], bool], say: Callable[[str], None], l
         )
     except OSError as error:
         say(f"health_check: {path[:200]}: {error.strerror}")
-        return ""
+        return None
     try:
         text = _output(process, stop, clock.monotonic() + limit_s)
     finally:
@@ -51,10 +72,10 @@ def unhealthy(path: str, stop: Callable[[], bool], say: Callable[[str], None], l
         with suppress(subprocess.TimeoutExpired):  # a driver may hold it for good
             process.wait(_END_S)
     if text is None:
-        return "" if stop() else f"the health check does not end within {limit_s:g} s"
+        return None if stop() else Problem(f"the health check does not end within {limit_s:g} s", hangs=True)
     if not process.returncode:
-        return ""
-    return _first_line(text) or f"the health check ended with {process.returncode}"
+        return None
+    return Problem(_first_line(text) or f"the health check ended with {process.returncode}")
 
 
 def _output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline: float) -> bytes | None:

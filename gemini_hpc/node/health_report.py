@@ -1,0 +1,128 @@
+"""Check this node's health after a job, and report a red node to the controller.
+
+    python3 -I -m gemini_hpc.node.health_report JOB RESTART NODE
+
+The epilog starts it, as root and in a session of its own, where the job's agent doubts the node. One runs at a time.
+A red node is a line in the system's log, with the check's own words. The controller gets one of two fixed words, and
+decides alone whether it drains the node.
+
+Exit status: 0, always.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sys
+
+from gemini_hpc import clock
+from gemini_hpc.config import ConfigError, Settings, load, program_problem
+from gemini_hpc.node import job_directory, ledger, spawn
+from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.health_check import Problem, find_problem
+from gemini_hpc.node.prolog import parse_number
+
+LOCK = "health"
+REPORT_S = 60.0  # for so long a controller is looked for
+RETRY_S = 2.0
+
+
+def start(settings: Settings, job: int, restart: int, node: str) -> None:
+    """By root, in an epilog: begin the check, where the site has one. Never raises."""
+    if not settings.health_check:
+        return
+    argv = [sys.executable, "-I", "-m", "gemini_hpc.node.health_report", str(job), str(restart), node]
+    try:
+        os.close(spawn.daemon(argv, lambda pid: None))
+    except (spawn.LaunchError, OSError) as exc:
+        complain("epilog", job, f"could not check this node's health: {exc}")
+
+
+def main(argv: list[str]) -> int:
+    """Check, and report; return 0."""
+    job = 0
+    try:
+        if len(argv) != 3:
+            raise ValueError(f"wanted 3 arguments, found {len(argv)}")
+        job = parse_number("job id", argv[0], 1, 2**32 - 1)
+        restart = parse_number("restart count", argv[1], 0, 2**32 - 1)
+        settings = load()
+        lock = _lock(settings)
+        if lock < 0:
+            return 0  # another job's epilog has begun the check
+        problem = _check(settings, job)
+        if problem is not None:
+            complain("health", job, f"this node is red: {problem.text}")
+            _report(settings, job, restart, argv[2], hangs=problem.hangs)
+        os.close(lock)
+    except (ValueError, ConfigError, job_directory.JobDirError, ImportError, OSError) as exc:
+        complain("health", job, f"this node's health is not known: {exc}")
+    return 0
+
+
+def _lock(settings: Settings) -> int:
+    """Return the lock of the one check, -1 where another process has it."""
+    run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(f"{ledger.NAME}/{LOCK}", flags, 0o600, dir_fd=run_fd)
+    finally:
+        os.close(run_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _check(settings: Settings, job: int) -> Problem | None:
+    if why := program_problem(settings.health_check):
+        raise OSError(f"health_check {settings.health_check}: {why}")
+    return find_problem(settings.health_check, lambda: False, lambda text: complain("health", job, text))
+
+
+def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: bool) -> None:
+    """Tell the acting controller, whichever host it is on; what it answers is logged."""
+    # Only here: a healthy node's check needs nothing but the standard library.
+    from gemini_hpc.wire import controller
+    from gemini_hpc.wire.handshake import Client, HandshakeError
+    from gemini_hpc.wire.link import BlockingLink, LinkClosed
+    from gemini_hpc.wire.message import Message
+
+    red = controller.RedNode(job, restart, controller.HealthVerdict.HANGS if hangs else controller.HealthVerdict.RED)
+    hosts, deadline, why = settings.controller_hosts(), clock.monotonic() + REPORT_S, "this site has no controller"
+    while hosts:
+        for host in hosts:
+            client = Client(
+                purpose=controller.HEALTH,
+                cluster=settings.cluster_name,
+                job=job,
+                restart=0,
+                source=node,
+                target=host,
+                instance=secrets.token_hex(8),
+                server_uid=settings.slurm_uid(),
+            )
+            try:
+                link = BlockingLink.connect(host, settings.controller_port, client)
+                try:
+                    link.send(red)
+                    answer = link.receive(Message)
+                finally:
+                    link.close()
+            except (OSError, HandshakeError, LinkClosed) as exc:
+                why = f"{host}: {exc}"
+                continue
+            if isinstance(answer, controller.Notice):
+                complain("health", job, f"the controller on {host} answers: {answer.text}")
+                return
+        if clock.monotonic() > deadline:
+            break
+        clock.sleep(RETRY_S)
+    complain("health", job, f"no controller was told: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

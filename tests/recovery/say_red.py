@@ -1,0 +1,30 @@
+"""Say to the controller that a node is red: `say_red.py JOB NODE`. Prints what it is answered."""
+
+import secrets
+import sys
+
+from gemini_hpc.config import load
+from gemini_hpc.wire import controller
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import BlockingLink, LinkClosed
+
+settings, job = load(), int(sys.argv[1])
+(host,) = settings.controller_hosts()
+client = Client(
+    purpose=controller.HEALTH,
+    cluster=settings.cluster_name,
+    job=job,
+    restart=0,
+    source=sys.argv[2],
+    target=host,
+    instance=secrets.token_hex(8),
+    server_uid=settings.slurm_uid(),
+)
+try:
+    link = BlockingLink.connect(host, settings.controller_port, client)
+    link.send(controller.RedNode(job, 0, controller.HealthVerdict.RED))
+    print(link.receive(controller.Notice).text)
+except HandshakeError as error:
+    print(error)
+except LinkClosed:
+    print("LinkClosed")
