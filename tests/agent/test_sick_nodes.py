@@ -108,9 +108,9 @@ def test_a_users_bug_is_told_and_speaks_against_no_node(net: Net) -> None:
     for attempt in range(4):
         net.end(attempt, n3=Cause.RAISED)
     net.end(9, n3=Cause.CRASHED, at=0)
-    whats = [detail.partition(", ")[2] for *_, detail in net.events]
-    assert whats[0] == "a failure of the program: it does not speak against the node"
-    assert whats[-1] == "a failure of the program, before its first step: it does not speak against the node"
+    details = [detail.partition(", ")[2] for *_, detail in net.events]
+    assert details[0] == "a failure of the program: it does not speak against the node"
+    assert details[-1] == "a failure of the program, before its first step: it does not speak against the node"
     assert not net.found and not net.agents["n3"].suspects_this_node
 
 

@@ -21,7 +21,7 @@ HERE = {
 ELSEWHERE = {
     "disk_or_memory.py": "examples/test_disk_or_memory.py::test_each_way_is_killed_once",
     "disk_or_memory.sh": "benchmarks/test_families.py::test_a_tiny_run_gives_every_figure",
-    "health_check": "launch/test_health.py::test_the_example",
+    "health_check": "node/test_health_check.py::test_the_example",
     "heat_mpi.py": "mpi/test_archive.py::test_the_example_archives_its_plate",
     "heat_mpi.sh": "e2e/test_heat.py::test_a_node_is_cut",
     "job.sh": "e2e/test_training.py::test_node_cut",
