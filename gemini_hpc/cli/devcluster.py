@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.devcluster import chaos, profiles, requirements, status, teardown
+from gemini_hpc.devcluster import cgroups, chaos, profiles, requirements, status, teardown
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import Layout
@@ -246,6 +246,8 @@ def _up(args: Any) -> int:
     absent = [part for part in ("plugin", "prolog", "epilog") if not getattr(shown, part)]
     if absent and not args.no_site:
         print(f"without {', '.join(absent)}: this installation has no such files")
+    if why := cgroups.untracked():
+        print(f"without proctrack/cgroup: {why}; processes are tracked by their groups, and no memory is limited")
     print(f"files: {cluster.directory}")
     return 0
 

@@ -2,6 +2,9 @@
 hierarchy that agents are put in.
 
 A node sees its own part as the whole hierarchy. It never leaves a memory limit that the cluster's maker has.
+
+Slurm's plugin looks for hierarchies with the file `release_agent`, which only a whole one has. So it finds each of them
+below `TRACKED`: a directory with a file of that name, and the node's own part where slurmd would make its cgroup.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemini_hpc import clock
+from gemini_hpc.devcluster import slurm
+from gemini_hpc.devcluster.boot import Mount
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.node import memory_cgroup
 
@@ -19,6 +24,10 @@ MOUNT = "/sys/fs/cgroup/memory"
 SLURMD = "slurmd"
 BESIDE = tuple(f"/sys/fs/cgroup/{controller}" for controller in ("cpu", "devices", "freezer", "pids"))
 REMOVE_TIMEOUT_S = 5.0
+TRACKED = "/run/cgroup"
+_TRACKING = ("freezer", "memory")  # proctrack/cgroup, task/cgroup
+# From this release on slurmd wants more of a hierarchy than a part of it can show; not tried with any.
+TRACKED_BEFORE = (23, 11)
 
 
 def _base() -> Path | None:
@@ -46,6 +55,28 @@ def _clusters(layout: Layout) -> dict[str, Path]:
 def possible() -> bool:
     """Whether nodes get memory cgroups of their own here."""
     return _base() is not None
+
+
+def untracked() -> str:
+    """Return why Slurm cannot track a job's processes by cgroups here, "" where it can."""
+    if slurm.release() >= TRACKED_BEFORE:
+        return f"Slurm {'.'.join(map(str, slurm.release()))} needs whole cgroup hierarchies"
+    if not possible() or not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK):
+        return "this machine has no writable v1 hierarchies for memory and freezer"
+    return ""
+
+
+def for_slurm(layout: Layout, name: str) -> list[Mount]:
+    """Return what shows a node's slurmd its own part of each hierarchy, as a whole one."""
+    if untracked():
+        return []
+    mounts: list[Mount] = [["tmpfs", TRACKED, 0o755]]
+    for controller in _TRACKING:
+        top = f"{TRACKED}/{controller}"
+        own = _clusters(layout)[f"/sys/fs/cgroup/{controller}"] / name
+        mounts += [["mkdir", top, 0o755], ["file", f"{top}/release_agent"]]
+        mounts += [["mkdir", f"{top}/slurm_{name}", 0o755], ["bind", str(own), f"{top}/slurm_{name}", False]]
+    return mounts
 
 
 def node(layout: Layout, name: str) -> dict[str, str]:

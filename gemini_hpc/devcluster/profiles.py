@@ -24,6 +24,8 @@ class Profile:
     accounting: bool = False
     # Nodes have no configuration files: slurmd asks slurmctld for them.
     configless: bool = False
+    # The kernel holds jobs to their --mem.
+    memory_limits: bool = False
     # A munged on each node, not one for all hosts.
     munge_per_node: bool = False
 
@@ -66,7 +68,8 @@ STOCK = Profile(
 )
 SITE = Profile(
     "site",
-    "Slurm's default timers, slurmdbd with limits and QOS, priority/multifactor, munged on each node, configless",
+    "Slurm's default timers, slurmdbd with limits and QOS, memory limits, priority/multifactor, munged on each node, "
+    "configless",
     slurm={
         **STOCK.slurm,
         "PriorityType": "priority/multifactor",
@@ -78,6 +81,7 @@ SITE = Profile(
     partitions=("batch", "debug"),
     accounting=True,
     configless=True,
+    memory_limits=True,
     munge_per_node=True,
 )
 PROFILES = {profile.name: profile for profile in (FAST, STOCK, SITE)}

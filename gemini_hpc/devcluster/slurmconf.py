@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gemini_hpc.devcluster import slurm
+from gemini_hpc.devcluster import cgroups, slurm
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
 from gemini_hpc.devcluster.profiles import Profile
@@ -13,8 +13,8 @@ from gemini_hpc.devcluster.sitefiles import SiteFiles
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 SLURMDBD_PORT = 6819
-# From here on slurmd ends where no cgroup plugin works, unless it is told to use none; nothing here needs one. Before
-# 23.11 the word was unknown, and slurmd ended for that.
+# From here on slurmd ends where no cgroup plugin works, unless it is told to use none. Before 23.11 the word was
+# unknown, and slurmd ended for that.
 CGROUPS_DISABLED_FROM = (23, 11)
 
 
@@ -43,10 +43,7 @@ def write(
         "SlurmdPidFile": "/run/slurmd.%n.pid",
         "SlurmctldLogFile": str(layout.log / "slurmctld.log"),
         "SlurmdLogFile": f"{layout.log}/slurmd.%n.log",
-        # Not linuxproc: it loses an srun whose batch script died first, and that srun later kills the step of the
-        # same id in the job's next incarnation.
-        "ProctrackType": "proctrack/pgid",
-        "TaskPlugin": "task/none",
+        **_tracking(profile),
         "JobAcctGatherType": "jobacct_gather/none",
         "AccountingStorageType": "accounting_storage/none",
         "MpiDefault": "none",
@@ -90,7 +87,25 @@ def write(
     ]
     lines += extra
     layout.slurm_conf.write_text("\n".join(lines) + "\n")
-    if slurm.release() >= CGROUPS_DISABLED_FROM:
-        (layout.slurm_etc / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+    (layout.slurm_etc / "cgroup.conf").write_text(_cgroup_conf(profile))
     plugin = f"optional {site.plugin}\n" if site.plugin else ""
     (layout.slurm_etc / "plugstack.conf").write_text(plugin)
+
+
+def _tracking(profile: Profile) -> dict[str, str]:
+    """Return how slurmd finds the processes of a job: as sites do, where this machine allows it."""
+    if cgroups.untracked():
+        # Not linuxproc: it loses an srun whose batch script died first, and that srun later kills the step of the
+        # same id in the job's next incarnation.
+        return {"ProctrackType": "proctrack/pgid", "TaskPlugin": "task/none"}
+    return {
+        "ProctrackType": "proctrack/cgroup",
+        "TaskPlugin": "task/cgroup" if profile.memory_limits else "task/none",
+    }
+
+
+def _cgroup_conf(profile: Profile) -> str:
+    if cgroups.untracked():
+        return "CgroupPlugin=disabled\n" if slurm.release() >= CGROUPS_DISABLED_FROM else ""
+    limits = "ConstrainRAMSpace=yes\n" if profile.memory_limits else ""
+    return f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={cgroups.TRACKED}\nCgroupAutomount=no\n{limits}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from gemini_hpc.devcluster import Cluster, DevclusterError, network
+from gemini_hpc.devcluster import Cluster, DevclusterError, cgroups, network
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.profiles import PROFILES
 from gemini_hpc.devcluster.requirements import ACCOUNTING_PROGRAMS, PROGRAMS, check, program
@@ -53,6 +53,20 @@ def test_slurm_is_set_up_as_a_site_would(site: Cluster) -> None:
     assert (found["MessageTimeout"], found["TCPTimeout"]) == ("10 sec", "2 sec")
     daemons = site.run(["ps", "-o", "user=,comm=", "-C", "slurmctld,slurmdbd,mariadbd"]).stdout.split()
     assert sorted(daemons) == sorted(["slurm", "slurmctld", "slurm", "slurmdbd", "slurm", "mariadbd"])
+
+
+@pytest.mark.skipif(bool(cgroups.untracked()), reason="Slurm cannot track processes by cgroups here: `up` says so")
+def test_the_kernel_tracks_a_job_and_holds_it_to_its_memory(site: Cluster) -> None:
+    found = config(site)
+    assert (found["ProctrackType"], found["TaskPlugin"]) == ("proctrack/cgroup", "task/cgroup")
+    program = "import os; print(open('/proc/self/cgroup').read()); bytearray(int(os.environ['TAKE']) << 20)"
+    argv = ["srun", "--mem=60", "/usr/bin/python3", "-c", program]
+    small = site.run(argv, user="alice", env={"TAKE": "1"})
+    assert small.returncode == 0, small.stderr
+    places = {line.split(":")[1]: line.split(":")[2] for line in small.stdout.splitlines() if line}
+    assert "/job_" in places["freezer"] and "/step_0" in places["memory"], places
+    large = site.run(argv, user="alice", env={"TAKE": "200"})
+    assert large.returncode != 0 and "oom" in large.stderr.lower(), large.stderr
 
 
 def test_two_partitions_share_all_nodes(site: Cluster) -> None:

@@ -53,9 +53,11 @@ def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
     assert job.output().count("restart 1 of 1") == 1
 
 
-def test_a_signal_from_the_user_is_no_failure(lite: Lite) -> None:
-    """The signal goes to the ranks alone, past the batch script: `lite.py` dies of it, and stays so."""
-    job = lite(run=RUN)
+@pytest.mark.parametrize("python", ["python", "python -m gemini_hpc.launch"])
+def test_a_signal_from_the_user_is_no_failure(lite: Lite, python: str) -> None:
+    """The signal goes to the ranks alone, past the batch script: `lite.py` dies of it, and stays so. A launcher passes
+    it on, for with proctrack/cgroup no other process gets it."""
+    job = lite(run=RUN, python=python)
     job.reach(5)
     sent = job.cluster.run(["scancel", "--signal=USR1", str(job.id)], user="alice")
     assert sent.returncode == 0, sent.stderr
