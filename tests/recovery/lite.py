@@ -156,7 +156,7 @@ def main() -> int:
         say("lost", version, reason=line)
     if welcome.notice:
         say("notice", version, text=welcome.notice)
-    me = {"node_rank": welcome.node_rank, "pid": os.getpid()}
+    me = {"node_rank": welcome.node_rank, "pid": os.getpid(), "node": socket.gethostname()}
     say("resumed", version, epoch=welcome.epoch, lineage=lineage, **me)
     expect = ""
     for v, e in enumerate(lineage, 1):
