@@ -1,10 +1,7 @@
 """A memory cgroup for each node, with slurmd's inside it, where this machine has cgroup v1; and one in each other
-hierarchy that agents are put in.
+hierarchy that agents are put in, or that Slurm tracks and limits jobs in.
 
 A node sees its own part as the whole hierarchy. It never leaves a memory limit that the cluster's maker has.
-
-Slurm's plugin looks for hierarchies with the file `release_agent`, which only a whole one has. So it finds each of them
-below `TRACKED`: a directory with a file of that name, and the node's own part where slurmd would make its cgroup.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from pathlib import Path
 
 from gemini_hpc import clock
 from gemini_hpc.devcluster import slurm
-from gemini_hpc.devcluster.boot import Mount
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.node import memory_cgroup
 
@@ -24,9 +20,7 @@ MOUNT = "/sys/fs/cgroup/memory"
 SLURMD = "slurmd"
 BESIDE = tuple(f"/sys/fs/cgroup/{controller}" for controller in ("cpu", "devices", "freezer", "pids"))
 REMOVE_TIMEOUT_S = 5.0
-TRACKED = "/run/cgroup"
-_TRACKING = ("freezer", "memory")  # proctrack/cgroup, task/cgroup
-# From this release on slurmd wants more of a hierarchy than a part of it can show; not tried with any.
+# From this release on it has not been tried whether a part of a hierarchy is enough for slurmd.
 TRACKED_BEFORE = (23, 11)
 
 
@@ -60,23 +54,10 @@ def possible() -> bool:
 def untracked() -> str:
     """Return why Slurm cannot track a job's processes by cgroups here, "" where it can."""
     if slurm.release() >= TRACKED_BEFORE:
-        return f"Slurm {'.'.join(map(str, slurm.release()))} needs whole cgroup hierarchies"
+        return f"this has not been tried with Slurm {'.'.join(map(str, slurm.release()))}"
     if not possible() or not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK):
         return "this machine has no writable v1 hierarchies for memory and freezer"
     return ""
-
-
-def for_slurm(layout: Layout, name: str) -> list[Mount]:
-    """Return what shows a node's slurmd its own part of each hierarchy, as a whole one."""
-    if untracked():
-        return []
-    mounts: list[Mount] = [["tmpfs", TRACKED, 0o755]]
-    for controller in _TRACKING:
-        top = f"{TRACKED}/{controller}"
-        own = _clusters(layout)[f"/sys/fs/cgroup/{controller}"] / name
-        mounts += [["mkdir", top, 0o755], ["file", f"{top}/release_agent"]]
-        mounts += [["mkdir", f"{top}/slurm_{name}", 0o755], ["bind", str(own), f"{top}/slurm_{name}", False]]
-    return mounts
 
 
 def node(layout: Layout, name: str) -> dict[str, str]:

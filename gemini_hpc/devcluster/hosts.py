@@ -47,7 +47,6 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
             ["mkdir", "/run/slurm", 0o755],
             ["mkdir", "/run/gemini-hpc", 0o755],
             ["mkdir", "/run/gemini-hpc.unprotected", 0o755],
-            ["mkdir", cgroups.TRACKED, 0o755],
             ["proc"],
         ],
         environment={MARKER: layout.name},
@@ -96,7 +95,6 @@ def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequen
             argv, env = enter.command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
             mounts = _node_mounts(layout, profile, node)
             mounts += [["bind", own, point, False] for point, own in cgroups.node(layout, node).items()]
-            mounts += cgroups.for_slurm(layout, node)
             boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
         for node, boot in boots.items():
             found[node] = boot.wait_ready()

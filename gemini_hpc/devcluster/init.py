@@ -56,7 +56,7 @@ def boot_now() -> None:
 
 def apply(step: list[Any]) -> None:
     """One line of the specification: proc | tmpfs TARGET MODE | run TARGET OPTIONS | bind SOURCE TARGET READONLY |
-    mkdir PATH MODE | file PATH."""
+    mkdir PATH MODE."""
     match step:
         case ["proc"]:
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -71,9 +71,6 @@ def apply(step: list[Any]) -> None:
         case ["mkdir", path, mode]:
             os.makedirs(path, exist_ok=True)
             os.chmod(path, mode)
-        case ["file", path]:
-            with open(path, "w") as file:
-                file.write("\n")
         case _:
             raise ValueError(f"unknown step {step}")
 

@@ -108,4 +108,4 @@ def _cgroup_conf(profile: Profile) -> str:
     if cgroups.untracked():
         return "CgroupPlugin=disabled\n" if slurm.release() >= CGROUPS_DISABLED_FROM else ""
     limits = "ConstrainRAMSpace=yes\n" if profile.memory_limits else ""
-    return f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={cgroups.TRACKED}\nCgroupAutomount=no\n{limits}"
+    return f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{limits}"

@@ -55,8 +55,8 @@ def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("python", ["python", "python -m gemini_hpc.launch"])
 def test_a_signal_from_the_user_is_no_failure(lite: Lite, python: str) -> None:
-    """The signal goes to the ranks alone, past the batch script: `lite.py` dies of it, and stays so. A launcher passes
-    it on, for with proctrack/cgroup no other process gets it."""
+    """The signal goes past the batch script: `lite.py` dies of it, and stays so. A launcher passes it on: with
+    proctrack/cgroup no other process gets it."""
     job = lite(run=RUN, python=python)
     job.reach(5)
     sent = job.cluster.run(["scancel", "--signal=USR1", str(job.id)], user="alice")
