@@ -24,7 +24,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     mesh = SimpleNamespace(dead={"n2"})
     incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True)
     membership.incarnation = incarnation
-    listener: Any = SimpleNamespace(deaths_matter=lambda now: matters)
+    listener: Any = SimpleNamespace(deaths_matter=lambda now: matters, finished=None)
     log: Any = lambda *_, **__: None  # noqa: E731
     mine = ControllerLink(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]

@@ -21,7 +21,7 @@ def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = Fal
     asked: list[object] = []
     heard = time.monotonic() - heard_s
     link: Any = SimpleNamespace(closed=closed, last_heard=heard, send=asked.append, asked=asked)
-    return Agent(link, host, 7, 0, 2, 17000, "x", "attached", verified)
+    return Agent(link, host, 7, "x", verified)
 
 
 @pytest.mark.parametrize(
