@@ -51,7 +51,7 @@ _SITES = [
     ("anybodys-candidates", "neighbours", "Wrong: candidates"),
     ("takes-drains-for-ours", "drained-dies", "Wrong: administrator"),
     ("leaves-the-completed", "ends-well", "Wrong: ended"),
-    ("frees-the-completed", "no-kill", "Wrong: lost"),
+    ("frees-the-completed", "no-kill", "Wrong: ended"),
     ("sends-back-the-cancelled", "cancels", "Wrong: administrator"),
 ]
 # the same where no scenario leads there: what is drawn does
