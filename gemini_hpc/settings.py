@@ -260,6 +260,11 @@ class Settings:
         """Silence after which a peer is suspected, in seconds."""
         return self.heartbeat_s * self.heartbeat_missed
 
+    def afterwards_s(self) -> float:
+        """How long after a script's end a node may be found to have been lost before it, in seconds: its silence, and
+        the probes."""
+        return 4.0 * self.heartbeat_timeout_s()
+
     def address_of(self, host: str) -> str:
         """Where a peer is dialled."""
         return self.peer_address.replace("{host}", host)

@@ -72,7 +72,6 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
-_WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
 
 
 class Agent:
@@ -284,7 +283,7 @@ class Agent:
         incarnation = self.membership.incarnation
         if incarnation is None or incarnation.mesh.dead:
             return
-        if self._retention.ended_s(now) > _WATCH_ON * incarnation.mesh.silence_s:
+        if self._retention.ended_s(now) > self.identity.settings.afterwards_s():
             incarnation.mesh.detector.watching = False
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -446,17 +445,16 @@ class Agent:
         if not here.detached:
             here.detached = True
             self._retention.ended(clock.monotonic())
+            self.controller_link.register()  # whether the training had finished decides what becomes of the job
             if mesh is not None:
-                # With a dead node the job is on its way back: who else is lost meanwhile is news, too. And a script
-                # may fail of a node's loss before anybody here has noticed it.
-                mesh.detector.watching = bool(mesh.dead) or m.exit_code not in ("", "0")
+                # A script may end of a node's loss before anybody here has noticed it, with whatever exit code.
+                mesh.detector.job_ended(clock.monotonic())
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
             map_file.wait(me.directory)
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
-        trained = [s for s in self.trainings if s.greeted]
         dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
         idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
@@ -464,9 +462,10 @@ class Agent:
                 mesh.leave()
             self._retention.release("the job has ended without this node's help")
             return local.Ok("released", check=self._sick.suspects_this_node)
-        if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
+        if self.finished and m.exit_code in ("", "0") and not dead:
             self.saver.succeeded = True
-            if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.saver.tier:
+            kept = any(self.keeps.of_set(s.name) and s.sealed is not None for s in self.trainings if s.greeted)
+            if not kept or not self.saver.tier:
                 self.saver.ended()
                 if mesh is not None:
                     mesh.leave()
@@ -570,6 +569,12 @@ class Agent:
     def rescuing(self) -> bool:
         """Whether live state is being copied."""
         return self.rescue.busy
+
+    @property
+    def finished(self) -> bool | None:
+        """Whether all ranks that train here have closed their checkpointers; None: none has trained here."""
+        trained = [training for training in self.trainings if training.greeted]
+        return all(training.succeeded for training in trained) if trained else None
 
     def job_waits(self) -> None:
         """The job is pending."""
