@@ -72,6 +72,7 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
+_LOOK_S = 0.4  # for the agents that are missing when the prolog wants its answer
 
 
 class Agent:
@@ -338,8 +339,12 @@ class Agent:
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
             map_file.settle(me.directory)
-            self._log("unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s")
-            return local.Ready("unmapped")
+            absent = await incarnation.absent(_LOOK_S)
+            missing = f"; none answers on {', '.join(absent)[:200]}" if absent else ""
+            self._log(
+                "unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s{missing}"
+            )
+            return local.Ready("unmapped", absent)
         return local.Ready("mapped")
 
     def _begin(self, m: local.Attach, view: View) -> Incarnation:

@@ -20,15 +20,15 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
 from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
+from gemini_hpc.client.ranks import number
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.culprits import Cause
-from gemini_hpc.launch import placing
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.placing import PORTS, rank_environment, spares
+from gemini_hpc.launch.placing import rank_environment, spares
 from gemini_hpc.launch.rank_process import RankProcess
 from gemini_hpc.launch.signals import SENT, Signals
 from gemini_hpc.node.health_check import find_problem
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, ports
 
 WAIT_S = 20.0
 RETRY_S = 0.2
@@ -92,7 +92,7 @@ class Launcher:
         env |= {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
         port = env.get("MASTER_PORT", self._environ.get("MASTER_PORT", ""))
         if port.isascii() and port.isdigit():
-            env["MASTER_PORT"] = str(master_port(int(port), self._attempt))
+            env["MASTER_PORT"] = str(ports.of_attempt(int(port), self._attempt))
         return env
 
     def _trains(self) -> bool:
@@ -203,7 +203,7 @@ class Launcher:
 
     def _said(self, cause: Cause | None) -> local.LaunchRequest:
         """What the end of the rank in this attempt shows."""
-        return local.LaunchRequest(self._step, self._attempt, rank=placing.number(self._rank), cause=cause)
+        return local.LaunchRequest(self._step, self._attempt, rank=number(self._rank), cause=cause)
 
     def _is_past(self, cause: Cause | None) -> bool:
         """Whether the agents have begun a later attempt already."""
@@ -317,12 +317,6 @@ class Launcher:
                 if clock.monotonic() > deadline:
                     return None
             clock.sleep(RETRY_S)
-
-
-def master_port(first: int, attempt: int) -> int:
-    """Where the ranks of an attempt meet."""
-    port = first + PORTS * attempt
-    return port if port < 65536 else 1024 + port % 64512
 
 
 def _told(status: int) -> str:

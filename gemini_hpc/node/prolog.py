@@ -39,13 +39,15 @@ from gemini_hpc.node import (
 )
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
-from gemini_hpc.node.unprotected import Note
+from gemini_hpc.node.unprotected import ELSEWHERE, Note
 
 EXIT_STRICT = 3
 POLL_S = 0.005
 AWAKE_S = 1.5
 EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
-OWNER_GRACE_S = 1.0
+ANSWER_GRACE_S = 0.5  # the agent counts from when it was asked, and it had to be started first
+OWNER_GRACE_S = 1.5
+NAMED = 8
 INSTALLED_S = 5.0
 FORMER_END_S = 0.5
 REPLICAS_MAX = 32
@@ -365,9 +367,9 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 if process is None:
                     _ensure_awake(sock, f"{directory}/{ask_agent.SOCKET_NAME}")
                 heard = True
-                answer = ask_agent.ask(sock, question, deadline)
+                answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
                 if answer.get("state") == "unmapped":  # the node is in order: nothing for its administrator
-                    _tell("the agent here and those of the job's other nodes did not agree in time")
+                    _tell(ELSEWHERE + _disagreement(answer.get("absent")))
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
             if process is None:
@@ -382,6 +384,16 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                     raise ask_agent.AskError(f"the agent went away: {why}") from None
                 raise spawn.LaunchError(why) from None
             clock.sleep(POLL_S)
+
+
+def _disagreement(absent: object) -> str:
+    """Return why the agents do not agree, with the nodes on which none answers."""
+    names = absent if isinstance(absent, list) else []
+    names = [name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name)]
+    if not names:
+        return "the agents of the job's nodes did not agree in time"
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"no agent answers on {', '.join(names[:NAMED])}{more}"
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:

@@ -79,9 +79,11 @@ class Attach(Message, frozen=True, tag="attach"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`)."""
+    """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`). absent: hosts that
+    this agent waits for, and whose agents do not answer."""
 
     state: str
+    absent: tuple[str, ...] = ()
 
 
 class Epilog(Message, frozen=True, tag="epilog"):

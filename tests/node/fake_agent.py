@@ -2,8 +2,8 @@
 `fake_mode` beside it says at that moment, and writes down what it was given.
 
 Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
-refuse, hangup, exit, doubt and detach-doubt (its node is to be checked), hold JSON (the epilog is to hold the
-survivors of this restart), never (runs, but opens no socket), slow (opens its socket late).
+refuse, hangup, exit, doubt and detach-doubt (its node is to be checked), ready JSON (what it answers), hold JSON (the
+epilog is to hold the survivors of this restart), never (runs, but opens no socket), slow (opens its socket late).
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def main() -> None:
             peer.send(b'{"op":"ready","state":"' + b"x" * 100_000 + b'"}')
         elif mode == "refuse":
             peer.send(json.dumps({"op": "error", "error": "two\nlines\x1b[31m"}).encode())
+        elif mode.startswith("ready "):
+            peer.send(mode.removeprefix("ready ").encode())
         elif mode != "hangup":
             peer.send(json.dumps(reply).encode())
         if message["op"] == "epilog" and mode == "ok":

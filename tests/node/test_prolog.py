@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -524,6 +525,29 @@ def test_why_is_left_by_the_owners_side_too(node: Node) -> None:
     assert note.startswith("0 ") and note.count("\n") == 1 and len(note) < 260
     assert node.sh(f"stat -c %u:%a {NOTES}/7").strip() == "0:644"
     assert "ermission denied" in node.as_user(ALICE, f"echo x >{NOTES}/7")
+
+
+UNAGREED = "the agents of the job's nodes did not agree in time"
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        (["n2"], "no agent answers on n2"),
+        ([f"n{k}" for k in range(2, 14)], "no agent answers on n2, n3, n4, n5, n6, n7, n8, n9 and 4 more"),
+        ([], UNAGREED),
+        (None, UNAGREED),
+        ("n2", UNAGREED),
+        ({"n2": 1}, UNAGREED),
+        ([1, None, ["n2"], "", "n2;reboot", "n2\n9 other words", "x" * 65], UNAGREED),
+        (["$(id)", "n3"], "no agent answers on n3"),
+    ],
+)
+def test_a_disagreement_names_the_nodes_without_an_agent(node: Node, absent: object, words: str) -> None:
+    """This node is in order: its administrator hears nothing, and the plugin does not blame it."""
+    node.mode("ready " + json.dumps({"op": "ready", "state": "unmapped", "absent": absent}))
+    assert silent(node.prolog())
+    assert node.sh(f"cat {NOTES}/7") == f"0 elsewhere: {words}\n"
 
 
 def test_what_an_earlier_incarnation_left_goes(node: Node) -> None:
