@@ -80,7 +80,18 @@ _WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is susp
 class Agent:
     """See the module. `run` returns when everything has been freed."""
 
-    def __init__(self, settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        job: int,
+        uid: int,
+        node: str,
+        directory: str,
+        again: bool,
+        share: tuple[int, str] = (0, ""),
+    ) -> None:
+        """share: of the node's cap, as the prolog knows it; see `Budget`."""
         me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
         here = self.membership = Membership()
@@ -89,7 +100,7 @@ class Agent:
         self._log, self._complain, self._spawn = log, events.complain, spawn
         self._local: LocalServer | None = None
 
-        self.store = store = Store(Budget(settings))
+        self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
@@ -622,13 +633,16 @@ def _view(m: local.Attach) -> View:
     return view
 
 
-def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:
+def serve(
+    settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool, share: tuple[int, str]
+) -> int:
     """Run an agent in this process until it is released; the exit status."""
 
     logs.to(sys.stdout)
 
     async def run() -> None:
-        await Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again).run()
+        agent = Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again, share=share)
+        await agent.run()
 
     asyncio.run(run())
     sys.stdout.flush()
