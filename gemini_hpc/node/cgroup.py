@@ -80,10 +80,10 @@ def no_room(choice: Choice, settings: Settings) -> str:
     if free < needed:
         floor = _mib(settings.memory_floor_bytes)
         return f"no memory for its agent: it needs {_mib(needed)}, {_mib(free)} are free above the floor of {floor}"
-    if here is None or choice.how == "systemd":
+    if here is None:
         return ""
-    own = here if choice.how == "stay" else replace(here, path=choice.directory.removeprefix(here.mount))
-    for directory in own.chain():
+    at = {"stay": here.path, "systemd": f"/{memory_cgroup.SLICE}"}.get(choice.how)
+    for directory in replace(here, path=at or choice.directory.removeprefix(here.mount)).chain():
         free_here = _left(here.version, directory)
         if free_here is not None and free_here < needed:
             return f"no memory for its agent: it needs {_mib(needed)}, {directory} has {_mib(free_here)} left"
@@ -95,18 +95,17 @@ def resize(group: Group, limit_bytes: int) -> str:
     wrong, or ""."""
     if not group.version:
         return ""
-    directory = group.directories[0]
-    used = max(0, _bytes(directory, memory_cgroup.usage_file(group.version)))
+    directory, name = group.directories[0], memory_cgroup.limit_file(group.version)
+    used = _bytes(directory, memory_cgroup.usage_file(group.version))
+    if not 0 <= used <= limit_bytes:  # -1: it is gone, with its agent
+        return ""
     try:
-        if limit_bytes < used or int(_read(f"{directory}/{memory_cgroup.limit_file(group.version)}")) == limit_bytes:
+        if _read(f"{directory}/{name}").strip() == str(limit_bytes):
             return ""
-    except (OSError, ValueError):
-        pass
-    try:
         if directory.endswith(".scope"):
             _ask(memory_cgroup.resize_call(BUSCTL, os.path.basename(directory), limit_bytes))
         else:
-            _write(f"{directory}/{memory_cgroup.limit_file(group.version)}", str(limit_bytes))
+            _write(f"{directory}/{name}", str(limit_bytes))
     except OSError as exc:
         return f"{directory}: its limit could not be set: {exc.strerror or exc}"
     return ""

@@ -231,10 +231,14 @@ def test_a_cgroup_that_is_there_gets_another_limit(monkeypatch: pytest.MonkeyPat
     said_to = busctl(monkeypatch, tmp_path, "exit 0")
     scope = tmp_path / "geminihpc-7-4711.scope"
     scope.mkdir()
+    for name, text in (("memory.max", "max"), ("memory.current", "0")):
+        (scope / name).write_text(text)
     assert cgroup.resize(Group(2, (str(scope),)), 300) == ""
     assert "SetUnitProperties sba(sv) geminihpc-7-4711.scope true 1 MemoryMax t 300" in said_to.read_text()
     assert cgroup.resize(cgroup.NO_GROUP, 300) == ""
-    assert "could not be set" in cgroup.resize(Group(2, (str(tmp_path / "gone"),)), 300)
+    assert cgroup.resize(Group(2, (str(tmp_path / "gone"),)), 300) == "", "with its agent"
+    busctl(monkeypatch, tmp_path, "echo no such unit >&2; exit 1")
+    assert "its limit could not be set: busctl: no such unit" in cgroup.resize(Group(2, (str(scope),)), 400)
 
 
 def test_no_agent_is_started_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
