@@ -98,8 +98,8 @@ class Settings:
     )
     memory_fraction: float = _setting(
         0.5,
-        "Share of a node's physical memory that replicas may take, for all agents of a node together (for each "
-        "agent where they have no [cgroup of their own](#the-agents-cgroup)).",
+        "Share of a node's physical memory that replicas may take, for all agents of a node together. Each job has "
+        "[its share](#a-jobs-share) of that.",
         0,
         1,
     )

@@ -78,7 +78,18 @@ _LOOK_S = 0.4  # for the agents that are missing when the prolog wants its answe
 class Agent:
     """See the module. `run` returns when everything has been freed."""
 
-    def __init__(self, settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        job: int,
+        uid: int,
+        node: str,
+        directory: str,
+        again: bool,
+        share: tuple[int, str] = (0, ""),
+    ) -> None:
+        """share: of the node's cap, as the prolog knows it; see `Budget`."""
         me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
         here = self.membership = Membership()
@@ -87,7 +98,7 @@ class Agent:
         self._log, self._complain, self._spawn = log, events.complain, spawn
         self._local: LocalServer | None = None
 
-        self.store = store = Store(Budget(settings))
+        self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
@@ -630,13 +641,16 @@ def _view(m: local.Attach) -> View:
     return view
 
 
-def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:
+def serve(
+    settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool, share: tuple[int, str]
+) -> int:
     """Run an agent in this process until it is released; the exit status."""
 
     logs.to(sys.stdout)
 
     async def run() -> None:
-        await Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again).run()
+        agent = Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again, share=share)
+        await agent.run()
 
     asyncio.run(run())
     sys.stdout.flush()

@@ -23,6 +23,7 @@ from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn, stale_jobs
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
 GRACE_S = 30.0
 LOG_S = 10.0  # so long the log of an agent that has let go stays for its owner
@@ -51,7 +52,7 @@ def ensure(run_fd: int, settings: Settings, where: str, job: int) -> None:
         if not ended and silent:
             silent -= job_steps.jobs_with_steps()
         if (ended or silent) and _idle(run_fd):
-            _start(settings)
+            _start(run_fd, settings)
     except OSError as exc:
         complain(where, 0, f"no reaper could be started: {exc.strerror or exc}")
 
@@ -75,13 +76,19 @@ def _lock(run_fd: int) -> int:
     return fd
 
 
-def _start(settings: Settings) -> None:
+def home(run_fd: int, settings: Settings) -> Choice:
+    """By root: make the cgroup of all agents, with room for those in the ledger and for the reaper. Raises
+    `OSError`."""
+    with ledger.opened(run_fd) as entries:  # who counts last also sets the limit last
+        return cgroup.prepare(settings, meminfo()["MemTotal"], sum(1 for _ in entries) + 1)
+
+
+def _start(run_fd: int, settings: Settings) -> None:
     """Outside of slurmd's cgroup, like the agents: prolog and epilog may run in one that ends with the job."""
 
     def first(pid: int) -> None:
         with suppress(OSError, ValueError, KeyError):
-            total = meminfo()["MemTotal"]
-            cgroup.admit(cgroup.prepare(settings, total), 0, pid, cgroup.limit_bytes(settings, total))
+            cgroup.admit(home(run_fd, settings), 0, pid, AGENT_ROOM_BYTES)
 
     with suppress(spawn.LaunchError):
         os.close(spawn.daemon([sys.executable, "-I", "-m", "gemini_hpc.node.reaper"], first))

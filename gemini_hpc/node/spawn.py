@@ -19,12 +19,17 @@ class LaunchError(Exception):
     """The agent's process could not be made."""
 
 
-def start(directory: str, job: int, uid: int, node: str, first: Callable[[int], None]) -> int:
+class NoRoomError(LaunchError):
+    """The node has no memory for another agent now: no fault of the installation's."""
+
+
+def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str], first: Callable[[int], None]) -> int:
     """By root: start the agent as a daemon; returns a pidfd of it. It is executed as root, and becomes the owner
-    (`settle`) before it does anything else: so its owner cannot trace it. `first` is called with its pid before.
-    Raises `LaunchError`."""
+    (`settle`) before it does anything else: so its owner cannot trace it. share: of the node's cap, in bytes and in
+    words. `first` is called with its pid before. Raises `LaunchError`."""
     argv = [sys.executable, "-I", "-m", "gemini_hpc.agent"]
     argv += ["--job", str(job), "--uid", str(uid), "--node", node, "--dir", directory]
+    argv += ["--share-bytes", str(share[0]), "--share", share[1]]
     return daemon(argv, first)
 
 

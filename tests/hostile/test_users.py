@@ -99,7 +99,7 @@ def test_not_enough_memory_for_the_replicas(site: Site) -> None:
     try:
         until(lambda: out.exists() and "step " in out.read_text(), 40, 0.1, what="the step ends")
         said = [line for line in out.read_text().splitlines() if "not enough memory for the replicas" in line]
-        assert said and "wanted 128 MiB" in said[0] and "cap is 32 MiB" in said[0], out.read_text()
+        assert said and "wanted 128 MiB" in said[0] and "its cap of 32 MiB" in said[0], out.read_text()
 
         def noted() -> Any:
             done = site.gemini("inspect", str(job), "--json")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gemini_hpc.node.meminfo import meminfo
+
 from .conftest import ALICE, ALICE_EXTRA_GID, ALICE_GID, BOB, ROOT, Node
 from .expect import one_line, silent
 
@@ -102,7 +104,12 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "cluster": "north",
     }
     agent = record["agent"]
-    assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
+    cap = agent["argv"].pop(-3)
+    assert agent["argv"] == [
+        *("--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"),
+        *("--share-bytes", "--share", ""),
+    ]
+    assert int(cap) == int(meminfo()["MemTotal"] * 0.5), "all of it, where its share is not known"
     assert agent["uids"] == [ALICE] * 3
     assert agent["gids"] == [ALICE_GID] * 3
     assert agent["groups"] == [ALICE_GID, ALICE_EXTRA_GID]
@@ -428,6 +435,28 @@ def test_no_value_of_a_users_fails_a_strict_prolog(node: Node) -> None:
         if env in USERS_VALUES[:2]:
             one_line(prolog, case=str(env))
         assert node.epilog(env).returncode == 0, env
+
+
+def test_share_of_the_cap_follows_the_share_of_the_node(node: Node) -> None:
+    node.site("memory_cap_bytes = 1000")
+    node.sh("echo 'NodeName=n[1-9] CPUs=8' >/run/slurm.conf")
+    told = {"SLURM_CONF": "/run/slurm.conf", "SLURM_JOB_CPUS_PER_NODE": "8,2,1"}
+    assert silent(node.prolog(told))
+    assert node.records()[0]["agent"]["argv"][-4:] == ["--share-bytes", "250", "--share", "2 of 8 CPUs"]
+    told["SLURM_CONF"] = "/run/missing.conf"
+    assert silent(node.prolog(told, job=8)), "read by slurmd, and away now"
+    assert node.records(8)[0]["agent"]["argv"][-4:] == ["--share-bytes", "1000", "--share", ""]
+
+
+def test_no_agent_is_started_without_room(node: Node) -> None:
+    """Told to the job's user; users can fill a node, so it is no error of the node's, strict or not."""
+    node.site("strict_prolog = true\nmemory_floor_bytes = 99999999999999")
+    assert "job=7 not protected: no memory for its agent: it needs 96 MiB, " in one_line(node.prolog())
+    assert node.agents() == []
+    assert node.sh("cat /run/gemini-hpc.unprotected/7").startswith("0 no memory for its agent")
+    node.site("strict_prolog = true")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert len(node.agents()) == 1
 
 
 def test_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:

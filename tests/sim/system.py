@@ -398,7 +398,13 @@ class _Room:
 
     path = ""
 
-    def left_bytes(self) -> int | None:
+    def __init__(self, settings: Any) -> None:
+        pass
+
+    def share_bytes(self) -> int | None:
+        return None
+
+    def left_bytes(self) -> tuple[int, str] | None:
         return None
 
 
