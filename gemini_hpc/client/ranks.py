@@ -30,19 +30,21 @@ def set_ranks() -> None:
 
     Call it before `torch.distributed.init_process_group`, or before whatever else reads these variables. In a Slurm
     step the ranks are SLURM_PROCID, and the step's first host is the master. A process that nobody has started beside
-    others becomes a world of one. Nothing changes where RANK is set: by torchrun, by the plugin, by
-    `gemini_hpc.launch`. Nor does it under mpirun, of whose ranks Slurm does not know.
+    others becomes a world of one. Nothing changes where the plugin or a launcher has set them, where RANK or
+    WORLD_SIZE are set to something else, and under mpirun, of whose ranks Slurm does not know.
     """
     environ, step = os.environ, _step(os.environ)
     if environ.get(RANKS_OF_ENV, step) != step:
         for name in (RANKS_OF_ENV, *NAMES):
             environ.pop(name, None)
-    if "RANK" in environ or any(name in environ for name in MPIRUN_ENV):
+    found = ranks(environ)
+    others = any(environ.get(name, found.get(name)) != found.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if others or any(name in environ for name in MPIRUN_ENV):
         return
-    for name, value in ranks(environ).items():
-        environ.setdefault(name, value)
-    if step:
+    if step and "RANK" in found.keys() - environ.keys():
         environ[RANKS_OF_ENV] = step
+    for name, value in found.items():
+        environ.setdefault(name, value)
 
 
 def ranks(environ: Mapping[str, str]) -> dict[str, str]:

@@ -78,16 +78,32 @@ def test_a_process_alone_is_a_world_of_one(start: pytest.MonkeyPatch, env: dict[
     assert after(start, env) == ALONE
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", NAMES[2:])
 def test_what_is_set_stays(start: pytest.MonkeyPatch, name: str) -> None:
     assert after(start, STEP | {name: "theirs"}) == FOUND | {name: "theirs"}
 
 
-@pytest.mark.parametrize("mark", [{}, {RANKS_OF_ENV: "123.0.18"}])
-def test_a_launchers_ranks_are_not_completed(start: pytest.MonkeyPatch, mark: dict[str, str]) -> None:
-    """torchrun, the plugin or `gemini_hpc.launch` has set them."""
-    theirs = {"RANK": "7", "WORLD_SIZE": "9"}
-    assert after(start, STEP | theirs | mark) == theirs
+def test_what_is_set_as_slurm_says_is_completed(start: pytest.MonkeyPatch) -> None:
+    """A script that goes by SLURM_PROCID, with a master of its own."""
+    theirs = {"RANK": "3", "MASTER_ADDR": "n2", "MASTER_PORT": "29123"}
+    assert after(start, STEP | theirs) == FOUND | theirs
+    assert RANKS_OF_ENV not in os.environ
+
+
+@pytest.mark.parametrize("env", [{}, STEP])
+@pytest.mark.parametrize(
+    "theirs", [{"RANK": "7"}, {"WORLD_SIZE": "9"}, {"RANK": "7", "WORLD_SIZE": "9"}, {"RANK": ""}]
+)
+def test_ranks_that_are_not_slurms_are_not_completed(
+    start: pytest.MonkeyPatch, env: dict[str, str], theirs: dict[str, str]
+) -> None:
+    assert after(start, env | theirs) == theirs
+
+
+def test_what_a_launcher_has_set_stays(start: pytest.MonkeyPatch) -> None:
+    """torchrun, the plugin or `gemini_hpc.launch`."""
+    theirs = dict(zip(NAMES, ("3", "5", "0", "1", "n3", "24001"), strict=True))
+    assert after(start, STEP | theirs) == theirs
 
 
 @pytest.mark.parametrize("name", MPIRUN_ENV)
