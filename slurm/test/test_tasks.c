@@ -171,11 +171,11 @@ static void test_why(void)
 	note("0 \033[2Jx\ty\nsecond line\n");
 	says("0", NULL, "n2: ?[2Jx?y", "?[2Jx?y");
 	/* What lies elsewhere is said by one voice, and not of this node. */
-	note("0 elsewhere: no agent answers on n3\n");
-	says("0", NULL, NULL, "no agent answers on n3");
-	says_as("0", "0", NULL, "this job is not protected: no agent answers on n3", "no agent answers on n3");
+	note("0 elsewhere: no agent can be reached on n3\n");
+	says("0", NULL, NULL, "no agent can be reached on n3");
+	says_as("0", "0", NULL, "this job is not protected: no agent can be reached on n3", "no agent can be reached on n3");
 	CHECK(strstr(stub_messages(), "n2") == NULL);
-	says_as("0", "0", "no agent answers on n3", NULL, "no agent answers on n3");
+	says_as("0", "0", "no agent can be reached on n3", NULL, "no agent can be reached on n3");
 	for (size_t i = 0; i < sizeof(none) / sizeof(none[0]); i++) {
 		note(none[i]);
 		says("0", NULL, NULL, nothing_left);
