@@ -11,7 +11,7 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -89,7 +89,17 @@ def plugstack(cluster: Cluster) -> Iterator[None]:
     path.write_text(before)
 
 
-@pytest.mark.parametrize("options", [[], ["--gemini-replicas=2"]], ids=["no option", "the plugin is taken away"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            [],
+            marks=pytest.mark.witness("without an agent the README's script runs, and says so in one line"),
+            id="no option",
+        ),
+        pytest.param(["--gemini-replicas=2"], id="the plugin is taken away"),
+    ],
+)
 def test_the_readmes_script_runs_unprotected(cluster: Cluster, plugstack: None, options: list[str]) -> None:
     path = write(cluster, "readme.py", call=True)
     text = output(cluster, "unprotected", options, f"srun {PYTHON} {path}", hold=bool(options))
