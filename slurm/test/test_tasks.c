@@ -245,6 +245,7 @@ static void test_scripts(void)
 /* Without a map: what is set stays, and where Slurm's figures do not say it all, nothing is exported. */
 static void test_other_steps_without_a_map(void)
 {
+	static char huge[2 << 20];
 	static const char *const changes[][2] = {
 		{ "SLURM_STEP_NUM_NODES", "2" },
 		{ "SLURM_STEP_NUM_NODES", "0" },
@@ -258,6 +259,9 @@ static void test_other_steps_without_a_map(void)
 		{ "SLURM_STEP_NODELIST", "" },
 		{ "SLURM_STEP_NODELIST", "n[" },
 		{ "SLURM_STEP_NODELIST", "$(id)" },
+		{ "SLURM_STEP_NODELIST", huge },
+		{ "SLURM_STEP_NUM_NODES", huge },
+		{ "SLURM_PROCID", huge },
 		{ "SLURM_DISTRIBUTION", "arbitrary" },
 		{ "SLURM_GEMINI_SPARES", "1" },
 		{ "RANK", "0" },
@@ -270,6 +274,7 @@ static void test_other_steps_without_a_map(void)
 	};
 
 	remove_map();
+	memset(huge, '1', sizeof(huge) - 1);
 	for (size_t i = 0; i < sizeof(changes) / sizeof(changes[0]); i++) {
 		a_task(0);
 		stub_setenv(changes[i][0], changes[i][1]);
