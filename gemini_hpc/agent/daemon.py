@@ -351,7 +351,7 @@ class Agent:
         except TimeoutError:
             map_file.settle(me.directory)
             absent = await incarnation.absent(_LOOK_S)
-            missing = f"; none answers on {', '.join(absent)[:200]}" if absent else ""
+            missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
             self._log(
                 "unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s{missing}"
             )

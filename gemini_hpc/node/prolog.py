@@ -453,7 +453,7 @@ def _disagreement(absent: object) -> str:
     if not names:
         return "the agents of the job's nodes did not agree in time"
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"no agent answers on {', '.join(names[:NAMED])}{more}"
+    return f"no agent can be reached on {', '.join(names[:NAMED])}{more}"
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:

@@ -80,7 +80,7 @@ class Attach(Message, frozen=True, tag="attach"):
 
 class Ready(Message, frozen=True, tag="ready"):
     """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`). absent: hosts that
-    this agent waits for, and whose agents do not answer."""
+    this agent waits for, and whose agents cannot be reached."""
 
     state: str
     absent: tuple[str, ...] = ()

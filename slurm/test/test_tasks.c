@@ -171,11 +171,11 @@ static void test_why(void)
 	note("0 \033[2Jx\ty\nsecond line\n");
 	says("0", NULL, "n2: ?[2Jx?y", "?[2Jx?y");
 	/* What lies elsewhere is said by one voice, and not of this node. */
-	note("0 elsewhere: no agent answers on n3\n");
-	says("0", NULL, NULL, "no agent answers on n3");
-	says_as("0", "0", NULL, "this job is not protected: no agent answers on n3", "no agent answers on n3");
+	note("0 elsewhere: no agent can be reached on n3\n");
+	says("0", NULL, NULL, "no agent can be reached on n3");
+	says_as("0", "0", NULL, "this job is not protected: no agent can be reached on n3", "no agent can be reached on n3");
 	CHECK(strstr(stub_messages(), "n2") == NULL);
-	says_as("0", "0", "no agent answers on n3", NULL, "no agent answers on n3");
+	says_as("0", "0", "no agent can be reached on n3", NULL, "no agent can be reached on n3");
 	for (size_t i = 0; i < sizeof(none) / sizeof(none[0]); i++) {
 		note(none[i]);
 		says("0", NULL, NULL, nothing_left);
@@ -245,6 +245,7 @@ static void test_scripts(void)
 /* Without a map: what is set stays, and where Slurm's figures do not say it all, nothing is exported. */
 static void test_other_steps_without_a_map(void)
 {
+	static char huge[2 << 20];
 	static const char *const changes[][2] = {
 		{ "SLURM_STEP_NUM_NODES", "2" },
 		{ "SLURM_STEP_NUM_NODES", "0" },
@@ -258,6 +259,9 @@ static void test_other_steps_without_a_map(void)
 		{ "SLURM_STEP_NODELIST", "" },
 		{ "SLURM_STEP_NODELIST", "n[" },
 		{ "SLURM_STEP_NODELIST", "$(id)" },
+		{ "SLURM_STEP_NODELIST", huge },
+		{ "SLURM_STEP_NUM_NODES", huge },
+		{ "SLURM_PROCID", huge },
 		{ "SLURM_DISTRIBUTION", "arbitrary" },
 		{ "SLURM_GEMINI_SPARES", "1" },
 		{ "RANK", "0" },
@@ -270,6 +274,7 @@ static void test_other_steps_without_a_map(void)
 	};
 
 	remove_map();
+	memset(huge, '1', sizeof(huge) - 1);
 	for (size_t i = 0; i < sizeof(changes) / sizeof(changes[0]); i++) {
 		a_task(0);
 		stub_setenv(changes[i][0], changes[i][1]);

@@ -222,7 +222,7 @@ def test_a_prolog_that_cannot_protect_says_so_in_the_jobs_output(site: Site) -> 
         cluster.exec("n2", ["umount", "/opt/gemini-hpc"])
     text = out.read_text()
     assert "this job is not protected on n2: /opt/gemini-hpc/venv/bin/python3 is missing on this node" in text
-    assert text.count("gemini-hpc: ") == 2 and "this job is not protected: no agent answers on n2\n" in text
+    assert text.count("gemini-hpc: ") == 2 and "this job is not protected: no agent can be reached on n2\n" in text
     assert "n2 has: /opt/gemini-hpc/venv/bin/python3 is missing" in text
-    assert "n1 has: no agent answers on n2" in text and "n3 has: the agents of the job's nodes did not" in text
+    assert "n1 has: no agent can be reached on n2" in text and "n3 has: the agents of the job's nodes did not" in text
     assert f"job={job} restart=0 /opt/gemini-hpc/venv/bin/python3 is missing on this node" in log

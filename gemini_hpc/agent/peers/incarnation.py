@@ -68,8 +68,8 @@ class Incarnation:
         return bool(mesh.dead) or bool(set(silent) - mesh.left)
 
     async def absent(self, limit_s: float) -> tuple[str, ...]:
-        """Name the hosts that the round waits for, and whose agents do not answer within `limit_s`. The coordinator
-        tells of the whole tree, another agent of its parent."""
+        """Name the hosts that the round waits for, and whose agents cannot be reached within `limit_s`: the
+        coordinator of the whole tree, another agent of its parent."""
         return await self.mesh.unreached(self.rounds.awaited, limit_s)
 
     def close(self) -> None:

@@ -284,7 +284,7 @@ class Mesh:
         return found.is_set()
 
     async def unreached(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
-        """Return those of these hosts, of the first 64, whose agents do not answer."""
+        """Return those of these hosts, of the first 64, whose agents cannot be reached."""
         names = names[:_PARALLEL_SEARCHES]
         answers = await asyncio.gather(*(self._reach(name, timeout_s) for name in names))
         return tuple(name for name, answer in zip(names, answers, strict=True) if not answer)

@@ -237,6 +237,8 @@ class RecoveryRounds:
 
     def _waits(self) -> str:
         missing = ", ".join(self._missing())[:300]
+        if missing and len(self.awaited) > len(self._missing()):
+            missing += " or of a node below"
         if self._misfit is not None:
             what = f"{self.parent} to report that round {self._misfit} does not fit"
         elif self.stage == "idle":
