@@ -175,7 +175,7 @@ def test_what_is_no_job(cluster: Cluster) -> None:
 
 def test_where_both_do_not_fit(full: Cluster) -> None:
     """The memory of a copy passes from one agent to the other, where there is no room for a second one."""
-    whole = {"nodes": 2, "size": 64 << 20, "pause_s": 0.5, "options": ("-c4",)}
+    whole: dict[str, Any] = {"nodes": 2, "size": 64 << 20, "pause_s": 0.5, "options": ("-c4",)}
     first = LiteJob(full, **whole, prefix="set -e\n").submit()
     reached = stopped(first)
     second = successor(first, **whole)
