@@ -172,7 +172,9 @@ def test_what_is_a_jobs_and_what_is_held_in_it() -> None:
     def jobs(path: str, setting: str = "") -> bool:
         return memory_cgroup.is_a_jobs(Place(2, "/sys/fs/cgroup", path, True), setting)
 
-    assert jobs("/gemini-hpc/7") and jobs("/site/agents/7", "/site/agents/") and jobs("/site/agents/7", "/site/agents")
+    assert (
+        jobs("/gemini-hpc/7") and jobs("/site/agents/7", "/site/agents/") and jobs("/site/agents/7", "/site/agents")
+    )
     assert jobs("/geminihpc.slice/geminihpc-7-4711.scope")
     for other in ("/", "/7", "/gemini-hpc", "/gemini-hpc/x", "/user.slice/7", "/user.slice/geminihpc-7-4711.scope"):
         assert not jobs(other), other
