@@ -72,9 +72,16 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
         with suppress(OSError):  # the job's directory is full
             text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths})"
             print(text, file=sys.stderr, flush=True)
-        if deaths > settings.agent_restarts or not os.path.isdir(args.dir):
+        if deaths > settings.agent_restarts or not _is_there(args.dir, args.uid):
             return 1  # without the job's directory, which root has removed, nobody could speak to another one
         clock.sleep(0.05 * deaths)
+
+
+def _is_there(directory: str, uid: int) -> bool:
+    try:
+        return os.stat(directory, follow_symlinks=False).st_uid == uid
+    except OSError:
+        return False
 
 
 def _attend(agent: int, mine: workers.Workers) -> int:

@@ -8,19 +8,20 @@ loop; digests, page reservation and bulk transfers run in threads.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from gemini_hpc import clock, logs
-from gemini_hpc.agent import bequest
+from gemini_hpc.agent import bequest, own_directory
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.launches import Launches
+from gemini_hpc.agent.own_directory import OwnDirectory
 from gemini_hpc.agent.peer_server import PeerServer
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import Identity
@@ -73,6 +74,7 @@ _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.Salvage
 _log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
 _LOOK_S = 0.4  # for the agents that are missing when the prolog wants its answer
+_PLACE_S = 0.5  # so often an agent looks for its directory: a prolog waits for it for longer
 
 
 class Agent:
@@ -97,6 +99,8 @@ class Agent:
         log, spawn = events.log, Tasks(events.log).spawn
         self._log, self._complain, self._spawn = log, events.complain, spawn
         self._local: LocalServer | None = None
+        self._place = OwnDirectory(directory, uid)
+        self._looked_at, self._told_gone = -math.inf, False
 
         self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
@@ -237,10 +241,7 @@ class Agent:
         """Serve until released."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
-        lock = os.open(me.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._place.hold():
             return  # the prolog and the supervisor started one at the same time: one is enough
         server, self.identity.port = await self._peer_server.listen()
         map_file.settle(me.directory)
@@ -249,7 +250,7 @@ class Agent:
         if me.settings.interface and not me.interface:
             self._log("error", detail=f"interface {me.settings.interface} has no address: listening on all")
         self._local = LocalServer(
-            f"{me.directory}/agent.sock", me.uid, self._handle_local, self.service.gone, self._complain
+            f"{me.directory}/{own_directory.SOCKET}", me.uid, self._handle_local, self.service.gone, self._complain
         )
         self.controller_link.start()
         self._spawn(self._tick())
@@ -278,6 +279,9 @@ class Agent:
             self.controller_link.beat(now)
             self._fence.look(now)
             self.trainings.beat()
+            if now - self._looked_at > _PLACE_S and not self._retention.over.is_set():
+                self._looked_at = now
+                self._look_at_directory()
             if self.membership.detached:
                 self._retention.look(now)
                 self._watch_on(now)
@@ -289,6 +293,29 @@ class Agent:
             self.transfers.incoming.tend()
             self._hangs.look(now)
             self._retention.runs(now)
+
+    def _look_at_directory(self) -> None:
+        """Whoever unmounts or empties it takes away the way to this agent: it listens in the one that root makes."""
+        found = self._place.look()
+        if found == "gone":
+            if not self._told_gone:
+                what = (
+                    f"{self.identity.directory} is unmounted or covered: until the job's next prolog or epilog here"
+                )
+                self._log("unreachable", detail=f"{what} ranks that are started on this node find no agent")
+            self._told_gone = True
+            return
+        if found == "moved":
+            self._notes.moved()
+        if found != "here" and self._local is not None:
+            try:
+                self._local.bind_again()
+            except OSError as exc:
+                self._complain(f"cannot listen in {self.identity.directory}: {exc.strerror}")
+                return
+        if found != "here" or self._told_gone:
+            self._log("reachable", detail=f"listens in {self.identity.directory} again")
+        self._told_gone = False
 
     def _watch_on(self, now: float) -> None:
         """Where no node has been found dead by then, none was lost before the script had failed."""
@@ -341,6 +368,8 @@ class Agent:
             if m.replicas > view.wanted:
                 self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
             incarnation = self._begin(m, view)
+            if m.bereft:
+                self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
             if incarnation.leads and m.restart == 0 and self.saver.tier:
                 self._spawn(self.saver.glance())
         here.detached = False
@@ -471,7 +500,8 @@ class Agent:
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
-        dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
+        # Then the job may be on its way to a new incarnation: the controller knows whether it is.
+        dead = mesh is not None and bool(mesh.dead or mesh.silent())
         idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
             if mesh is not None:

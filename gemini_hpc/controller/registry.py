@@ -153,9 +153,9 @@ class Track:
         return (True in words and False not in words) if words else None
 
     def lacks(self, restart: int, host: str) -> bool:
-        """Whether the job goes on without this node, and Slurm has taken it away: all is done."""
+        """Whether the job goes on without this node, or needs it no more, and Slurm has taken it away."""
         out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
-        return out and self.goes_on(restart, [host])
+        return out and (self.goes_on(restart, [host]) or bool(self.finished(restart)))
 
     def spared(self, restart: int, left: Sequence[str]) -> bool:
         """Whether its agents may go on with the nodes that Slurm has left to it."""

@@ -53,6 +53,8 @@ OWNER_GRACE_S = 1.5
 NAMED = 8
 INSTALLED_S = 5.0
 FORMER_END_S = 0.5
+MOVES_S = 1.5  # within which an agent is in its job's new directory
+WAIT_POLL_S = 0.05
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
 AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same, which root does not import
@@ -61,6 +63,8 @@ SPARES_MAX = 1024
 # How the child that is the job's owner tells root how it went.
 _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 _NO_ROOM = b"no room: "  # how root's answer begins where it starts none for want of memory
+# What root says to the child that asks for an agent.
+_STARTED, _BEREFT, _WAIT = b"started", b"bereft", b"wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +228,11 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     # Before anything is made: what is full may be so of these.
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
-    _note(run_fd, inc)  # before its directory is made, or found: no other prolog's sweep takes it for a leftover
+    # Before its directory is made, or found: no other prolog's sweep takes it for a leftover.
+    former = _note(settings.run_dir, inc)
     try:
+        if former is not None and job_directory.exists(run_fd, inc.job, inc.uid):
+            former = None
         shared = job_directory.make(run_fd, inc.job, inc.uid, owner.pw_gid)
     except job_directory.JobDirError as exc:  # what lies there is a user's doing, or what users have filled
         _unprotected(inc.job, f"{exc}")
@@ -236,7 +243,7 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         )
     oom.offer()
     granted = _share(inc, settings)
-    _resize(inc, run_fd, granted)
+    _resize(inc, settings.run_dir, granted)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = clock.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
     keep = [theirs.fileno(), *(fd for note in _notes for fd in note.fds)]
@@ -244,23 +251,27 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job), keep
     )
     theirs.close()
-    _start_if_asked(inc, settings, granted, run_fd, ours, deadline)
+    _start_if_asked(inc, settings, granted, ours, deadline, former)
     outcome = privileges.outcome(child, deadline - clock.monotonic())
-    reaper.ensure(run_fd, settings, "prolog", inc.job)
+    reaper.ensure(settings, "prolog", inc.job)
     if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
         return _UNPROTECTED
     return outcome
 
 
-def _note(run_fd: int, inc: Incarnation) -> None:
+def _note(run_dir: str, inc: Incarnation) -> ledger.Entry | None:
+    """Enter the incarnation; what was known of an agent of this job that has not let go."""
     try:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
             if known is not None and known.uid != inc.uid:  # the number is used again, and its agent is another's
                 _end_former(inc, known.group)
+                known = None
             entries.started(inc.job, inc.uid, inc.restart)
+            return None if known is None or known.released else known
     except OSError as exc:
         complain("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        return None
 
 
 def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
@@ -280,10 +291,10 @@ def _share(inc: Incarnation, settings: Settings) -> tuple[int, str]:
     return int(part.part * cgroup.cap_bytes(settings, meminfo()["MemTotal"])), part.words
 
 
-def _resize(inc: Incarnation, run_fd: int, granted: tuple[int, str]) -> None:
+def _resize(inc: Incarnation, run_dir: str, granted: tuple[int, str]) -> None:
     """An agent of an earlier incarnation may have more now, or less."""
     try:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
     except OSError:
         return  # told already
@@ -295,34 +306,57 @@ def _start_if_asked(
     inc: Incarnation,
     settings: Settings,
     granted: tuple[int, str],
-    run_fd: int,
     sock: socket.socket,
     deadline: float,
+    former: ledger.Entry | None,
 ) -> None:
-    """The owner's side finds out whether there is an agent; it is root that starts one, once, where there is room."""
+    """The owner's side finds out whether there is an agent; it is root that starts one, once, where there is room.
+
+    former: of an agent whose directory somebody has unmounted or removed. While it lives it is waited for: it moves
+    into the new directory by itself. One that does not is ended, so that there are never two.
+    """
+    until = clock.monotonic() + MOVES_S
     with sock:
         sock.settimeout(max(0.01, deadline - clock.monotonic()))
         with contextlib.suppress(OSError):
-            if not sock.recv(1):
-                return  # it has ended
-            choice = _home(inc, settings, run_fd)
-            if problem := cgroup.no_room(choice, settings):
-                sock.send(_NO_ROOM + problem.encode())
+            while sock.recv(1):
+                there = reaper.inside(former) if former is not None else []
+                if there and clock.monotonic() < until:
+                    sock.send(_WAIT)
+                    continue
+                _start(inc, settings, granted, sock, former)
                 return
-            try:
-                first = partial(_leave_slurmds_cgroup, inc, choice, granted[0] + AGENT_ROOM_BYTES, run_fd)
-                directory = f"{settings.run_dir}/{inc.job}"
-                process = spawn.start(directory, inc.job, inc.uid, inc.node, granted, first)
-            except spawn.LaunchError as exc:
-                sock.send(f"{exc}".encode())
-                return
-            socket.send_fds(sock, [b"started"], [process])
-            os.close(process)
 
 
-def _home(inc: Incarnation, settings: Settings, run_fd: int) -> Choice:
+def _start(
+    inc: Incarnation,
+    settings: Settings,
+    granted: tuple[int, str],
+    sock: socket.socket,
+    former: ledger.Entry | None,
+) -> None:
+    if former is not None:
+        reaper.kill(former, reaper.inside(former))
+        _end_former(inc, former.group)
+        complain("prolog", inc.job, "the job's directory is gone, and what an earlier agent of it held here is lost")
+    choice = _home(inc, settings)
+    if problem := cgroup.no_room(choice, settings):
+        sock.send(_NO_ROOM + problem.encode())
+        return
     try:
-        return reaper.home(run_fd, settings)
+        limit_bytes = granted[0] + AGENT_ROOM_BYTES
+        first = partial(_leave_slurmds_cgroup, inc, settings.run_dir, choice, limit_bytes)
+        process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, granted, first)
+    except spawn.LaunchError as exc:
+        sock.send(f"{exc}".encode())
+        return
+    socket.send_fds(sock, [_STARTED if former is None else _BEREFT], [process])
+    os.close(process)
+
+
+def _home(inc: Incarnation, settings: Settings) -> Choice:
+    try:
+        return reaper.home(settings)
     except (OSError, ValueError, KeyError) as exc:
         return Choice("stay", why=f"{exc}")
 
@@ -347,12 +381,12 @@ def _used_up(exc: Exception) -> bool:
     return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
-def _leave_slurmds_cgroup(inc: Incarnation, choice: Choice, limit_bytes: int, run_fd: int, agent: int) -> None:
+def _leave_slurmds_cgroup(inc: Incarnation, run_dir: str, choice: Choice, limit_bytes: int, agent: int) -> None:
     """Puts the process that is to become the agent where filling memory harms no slurmd, and where root can end it
     with all that comes of it."""
     try:
         group, problem = cgroup.admit(choice, inc.job, agent, limit_bytes)
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
             if known is not None and not set(known.group.directories) <= set(group.directories):
                 # One that no longer answers, in a scope of its own, which nobody would look into any more.
@@ -386,24 +420,27 @@ def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
     return _PROTECTED
 
 
-def _ask_root_to_start(root: socket.socket, deadline: float) -> int:
-    """A pidfd of the agent that root has started. Raises `LaunchError`."""
+def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None, bool]:
+    """A pidfd of the agent that root has started; None: wait for one that lives. And whether an earlier one has gone
+    with its directory. Raises `LaunchError`."""
     try:
         root.settimeout(max(0.01, deadline - clock.monotonic()))
         root.send(b"!")
         said, got, _, _ = socket.recv_fds(root, 512, 1)
     except OSError as exc:
         raise spawn.LaunchError(f"root did not start its process: {exc.strerror or exc}") from None
+    if said == _WAIT:
+        return None, False
     if said.startswith(_NO_ROOM):
         raise spawn.NoRoomError(said.removeprefix(_NO_ROOM).decode(errors="replace"))
     if not got:
         raise spawn.LaunchError(said.decode(errors="replace") or "root did not start its process")
-    return got[0]
+    return got[0], said == _BEREFT
 
 
 def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.socket) -> str:
     """Finds the agent, or has it started once, and announces this incarnation; returns what it answered."""
-    question = {
+    question: dict[str, object] = {
         "op": "attach",
         "job": inc.job,
         "restart": inc.restart,
@@ -434,7 +471,12 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         except ask_agent.NobodyAnswersError:
             if process is None:
                 _clear_way(f"{directory}/{ask_agent.SOCKET_NAME}")
-                process = _ask_root_to_start(root, deadline)
+                process, bereft = _ask_root_to_start(root, deadline)
+                if process is None:
+                    clock.sleep(WAIT_POLL_S)
+                    continue
+                if bereft:
+                    question["bereft"] = True
             elif not ended and select.select([process], [], [], 0)[0]:
                 ended = True
                 deadline = min(deadline, clock.monotonic() + EXITED_GRACE_S)

@@ -92,13 +92,13 @@ def settle(uid: int, directory: str) -> None:
     to the job's log from here on. Raises `PrivilegeError`."""
     if os.geteuid() == 0:
         privileges.drop_to(privileges.owner(uid))
-        _write_to(f"{directory}/{LOG_NAME}")
+        write_to(f"{directory}/{LOG_NAME}")
     if os.geteuid() != uid:
         raise privileges.PrivilegeError(f"wanted uid {uid}, running as {os.geteuid()}")
     os.umask(0o077)
 
 
-def _write_to(path: str) -> None:
+def write_to(path: str) -> None:
     """Standard output and error go to the log, opened for appending; nowhere if something else lies in its place."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

@@ -59,7 +59,8 @@ class Attach(Message, frozen=True, tag="attach"):
     incarnation, and go on without (a prolog never says so). hang: seconds after which
     a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
     one is to go on; 0: none. parity: no copies, but so many blocks of it in a row of a group of
-    `replicas` nodes (`core.parity`). key: random, of the submission; cluster: as slurm.conf calls it.
+    `replicas` nodes (`core.parity`). key: random, of the submission; cluster: as slurm.conf calls it. bereft: an
+    earlier agent of the job here has gone with its directory.
     """
 
     job: Job
@@ -76,6 +77,7 @@ class Attach(Message, frozen=True, tag="attach"):
     parity: Blocks = 0
     key: JobKey = ""
     cluster: ClusterName = ""
+    bereft: bool = False
 
 
 class Ready(Message, frozen=True, tag="ready"):

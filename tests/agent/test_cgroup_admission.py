@@ -115,21 +115,18 @@ def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     former.mkdir()
     (former / "cgroup.procs").write_text(str(sleeper))
     os.kill(sleeper, signal.SIGSTOP)
-    tmp_path.chmod(0o755)
-    run_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     known = ledger.Entry(7, 65534, 0, Group(1, (str(former),)))
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(str(tmp_path / "run")) as entries:
         entries.put(known)
     now = Group(1, (str(top / "now.scope"),))
     monkeypatch.setattr(cgroup, "admit", lambda choice, job, pid, limit: (now, ""))
     again = prolog.Incarnation(7, 65534, 1, 2, "n1", "n[1-2]", "", 0)
-    prolog._leave_slurmds_cgroup(again, Choice("systemd"), 100 * MIB, run_fd, os.getpid())
+    prolog._leave_slurmds_cgroup(again, str(tmp_path / "run"), Choice("systemd"), 100 * MIB, os.getpid())
     assert os.waitid(os.P_PID, sleeper, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, "ended"
     assert not former.exists()
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(str(tmp_path / "run")) as entries:
         entry = entries.get(7)
     assert entry is not None and (entry.group, entry.restart) == (now, 1)
-    os.close(run_fd)
 
 
 def test_a_controller_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_a_training_has_finished_where_all_agents_say_so(
     former = track.agents["n9"] = agent("n9", verified=True)
     former.take(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
     assert track.finished(1) is finished
+    track.job = dataclasses.replace(JOB, nodes=("n1", "n3"))
+    assert track.lacks(1, "n2") is bool(finished), "it runs on with --no-kill, and nobody looks at the node again"
 
 
 def test_what_an_agent_says_again_counts() -> None:

@@ -96,7 +96,7 @@ def test_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how: str) -
     if how == "CANCELLED":
         site.cluster.run(["scancel", str(job.id)])
     until(lambda: job.state == how, 90, 0.1, what=how)
-    until(lambda: not any(job.agent_pid(h) for h in hosts), 8, 0.1, what="let go")
+    until(lambda: not any(job.agent_pid(h) for h in hosts), 20, 0.1, what="let go")
     assert f"controller: job {how}" in job.agent_log(hosts[0]), job.agent_log(hosts[0])
 
 

@@ -593,3 +593,62 @@ def test_a_place_for_reasons_that_is_not_roots_is_left_alone(node: Node) -> None
         assert done.returncode == 0 and "uid 61234 is not known" in done.stderr, make
         assert not node.exists("/etc/7") and not node.exists("/etc/log"), make
         node.sh(f"rm -rf {NOTES}")
+
+
+# ---- the agent lives, and its directory is gone --------------------------------------------------------------
+
+UNMOUNTED = {"of the job": "umount -l /run/gemini-hpc/7", "of all jobs": "umount -l /run/gemini-hpc"}
+
+
+@pytest.mark.parametrize("unmount", UNMOUNTED.values(), ids=UNMOUNTED.keys())
+def test_an_agent_whose_directory_is_unmounted_is_found_again(node: Node, unmount: str) -> None:
+    node.mode("moves")
+    assert silent(node.prolog())
+    before = node.agents()
+    node.sh(unmount)
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert node.agents() == before and len(before) == 1
+    first, second = [record["message"] for record in node.records()]
+    assert (first["restart"], second["restart"]) == (0, 1) and "bereft" not in second
+    assert node.sh("stat -c '%u %a' /run/gemini-hpc/7") == f"{ALICE} 700\n"
+
+
+@pytest.mark.parametrize("how", ["it hangs", "it has died"])
+def test_an_agent_that_is_lost_with_its_directory_is_replaced_and_told(node: Node, how: str) -> None:
+    """There are never two: what does not come into the new directory is ended."""
+    assert silent(node.prolog())
+    (before,) = node.agents()
+    if how == "it has died":
+        node.sh(f"kill -9 {before}")
+    node.sh("umount -l /run/gemini-hpc/7")
+    assert "held here is lost" in one_line(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    (now,) = node.agents()
+    (record,) = node.records()
+    assert now != before and record["message"]["bereft"] is True
+    node.mode("detach")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="2")) and node.agents() == [now]
+
+
+def test_an_agent_that_has_let_go_is_not_taken_for_one_that_is_lost(node: Node) -> None:
+    """It completes a version on the tier, and its directory has been removed: nobody ends it, nothing is told."""
+    assert silent(node.prolog())
+    node.sh("umount -l /run/gemini-hpc/7")
+    node.sh('sed -i \'s/"released": false/"released": true/\' /run/gemini-hpc.agents/7')
+    (before,) = node.agents()
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert before in node.agents() and len(node.agents()) == 2
+
+
+def test_processes_that_only_call_themselves_the_agent_keep_no_job_from_one(node: Node) -> None:
+    """Where agents have no cgroup: the owner's own is waited for and ended, another user's is nobody's."""
+    assert silent(node.prolog())
+    node.sh(f"kill -9 {node.agents()[0]}; umount -l /run/gemini-hpc/7")
+    for uid in (ALICE, BOB):
+        node.sh(
+            f"setsid -f setpriv --reuid={uid} --regid={uid + 100} --clear-groups /usr/bin/python3 "
+            f"-c 'import time; time.sleep(60)' gemini_hpc.agent --job 7 --uid {ALICE} x </dev/null >/dev/null 2>&1"
+        )
+    assert "is lost" in one_line(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    (record,) = node.records()
+    assert record["message"]["restart"] == 1 and record["agent"]["pid"] in node.agents()
+    assert node.sh(f"pgrep -u {ALICE} -f time.sleep || :") == "" != node.sh(f"pgrep -u {BOB} -f time.sleep || :")
