@@ -32,6 +32,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.tasks import Tasks
+from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
@@ -161,6 +162,7 @@ class Agent:
             self._outlines,
             self.rescue,
             stats,
+            PlainEnds(node, self.launches),
             events,
             spawn,
         )
@@ -609,7 +611,8 @@ class Agent:
         begun = max((s.begun for s in self.trainings), default=0)
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
         spared = incarnation.view.without(dead, self.membership.nodes) is not None
-        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared)
+        last = self.launches.last
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared, last)
 
 
 def _view(m: local.Attach) -> View:

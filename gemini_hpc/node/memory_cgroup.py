@@ -20,7 +20,7 @@ SLICE = "geminihpc.slice"  # systemd reads "-" in a slice's name as a level
 # What the kernel's limit has above the cap: for the agents' own processes, so that a reservation is refused by us,
 # with numbers, before the kernel ends somebody.
 AGENTS_ROOM_BYTES = 64 << 20
-_UNLIMITED = 1 << 60
+UNLIMITED = 1 << 60  # v1 writes a huge number for none
 # All processes and threads of one job's agent: some 50 of the agent's, and its workers'.
 TASKS_MAX = 512
 _CONTROLLERS = ("memory", "cpu", "pids")  # of v2, one at a time: those that a kernel lacks are done without
@@ -219,7 +219,7 @@ def left(version: int, limit: str, usage: str, stat: str) -> int | None:
     """Bytes that a cgroup can still take, from its files (limit, usage, memory.stat); None: it has no limit. What is
     cached of files counts as free."""
     bound = limit.strip()
-    if bound == "max" or int(bound) >= _UNLIMITED:
+    if bound == "max" or int(bound) >= UNLIMITED:
         return None
     prefix = "" if version == 2 else "total_"
     names = {f"{prefix}active_file", f"{prefix}inactive_file"}
