@@ -31,6 +31,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.tasks import Tasks
+from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
@@ -174,6 +175,7 @@ class Agent:
             self._outlines,
             self.rescue,
             stats,
+            PlainEnds(node, self.launches),
             events,
             spawn,
         )
@@ -658,7 +660,8 @@ class Agent:
         sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
         spared = incarnation.view.without(dead, self.membership.nodes) is not None
-        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), self.trainings.begun, spared)
+        begun, last = self.trainings.begun, self.launches.last
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared, last)
 
 
 def _view(m: local.Attach) -> View:

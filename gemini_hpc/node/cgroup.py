@@ -49,6 +49,21 @@ def place(pid: int | str = "self") -> Place | None:
     )
 
 
+def lowest_limit(here: Place) -> tuple[int, str] | None:
+    """Return (bytes, file that says so) of the lowest limit on the way up; None where there is none."""
+    lowest: tuple[int, str] | None = None
+    for directory in here.chain():
+        path = f"{directory}/{memory_cgroup.limit_file(here.version)}"
+        try:
+            with open(path, encoding="ascii", errors="replace") as f:
+                text = f.read(64).strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < memory_cgroup.UNLIMITED and (lowest is None or int(text) < lowest[0]):
+            lowest = int(text), path
+    return lowest
+
+
 def _text(path: str) -> str:
     """Names of mount points, and of cgroups, are any bytes; users choose some."""
     with open(path, encoding="utf-8", errors="surrogateescape") as f:

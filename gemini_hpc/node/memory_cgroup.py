@@ -21,7 +21,7 @@ SLICE = "geminihpc.slice"  # systemd reads "-" in a slice's name as a level
 # What the kernel's limit has above the cap for the processes of each agent, so that a reservation is refused by us,
 # with numbers, before the kernel ends somebody. An agent takes 28 MiB, and 32 more while two of its workers save.
 AGENT_ROOM_BYTES = 96 << 20
-_UNLIMITED = 1 << 60
+UNLIMITED = 1 << 60  # v1 writes a huge number for none
 # All processes and threads of one job's agent: some 50 of the agent's, and its workers'.
 TASKS_MAX = 512
 _CONTROLLERS = ("memory", "cpu", "pids")  # of v2, one at a time: those that a kernel lacks are done without
@@ -220,7 +220,7 @@ def usage_file(version: int) -> str:
 def bound(limit: str) -> int | None:
     """Return the limit in bytes that the text of its file means; None: there is none."""
     text = limit.strip()
-    return None if text == "max" or int(text) >= _UNLIMITED else int(text)
+    return None if text == "max" or int(text) >= UNLIMITED else int(text)
 
 
 def left(version: int, limit: str, usage: str, stat: str) -> int | None:

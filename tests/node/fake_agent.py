@@ -3,8 +3,8 @@
 
 Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
 refuse, hangup, exit, doubt and detach-doubt (its node is to be checked), ready JSON (what it answers), hold JSON (the
-epilog is to hold the survivors of this restart), never (runs, but opens no socket), slow (opens its socket late), moves
-(as detach; like the real one it finds the job's next directory).
+epilog is to hold the survivors of this restart), never (runs, but opens no socket), slow (opens its socket late),
+moves (as detach; like the real one it finds the job's next directory).
 """
 
 from __future__ import annotations
