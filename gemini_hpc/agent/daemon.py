@@ -634,7 +634,14 @@ def _view(m: local.Attach) -> View:
 
 
 def serve(
-    settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool, share: tuple[int, str]
+    settings: Settings,
+    *,
+    job: int,
+    uid: int,
+    node: str,
+    directory: str,
+    again: bool,
+    share: tuple[int, str] = (0, ""),
 ) -> int:
     """Run an agent in this process until it is released; the exit status."""
 
