@@ -28,8 +28,8 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Agents may take 420 MiB of a node: enough for the 256 MiB of one job's copies, not for twice that."""
-    settings = {**SETTINGS, "memory_cap_bytes": 420 << 20}
+    """Agents may take 376 MiB of a node: enough for the 256 MiB of one job's copies, not for twice that."""
+    settings = {**SETTINGS, "memory_cap_bytes": 376 << 20}
     with (
         Shared("full", RETENTION_S + LET_GO_S, nodes=2, settings=settings) as shared,
         shared.lent(request) as cluster,
