@@ -85,6 +85,7 @@ class Launcher:
                     status = self._attend(self._start(self._environment()))
                 if status is not None:
                     self._report.flush(wait=True)
+                    self._signals.end()
                     return status
         finally:  # in the new process, too: it has no part in this connection
             self._hang_up()
@@ -147,9 +148,7 @@ class Launcher:
                 due_s = self._signals.due_s()
                 select.select([rank.fd, self._signals.fd], [], [], 1.0 if due_s is None else due_s)
                 self._signals.pass_on(rank.pid)
-        first = _ending(state)  # a victim's status would hide the cause
-        victim = rank.killed or rank.cause is Cause.CONSEQUENCE
-        return 0 if state.left_out else (victim and first.status) or rank.status or 0
+        return 0 if state.left_out else _status(rank, state)
 
     def _next(self, rank: RankProcess, state: local.LaunchState) -> int | None:
         """Another attempt begins, unless this one shows that it would end in the same way; the exit status then."""
@@ -183,8 +182,8 @@ class Launcher:
         if sent := self._ended_by(LATER_S if status - 128 in SENT else 0.0):
             end = End(ended, Cause.CONSEQUENCE, number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
-            self._tell(end, over=f"somebody sent {sent.name}", given_up=False)
-            return status
+            state = self._tell(end, over=f"somebody sent {sent.name}", given_up=False)
+            return _status(rank, state)
         if not self._healthy():
             self._report.add(self._attempt, NOTHING, rank, "")
             return status
@@ -380,6 +379,15 @@ class Launcher:
 def _ending(state: local.LaunchState) -> End:
     """How the last attempt has ended: another one may have begun before that was judged."""
     return state.last if state.last.text else state.first
+
+
+def _status(rank: RankProcess, state: local.LaunchState | None) -> int:
+    """The exit status where no other attempt follows: a victim's own one would hide the cause. srun ends who is left
+    with SIGTERM when one has failed."""
+    status = rank.status or 0
+    victim = rank.killed or rank.cause is Cause.CONSEQUENCE or status - 128 in SENT
+    first = _ending(state).status if state is not None and victim else 0
+    return first or status
 
 
 def _say(text: str) -> None:
