@@ -109,13 +109,7 @@ class TrainingJob:
         self.directory = directory(on, program, *_BESIDE, *beside)
         script = self.directory / "job.sh"
         words = " ".join([PYTHON, f"{self.directory}/{program}", "--out", f"{self.directory}/rank", *arguments])
-        script.write_text(
-            "#!/bin/bash\n"
-            'if [ -z "${GEMINI_SOCKET:-}" ]; then\n'
-            "  export MASTER_ADDR=$(hostname) MASTER_PORT=29400\n"
-            "fi\n"
-            f"srun {words}\n"
-        )
+        script.write_text(f"#!/bin/bash\nsrun {words}\n")
         script.chmod(0o755)
         protect = [f"--gemini-replicas={replicas}"] if replicas else []
         protect += [f"--exclude={exclude}"] if exclude else []

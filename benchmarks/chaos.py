@@ -127,11 +127,7 @@ def run(way: Way, options: Options) -> Outcome:
         log = where / "log"
         script = where / "job.sh"
         words = f"{where}/chaotic.py {way.words} --steps {steps} --iteration {ITERATION_S} --log {log}"
-        script.write_text(
-            "#!/bin/bash\n"
-            '[ -n "${GEMINI_SOCKET:-}" ] || export MASTER_ADDR=$(hostname) MASTER_PORT=29400\n'
-            f"exec srun {PYTHON} {way.module} {words} --directory {where}/dcp\n"
-        )
+        script.write_text(f"#!/bin/bash\nexec srun {PYTHON} {way.module} {words} --directory {where}/dcp\n")
         script.chmod(0o755)
         asked = ["--requeue", "--ntasks-per-node=1", "--open-mode=append", f"--output={where}/out", *way.options]
         job = on.sbatch([*asked, str(script)], user=USER)

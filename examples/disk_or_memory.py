@@ -121,12 +121,12 @@ class Memory:
 
 def rank() -> int:
     """Of this process."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ["RANK"])
 
 
 def world() -> int:
     """Ranks in all."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ["WORLD_SIZE"])
 
 
 def meet() -> None:
@@ -179,7 +179,7 @@ def built(name: str) -> tuple[nn.Module, Loss]:
     torch.manual_seed(1)
     model, loss = getattr(importlib.import_module(module), function)() if name else build()
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         model = model.to(device)
     return (DistributedDataParallel(model) if world() > 1 else model), loss
@@ -257,8 +257,7 @@ def table(notes: Notes) -> str:
 
 def main() -> None:
     a = arguments()
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ.get(slurm, "1" if name == "WORLD_SIZE" else "0"))
+    gemini.set_ranks()
     if world() > 1:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     notes = Notes(a.where / f"disk_or_memory.{os.environ.get('SLURM_JOB_ID', 'local')}.jsonl")

@@ -26,7 +26,4 @@ fi
 script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
 here=$(dirname "${script:-$SLURM_SUBMIT_DIR/disk_or_memory.sh}")
 
-# Without replicas (no agent) nobody exports MASTER_ADDR: a plain Slurm job says it itself.
-[ -n "${GEMINI_SOCKET:-}" ] || export MASTER_ADDR=$(hostname) MASTER_PORT=$((29000 + SLURM_JOB_ID % 1000))
-
 exec gemini-hpc run -- srun --kill-on-bad-exit=1 "$python" -m gemini_hpc.launch "$here/disk_or_memory.py" "$@"

@@ -11,7 +11,8 @@
 #
 # When a rank fails, the launchers (`python -m gemini_hpc.launch`) start all ranks again in the same step. When a
 # launcher itself is lost, --kill-on-bad-exit ends the step, and `gemini-hpc run` starts it again in the same allocation.
-# The ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
+# The ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment; without the option
+# train_gpt.py's first call sets them (gemini_hpc.set_ranks), and the same script runs unprotected.
 
 # The training's Python: $PYTHON, the environment that was active at sbatch, or the one of the installation, which
 # has no torch at most sites. The first that has all the modules is taken; none of them is imported to find out.
@@ -29,9 +30,6 @@ fi
 # Slurm runs a copy of this script, so look for the training beside the original.
 script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
 here=$(dirname "${script:-$SLURM_SUBMIT_DIR/job.sh}")
-
-# Without replicas (no agent) nobody exports MASTER_ADDR: a plain Slurm job says it itself.
-[ -n "${GEMINI_SOCKET:-}" ] || export MASTER_ADDR=$(hostname) MASTER_PORT=$((29000 + SLURM_JOB_ID % 1000))
 
 exec gemini-hpc run -- srun --kill-on-bad-exit=1 "$python" -m gemini_hpc.launch \
 	"$here/train_gpt.py" --log "train-gpt-$SLURM_JOB_ID.jsonl" "$@"

@@ -1,6 +1,7 @@
 """A small byte-level GPT, trained with DDP or FSDP2 on the source of Python's own standard library.
 
     sbatch --gemini-replicas=2 job.sh          # see job.sh
+    srun -N3 python train_gpt.py               # unprotected
     python train_gpt.py --steps 50             # one process, without Slurm
 
 The lines that protect it are marked with "gemini:". Rank 0 appends one JSON line a step to --log; the file goes on
@@ -136,11 +137,10 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main() -> None:
     a = arguments()
     torch.set_num_threads(1)
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ.get(slurm, "1" if name == "WORLD_SIZE" else "0"))
+    gemini.set_ranks()  # gemini: RANK, WORLD_SIZE and the others, where nobody has set them
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     if world > 1:

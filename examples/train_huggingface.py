@@ -3,7 +3,7 @@
     sbatch -N2 --requeue --gemini-replicas=2 --wrap "gemini-hpc run -- srun python train_huggingface.py"
     python train_huggingface.py --steps 50             # one process, without Slurm
 
-The line that protects it is marked with "gemini:". It needs transformers and accelerate.
+The lines that protect it are marked with "gemini:". It needs transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from train_gpt import Source
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+import gemini_hpc as gemini
 from gemini_hpc.integrations.huggingface import GeminiMixin
 
 
@@ -41,6 +42,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=200, help="optimizer steps")
     p.add_argument("--output", default="train_huggingface", help="Trainer's directory")
     a = p.parse_args()
+    gemini.set_ranks()  # gemini: RANK, WORLD_SIZE and the others, where nobody has set them
     torch.set_num_threads(1)
     torch.manual_seed(1)
     context = 64

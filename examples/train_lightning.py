@@ -49,10 +49,10 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=200, help="optimizer steps")
     a = p.parse_args()
+    gemini.set_ranks()  # gemini: RANK, WORLD_SIZE and the others, where nobody has set them
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = Trainer(
         max_steps=a.steps,
         accumulate_grad_batches=2,

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from gemini_hpc.client.ranks import set_ranks
     from gemini_hpc.train.checkpointer import Checkpointer
     from gemini_hpc.train.peek import peek
     from gemini_hpc.train.schedule.traffic import Traffic
     from gemini_hpc.train.state.loader import StatefulLoader
     from gemini_hpc.wire.stored import Tier
 
-__all__ = ["Checkpointer", "StatefulLoader", "Tier", "Traffic", "__version__", "peek"]
+__all__ = ["Checkpointer", "StatefulLoader", "Tier", "Traffic", "__version__", "peek", "set_ranks"]
 
 _LAZY = {
     "Checkpointer": "gemini_hpc.train.checkpointer",
@@ -25,6 +26,7 @@ _LAZY = {
     "Tier": "gemini_hpc.wire.stored",
     "Traffic": "gemini_hpc.train.schedule.traffic",
     "peek": "gemini_hpc.train.peek",
+    "set_ranks": "gemini_hpc.client.ranks",
 }
 
 

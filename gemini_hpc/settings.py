@@ -98,8 +98,8 @@ class Settings:
     )
     memory_fraction: float = _setting(
         0.5,
-        "Share of a node's physical memory that replicas may take, for all agents of a node together (for each "
-        "agent where they have no [cgroup of their own](#the-agents-cgroup)).",
+        "Share of a node's physical memory that replicas may take, for all agents of a node together. Each job has "
+        "[its share](#a-jobs-share) of that.",
         0,
         1,
     )
@@ -259,6 +259,11 @@ class Settings:
     def heartbeat_timeout_s(self) -> float:
         """Silence after which a peer is suspected, in seconds."""
         return self.heartbeat_s * self.heartbeat_missed
+
+    def afterwards_s(self) -> float:
+        """How long after a script's end a node may be found to have been lost before it, in seconds: its silence, and
+        the probes."""
+        return 4.0 * self.heartbeat_timeout_s()
 
     def address_of(self, host: str) -> str:
         """Where a peer is dialled."""

@@ -1,8 +1,9 @@
-/* Ranks by (node rank, local id), for any number of tasks per node. */
+/* A step's layout, as Slurm writes it: its first host, its tasks per node, and the ranks that follow from these. */
 #ifndef GEMINI_LAYOUT_H
 #define GEMINI_LAYOUT_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /*
@@ -14,5 +15,8 @@ bool layout_parse(const char *text, uint32_t nodes, uint32_t *tasks);
 /* The tasks of all nodes whose node rank is below `node_rank`. */
 uint64_t layout_first_rank(const uint32_t *tasks, const uint32_t *node_ranks, uint32_t nodes,
 			   uint32_t node_rank);
+
+/* The first of a host list, e.g. "gpu[001-004,9]x[2-3],login" into "gpu001x2"; false for what is none. */
+bool layout_first_host(const char *list, char *host, size_t size);
 
 #endif

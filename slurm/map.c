@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "number.h"
+#include "ports.h"
 
 static const char first_line[] = "GEMINI_MAP 1\n";
 
@@ -158,7 +159,7 @@ static bool fill(const char *const values[KEY_COUNT], struct map *map)
 	    !parse_u32(values[KEY_RESTART], 0, UINT32_MAX, &map->restart) ||
 	    !parse_u32(values[KEY_NODES], 1, MAP_NODES_MAX, &map->nodes) ||
 	    !parse_node_rank(values[KEY_NODERANK], map->nodes, &map->node_rank) ||
-	    !parse_port(values[KEY_MASTER_PORT], MASTER_PORT_MIN, PORT_MAX - MAP_PORT_SPREAD + 1,
+	    !parse_port(values[KEY_MASTER_PORT], MASTER_PORT_MIN, PORT_MAX - PORTS_SPREAD + 1,
 			&map->master_port) ||
 	    !parse_port(values[KEY_AGENT_PORT], PORT_MIN, PORT_MAX, &map->agent_port) ||
 	    !number_parse_string(values[KEY_EPOCH], 0, UINT64_MAX, &map->epoch) ||

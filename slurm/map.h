@@ -13,7 +13,6 @@
 enum {
 	MAP_SIZE_MAX = 1 << 20,
 	MAP_NODES_MAX = 65536,
-	MAP_PORT_SPREAD = 16,	/* ports above master_port that steps may take */
 };
 
 #define MAP_SPARE UINT32_MAX

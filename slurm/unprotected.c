@@ -32,9 +32,10 @@ static bool read_note(const char *run_dir, uint32_t job, char *text, size_t size
 	return true;
 }
 
-/* "RESTART REASON" */
-bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE])
+/* "RESTART REASON" or "RESTART elsewhere: REASON" */
+bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE], bool *elsewhere)
 {
+	static const char of_others[] = "elsewhere: ";
 	char text[UNPROTECTED_SIZE + 16];
 	uint64_t of;
 	char *reason;
@@ -44,9 +45,12 @@ bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char w
 		return false;
 	text[strcspn(text, "\n")] = '\0';
 	reason = strchr(text, ' ');
-	if (!reason || !number_parse(text, (size_t)(reason - text), 0, UINT32_MAX, &of) || of != restart || !reason[1])
+	if (!reason || !number_parse(text, (size_t)(reason - text), 0, UINT32_MAX, &of) || of != restart || !*++reason)
 		return false;
-	(void)snprintf(why, UNPROTECTED_SIZE, "%.*s", UNPROTECTED_SIZE - 1, reason + 1);
+	*elsewhere = strncmp(reason, of_others, sizeof(of_others) - 1) == 0;
+	if (*elsewhere)
+		reason += sizeof(of_others) - 1;
+	(void)snprintf(why, UNPROTECTED_SIZE, "%.*s", UNPROTECTED_SIZE - 1, reason);
 	for (char *c = why; *c; c++)
 		if (*c < ' ' || *c > '~')
 			*c = '?';

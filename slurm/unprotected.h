@@ -8,10 +8,11 @@
 enum { UNPROTECTED_SIZE = 256 };
 
 /*
- * The reason, on one line of printable ASCII; false where none was left for
- * this job and incarnation. The file belongs to root and lies in a directory
- * of root's; its words may be an agent's.
+ * The reason, on one line of printable ASCII, and whether it lies on other
+ * nodes than this one; false where none was left for this job and
+ * incarnation. The file belongs to root and lies in a directory of root's; its
+ * words may be an agent's.
  */
-bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE]);
+bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE], bool *elsewhere);
 
 #endif

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gemini_hpc as gemini
+
 WIDTH, LAYERS = 512, 8
 BATCH = 4
 
@@ -85,8 +87,6 @@ class Gemini:
     """This project's."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        import gemini_hpc as gemini
-
         self._checkpointer = gemini.Checkpointer(model, optimizer)
         self.resume, self.close = self._checkpointer.resume, self._checkpointer.close
 
@@ -105,8 +105,7 @@ def main() -> None:
     p.add_argument("--directory", type=Path, help="dcp: where to")
     args = p.parse_args()
     torch.set_num_threads(1)
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ.get(slurm, ""))
+    gemini.set_ranks()
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]

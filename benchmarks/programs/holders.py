@@ -31,6 +31,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+import gemini_hpc as gemini
 from gemini_hpc.train.transport.gloo import GlooTransport
 from gemini_hpc.train.transport.messages import Message
 
@@ -178,8 +179,7 @@ def main() -> None:
     p.add_argument("--alone", action="store_true", help="also with one rank that saves")
     args = p.parse_args()
     torch.set_num_threads(1)
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ[slurm])
+    gemini.set_ranks()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
     dist.init_process_group("gloo")
     bench = Bench(args)

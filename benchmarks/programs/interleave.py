@@ -386,8 +386,7 @@ def main() -> None:
     p.add_argument("--micro", type=int, default=1, help="micro-batches in an iteration")
     args = p.parse_args()
     torch.set_num_threads(1)
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ[slurm])
+    gemini.set_ranks()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
     dist.init_process_group("gloo")
     bench = Bench(args)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import gemini_hpc
+import gemini_hpc as gemini
 
 COMPUTE_S = 0.1
 
@@ -50,8 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="the first third does not count")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ[slurm])
+    gemini.set_ranks()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -70,7 +69,7 @@ def main() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-3)
     average = Average()
-    ckpt = gemini_hpc.Checkpointer(model, optimizer, extra={"average": average})
+    ckpt = gemini.Checkpointer(model, optimizer, extra={"average": average})
     ckpt.resume()
     x = torch.randn(8, width)
     sent = 0

@@ -38,7 +38,7 @@ def start(directory: str, node: str) -> dict[str, float]:
     job, uid = int(os.path.basename(directory)), os.getuid()
     began = time.monotonic()
     deadline = began + DEADLINE_S
-    supervisor = spawn.start(directory, job, uid, node, lambda pid: None)
+    supervisor = spawn.start(directory, job, uid, node, (0, ""), lambda pid: None)
     while True:
         try:
             sock = ask_agent.connect(directory, uid, deadline)

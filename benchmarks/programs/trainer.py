@@ -368,8 +368,7 @@ def main() -> None:
     p.add_argument("--store", default="", help="host:port of `remote`'s store")
     args = p.parse_args()
     torch.set_num_threads(1)
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ[slurm])
+    gemini.set_ranks()
     dist.init_process_group("gloo")
     bench = Bench(args)
     for item in args.plan.split(","):

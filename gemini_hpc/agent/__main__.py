@@ -21,7 +21,7 @@ from contextlib import suppress
 from gemini_hpc import clock
 from gemini_hpc.agent.tier import workers
 from gemini_hpc.config import ConfigError, Settings, load
-from gemini_hpc.node import privileges, spawn
+from gemini_hpc.node import oom, privileges, spawn
 
 _SETTLED_S = 60.0
 
@@ -36,18 +36,19 @@ def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: w
     gc.freeze()
     gc.enable()
     worker_process.use(channel)
-    return serve(settings, job=args.job, uid=args.uid, node=args.node, directory=args.dir, again=again)
+    share = (args.share_bytes, args.share)
+    return serve(settings, job=args.job, uid=args.uid, node=args.node, directory=args.dir, again=again, share=share)
 
 
-def _supervise(settings: Settings, args: argparse.Namespace) -> int:
+def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore) -> int:
     # Two descriptors a shard, one a client: what slurmd passes on (often 1024) is for programs with select().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     deaths = 0
     while True:
         started = clock.monotonic()
-        mine = workers.Workers(workers.tier)
-        pid = os.fork()
+        mine = workers.Workers(workers.tier, score.fork)
+        pid = score.fork()
         if pid == 0:
             status = 1
             try:
@@ -71,9 +72,16 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
         with suppress(OSError):  # the job's directory is full
             text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths})"
             print(text, file=sys.stderr, flush=True)
-        if deaths > settings.agent_restarts or not os.path.isdir(args.dir):
+        if deaths > settings.agent_restarts or not _is_there(args.dir, args.uid):
             return 1  # without the job's directory, which root has removed, nobody could speak to another one
         clock.sleep(0.05 * deaths)
+
+
+def _is_there(directory: str, uid: int) -> bool:
+    try:
+        return os.stat(directory, follow_symlinks=False).st_uid == uid
+    except OSError:
+        return False
 
 
 def _attend(agent: int, mine: workers.Workers) -> int:
@@ -104,7 +112,10 @@ def main() -> int:
     parser.add_argument("--uid", type=int, required=True, help="uid of the job's owner; root switches to this uid")
     parser.add_argument("--node", required=True, help="this node's name in Slurm")
     parser.add_argument("--dir", required=True, help="the job's directory below /run/gemini-hpc")
+    parser.add_argument("--share-bytes", type=int, default=0, help="the job's share of the node's cap; 0: all")
+    parser.add_argument("--share", default="", help="what it is of the node, such as '1 of 64 CPUs'")
     args = parser.parse_args()
+    score = oom.OwnScore()  # while it is root's
     try:
         spawn.settle(args.uid, args.dir)
     except privileges.PrivilegeError as exc:
@@ -115,7 +126,7 @@ def main() -> int:
     except ConfigError as exc:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2
-    return _supervise(settings, args)
+    return _supervise(settings, args, score)
 
 
 if __name__ == "__main__":

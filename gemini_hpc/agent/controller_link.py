@@ -48,6 +48,10 @@ class Listener(Protocol):
     def rescuing(self) -> bool:
         """Whether live state is being copied of which the dead had the only copies."""
 
+    @property
+    def finished(self) -> bool | None:
+        """Whether all ranks that train here have closed their checkpointers; None: none has trained here."""
+
     def deaths_matter(self, now: float) -> bool:
         """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending
         again. Its script may have ended before a controller could act, and a new controller has heard of nothing."""
@@ -70,6 +74,7 @@ class ControllerLink:
         self._reported = 0.0
         self._told: set[str] = set()  # who was reported in this incarnation
         self._without: tuple[str, ...] = ()  # as told last
+        self._finished: bool | None = None  # likewise
         self._died: set[str] = set()  # who was ever reported
         # without whom the job goes on; who of them is reported until when (monotonic)
         self._lost: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)
@@ -112,6 +117,7 @@ class ControllerLink:
         me, incarnation = self._identity, self._membership.incarnation
         self._told.clear()
         self._without = incarnation.attach.lost if incarnation is not None and incarnation.live else ()
+        self._finished = self._listener.finished
         if self._link is not None and incarnation is not None:
             self._link.send(
                 controller.Registration(
@@ -127,6 +133,7 @@ class ControllerLink:
                     spares=incarnation.view.spares,
                     without=self._without,
                     rescuing=self._listener.rescuing,
+                    finished=self._finished,
                 )
             )
 
@@ -184,7 +191,8 @@ class ControllerLink:
         incarnation = self._membership.incarnation
         if incarnation is not None:
             without = incarnation.attach.lost if incarnation.live else ()
-            if self._told - incarnation.mesh.dead - incarnation.view.lost or without != self._without:
+            said = (without, self._listener.finished) == (self._without, self._finished)
+            if self._told - incarnation.mesh.dead - incarnation.view.lost or not said:
                 self.register()
             if incarnation.attach.lost != self._lost[0]:
                 died = tuple(host for host in incarnation.attach.lost if host in self._died)  # others were left

@@ -8,19 +8,20 @@ loop; digests, page reservation and bulk transfers run in threads.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from gemini_hpc import clock, logs
-from gemini_hpc.agent import bequest
+from gemini_hpc.agent import bequest, own_directory
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.launches import Launches
+from gemini_hpc.agent.own_directory import OwnDirectory
 from gemini_hpc.agent.peer_server import PeerServer
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import Identity
@@ -30,6 +31,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.tasks import Tasks
+from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
@@ -72,13 +74,25 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
-_WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
+_LOOK_S = 0.4  # for the agents that are missing when the prolog wants its answer
+_PLACE_S = 0.5  # so often an agent looks for its directory: a prolog waits for it for longer
 
 
 class Agent:
     """See the module. `run` returns when everything has been freed."""
 
-    def __init__(self, settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        job: int,
+        uid: int,
+        node: str,
+        directory: str,
+        again: bool,
+        share: tuple[int, str] = (0, ""),
+    ) -> None:
+        """share: of the node's cap, as the prolog knows it; see `Budget`."""
         me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
         here = self.membership = Membership()
@@ -86,8 +100,10 @@ class Agent:
         log, spawn = events.log, Tasks(events.log).spawn
         self._log, self._complain, self._spawn = log, events.complain, spawn
         self._local: LocalServer | None = None
+        self._place = OwnDirectory(directory, uid)
+        self._looked_at, self._told_gone = -math.inf, False
 
-        self.store = store = Store(Budget(settings))
+        self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
@@ -159,6 +175,7 @@ class Agent:
             self._outlines,
             self.rescue,
             stats,
+            PlainEnds(node, self.launches),
             events,
             spawn,
         )
@@ -226,10 +243,7 @@ class Agent:
         """Serve until released."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
-        lock = os.open(me.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._place.hold():
             return  # the prolog and the supervisor started one at the same time: one is enough
         server, self.identity.port = await self._peer_server.listen()
         map_file.settle(me.directory)
@@ -238,7 +252,7 @@ class Agent:
         if me.settings.interface and not me.interface:
             self._log("error", detail=f"interface {me.settings.interface} has no address: listening on all")
         self._local = LocalServer(
-            f"{me.directory}/agent.sock", me.uid, self._handle_local, self.service.gone, self._complain
+            f"{me.directory}/{own_directory.SOCKET}", me.uid, self._handle_local, self.service.gone, self._complain
         )
         self.controller_link.start()
         self._spawn(self._tick())
@@ -267,6 +281,9 @@ class Agent:
             self.controller_link.beat(now)
             self._fence.look(now)
             self.trainings.beat()
+            if now - self._looked_at > _PLACE_S and not self._retention.over.is_set():
+                self._looked_at = now
+                self._look_at_directory()
             if self.membership.detached:
                 self._retention.look(now)
                 self._watch_on(now)
@@ -279,12 +296,35 @@ class Agent:
             self._hangs.look(now)
             self._retention.runs(now)
 
+    def _look_at_directory(self) -> None:
+        """Whoever unmounts or empties it takes away the way to this agent: it listens in the one that root makes."""
+        found = self._place.look()
+        if found == "gone":
+            if not self._told_gone:
+                what = (
+                    f"{self.identity.directory} is unmounted or covered: until the job's next prolog or epilog here"
+                )
+                self._log("unreachable", detail=f"{what} ranks that are started on this node find no agent")
+            self._told_gone = True
+            return
+        if found == "moved":
+            self._notes.moved()
+        if found != "here" and self._local is not None:
+            try:
+                self._local.bind_again()
+            except OSError as exc:
+                self._complain(f"cannot listen in {self.identity.directory}: {exc.strerror}")
+                return
+        if found != "here" or self._told_gone:
+            self._log("reachable", detail=f"listens in {self.identity.directory} again")
+        self._told_gone = False
+
     def _watch_on(self, now: float) -> None:
         """Where no node has been found dead by then, none was lost before the script had failed."""
         incarnation = self.membership.incarnation
         if incarnation is None or incarnation.mesh.dead:
             return
-        if self._retention.ended_s(now) > _WATCH_ON * incarnation.mesh.silence_s:
+        if self._retention.ended_s(now) > self.identity.settings.afterwards_s():
             incarnation.mesh.detector.watching = False
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -330,6 +370,8 @@ class Agent:
             if m.replicas > view.wanted:
                 self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
             incarnation = self._begin(m, view)
+            if m.bereft:
+                self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
             if incarnation.leads and m.restart == 0 and self.saver.tier:
                 self._spawn(self.saver.glance())
         here.detached = False
@@ -339,8 +381,12 @@ class Agent:
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
             map_file.settle(me.directory)
-            self._log("unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s")
-            return local.Ready("unmapped")
+            absent = await incarnation.absent(_LOOK_S)
+            missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
+            self._log(
+                "unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s{missing}"
+            )
+            return local.Ready("unmapped", absent)
         return local.Ready("mapped")
 
     def _begin(self, m: local.Attach, view: View) -> Incarnation:
@@ -446,27 +492,28 @@ class Agent:
         if not here.detached:
             here.detached = True
             self._retention.ended(clock.monotonic())
+            self.controller_link.register()  # whether the training had finished decides what becomes of the job
             if mesh is not None:
-                # With a dead node the job is on its way back: who else is lost meanwhile is news, too. And a script
-                # may fail of a node's loss before anybody here has noticed it.
-                mesh.detector.watching = bool(mesh.dead) or m.exit_code not in ("", "0")
+                # A script may end of a node's loss before anybody here has noticed it, with whatever exit code.
+                mesh.detector.job_ended(clock.monotonic())
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
             map_file.wait(me.directory)
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
-        trained = [s for s in self.trainings if s.greeted]
-        dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
+        # Then the job may be on its way to a new incarnation: the controller knows whether it is.
+        dead = mesh is not None and bool(mesh.dead or mesh.silent())
         idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
             if mesh is not None:
                 mesh.leave()
             self._retention.release("the job has ended without this node's help")
             return local.Ok("released", check=self._sick.suspects_this_node)
-        if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
+        if self.finished and m.exit_code in ("", "0") and not dead:
             self.saver.succeeded = True
-            if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.saver.tier:
+            kept = any(self.keeps.of_set(s.name) and s.sealed is not None for s in self.trainings if s.greeted)
+            if not kept or not self.saver.tier:
                 self.saver.ended()
                 if mesh is not None:
                     mesh.leave()
@@ -571,6 +618,12 @@ class Agent:
         """Whether live state is being copied."""
         return self.rescue.busy
 
+    @property
+    def finished(self) -> bool | None:
+        """Whether all ranks that train here have closed their checkpointers; None: none has trained here."""
+        trained = [training for training in self.trainings if training.greeted]
+        return all(training.succeeded for training in trained) if trained else None
+
     def job_waits(self) -> None:
         """The job is pending."""
         self._retention.job_waits()
@@ -607,7 +660,8 @@ class Agent:
         sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
         spared = incarnation.view.without(dead, self.membership.nodes) is not None
-        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), self.trainings.begun, spared)
+        begun, last = self.trainings.begun, self.launches.last
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared, last)
 
 
 def _view(m: local.Attach) -> View:
@@ -620,13 +674,23 @@ def _view(m: local.Attach) -> View:
     return view
 
 
-def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:
+def serve(
+    settings: Settings,
+    *,
+    job: int,
+    uid: int,
+    node: str,
+    directory: str,
+    again: bool,
+    share: tuple[int, str] = (0, ""),
+) -> int:
     """Run an agent in this process until it is released; the exit status."""
 
     logs.to(sys.stdout)
 
     async def run() -> None:
-        await Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again).run()
+        agent = Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again, share=share)
+        await agent.run()
 
     asyncio.run(run())
     sys.stdout.flush()

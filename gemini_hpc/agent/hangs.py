@@ -162,7 +162,7 @@ class Hangs:
         self._log("hung", version=standing.least.version, detail=f"{what}; {stack}")
         if incarnation.rounds.round != number or self._membership.training is not incarnation or not training.hung:
             return
-        launched = self._launches.hung(incarnation.rounds.step, f"{self._node}: {what}")
+        launched = self._launches.hung(incarnation.rounds.step, rank, what)
         if not launched and client is not None and rank in training.restarts:
             client.signal(signal.SIGKILL)
 

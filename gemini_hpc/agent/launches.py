@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gemini_hpc import clock
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.core.attempts import Known
+from gemini_hpc.core.attempts import End, Known
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.ports import master_port
@@ -38,12 +39,14 @@ class Launches:
         self._job, self._node, self._membership, self._log = job, node, membership, log
         self._ended, self._unhealthy, self._begun, self._check = ended, unhealthy, begun, check
         self._steps: dict[str, Known] = {}
+        self._watched: set[str] = set()  # of them, those with launchers here
         self.is_left_out = False
         self._changed = asyncio.Event()
 
     def reset(self) -> None:
         """A new incarnation: its steps may have the names of earlier ones."""
         self._steps.clear()
+        self._watched.clear()
         self.is_left_out = False
         self._wake()
 
@@ -61,13 +64,17 @@ class Launches:
             return local.LaunchState(max(m.attempt, 0), over="the job goes on without this node", left_out=True)
         if incarnation is None or self._membership.detached:
             return local.Error("this node has no part in a running incarnation of the job")
-        known = self._steps.get(m.step, Known()).join(Known(max(m.attempt, 0), done=m.done, over=m.over))
-        if m.failed:
-            known = known.failed(max(m.attempt, 0), m.failed[:_REASON])
+        attempt = max(m.attempt, 0)
+        self._watched.add(m.step)
+        told = Known(attempt, over=m.over, given_up=m.given_up, done=m.done)
+        known = self._steps.get(m.step, Known()).join(told)
+        if (end := m.shown) is not None:
+            known = known.failed(attempt, end) if m.failed else known.showed(attempt, end)
+            cause = Cause.RAISED if end.memory else end.cause  # no node is to blame for what a program takes
+            self._ended(m.step, m.attempt, end.rank, cause, self._begun())
         if m.failed or m.over:
-            self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {m.over or m.failed}")
-        if m.cause is not None:
-            self._ended(m.step, m.attempt, m.rank, m.cause, self._begun())
+            why = "; ".join(filter(None, (end.text if end is not None else "", m.over)))
+            self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {why}"[:_REASON])
         if m.unhealthy:
             self._unhealthy(m.rank, m.unhealthy)
         self._learn(incarnation, m.step, known, "")
@@ -79,8 +86,38 @@ class Launches:
             return await self.ask(m)
         known = self._steps.get(m.step, known)
         return local.LaunchState(
-            known.attempt, known.reason[:_REASON], known.over[:_REASON], self._place(), known.done, check=self._check
+            known.attempt,
+            known.first,
+            known.before,
+            known.why_over[:_REASON],
+            known.last,
+            self._place(),
+            known.done,
+            check=self._check,
         )
+
+    @property
+    def last(self) -> local.StepEnd | None:
+        """The newest step of whose end something is known."""
+        for step, known in reversed(self._steps.items()):
+            if known.given_up:
+                return local.StepEnd(step, known.ending, known.why_over[:_REASON])
+            if known.last.text:
+                return local.StepEnd(step, known.last)
+        return None
+
+    def watches(self, launch: str) -> bool:
+        """Whether launchers have started the ranks of this launch here."""
+        return launch in self._watched or launch.rpartition("+")[0] in self._watched
+
+    def ended(self, step: str, end: End) -> None:
+        """A rank has ended so that no launcher watches."""
+        incarnation = self._membership.incarnation
+        if incarnation is None:
+            return
+        if end.memory:
+            self._log("rank_failed", detail=f"step {step}: {end.text}"[:_REASON])
+        self._learn(incarnation, step, self._steps.get(step, Known()).showed(0, end), "")
 
     def _news(self, m: local.LaunchRequest) -> bool:
         known = self._steps.get(m.step)
@@ -116,20 +153,21 @@ class Launches:
         """The job goes on without these nodes: the ranks of all others begin anew. Each agent says so by itself."""
         incarnation = self._membership.incarnation
         assert incarnation is not None  # the view without them
-        for step, known in list(self._steps.items()):
-            reason = f"{', '.join(hosts)[:200]} {why}"
-            self._learn(incarnation, step, known.failed(known.attempt, reason), "")
+        for step, known in [(step, known) for step, known in self._steps.items() if step in self._watched]:
+            end = End(f"{', '.join(hosts)[:200]} {why}", Cause.CRASHED, t=clock.time())
+            self._learn(incarnation, step, known.failed(known.attempt, end), "")
         self._wake()
 
-    def hung(self, launch: str, reason: str) -> bool:
-        """A rank of this launch hangs: the next attempt begins. False: no launchers have started it."""
+    def hung(self, launch: str, rank: int, what: str) -> bool:
+        """A rank of this launch hangs, on this node: the next attempt begins. False: no launchers have started it."""
         step, mark, attempt = launch.rpartition("+")
         if not mark or not (attempt.isascii() and attempt.isdigit()):
             step, attempt = launch, "0"
         incarnation, known = self._membership.incarnation, self._steps.get(step)
-        if incarnation is None or known is None:
+        if incarnation is None or known is None or step not in self._watched:
             return False
-        self._learn(incarnation, step, known.failed(int(attempt), f"{local.HUNG}{reason}"[:_REASON]), "")
+        end = End(f"hung: {self._node}: {what}"[:_REASON], Cause.HUNG, rank, host=self._node, t=clock.time())
+        self._learn(incarnation, step, known.failed(int(attempt), end), "")
         return True
 
     # ---- peers -----------------------------------------------------------------------------------------
@@ -138,7 +176,9 @@ class Launches:
         """What a neighbour in the tree knows."""
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             known = self._steps.get(m.step, Known())
-            self._learn(incarnation, m.step, known.join(Known(m.attempt, m.reason, m.over, m.done)), host)
+            first = m.first if m.first.text else End(m.reason)
+            told = Known(m.attempt, first, m.before, m.over, m.last, m.given_up, m.done)
+            self._learn(incarnation, m.step, known.join(told), host)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
         """A link to a peer is new: what it may have missed is told again."""
@@ -152,11 +192,13 @@ class Launches:
             return
         self._steps[step] = known
         while len(self._steps) > MAX_STEPS:
-            del self._steps[next(iter(self._steps))]
+            oldest = next(iter(self._steps))
+            del self._steps[oldest]
+            self._watched.discard(oldest)
         if known == before:
             return
         if incarnation.leads and (known.attempt > before.attempt or known.over > before.over):
-            what = known.over or f"attempt {known.attempt} begins: {known.reason}"
+            what = known.why_over or f"attempt {known.attempt} begins: {known.reason}"
             self._log("relaunch" if not known.over else "not_relaunched", detail=f"step {step}: {what}"[:_REASON])
         for host in (incarnation.rounds.parent, *incarnation.rounds.children):
             if host is not None and host != source:
@@ -169,4 +211,5 @@ class Launches:
 
 
 def _message(step: str, known: Known) -> peer.Launch:
-    return peer.Launch(step, known.attempt, known.reason[:_REASON], known.over[:_REASON], known.done)
+    reason, ends = known.reason[:_REASON], (known.first, known.before, known.last)
+    return peer.Launch(step, known.attempt, reason, known.over, known.done, *ends, known.given_up)

@@ -98,7 +98,7 @@ class PeerServer:
             finally:
                 self._count -= 1
         except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
-            self._complain(f"connection from {address} ended: {exc or type(exc).__name__}")
+            self._complain(f"connection from {address} ended: {str(exc) or type(exc).__name__}")
         finally:
             writer.close()
 

@@ -9,6 +9,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas import galois, replica_fills
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
 from gemini_hpc.agent.replicas.outlines import Outlines
@@ -57,6 +58,7 @@ class RankRequests:
         outlines: Outlines,
         rescue: Rescue,
         stats: StatsStore,
+        ends: PlainEnds,
         log: EventLog,
         spawn: Spawn,
     ) -> None:
@@ -65,7 +67,7 @@ class RankRequests:
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
         self._saver, self._keeps, self._rejections = saver, keeps, rejections
         self._outlines, self._rescue = outlines, rescue
-        self._stats, self._log, self._spawn = stats, log, spawn
+        self._stats, self._ends, self._log, self._spawn = stats, ends, log, spawn
         self._fills: dict[tuple[str, int, int], Client] = {}
         self._keepers: dict[tuple[str, int], Client] = {}
         self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
@@ -80,6 +82,8 @@ class RankRequests:
         self._rescue.gone(client)
         if writing := replica_fills.gone(client, list(self._store)):
             self._spawn(replica_fills.ended(client, writing))
+        training, rank = self._sessions.rank_of(client)
+        self._ends.gone(client, success=training is not None and rank in training.finished)
         self._sessions.gone(client)
 
     def drop_all(self) -> None:
@@ -119,7 +123,9 @@ class RankRequests:
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
             if isinstance(request, local.Hello):
-                return await self._sessions.hello(client, request, fds)
+                welcome = await self._sessions.hello(client, request, fds)
+                self._ends.begin(client, request.step, request.rank)
+                return welcome
             if isinstance(request, local.Register):
                 return await self._register(client, request)
             if isinstance(request, local.Begin):
@@ -198,6 +204,8 @@ class RankRequests:
                 shard = self._store.get(name, rank)
                 if keeper is client and shard is not None and not shard.pushed:
                     self._filling.passed(shard, m.version)
+        elif m.name == "raised":
+            self._ends.raised(client, _plain(m.detail, 200), m.version)
         elif m.name == "degraded":
             training.complain(f"rank {rank}: {m.detail[:300]}")
         elif m.name == "unprotected":  # such a rank tells of no step

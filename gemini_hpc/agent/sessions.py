@@ -160,6 +160,8 @@ class Sessions:
         lost = training.lost[:100]
         if heritage is not None and heritage.lost and training.chosen is None:
             lost = (*lost, f"nothing is taken over from job {heritage.job}: {heritage.lost}")
+        if training.chosen is None and here.incarnation.attach.bereft:
+            lost = (*lost, f"an earlier agent of the job on {me.node} has gone with its directory, and its copies")
         welcome = local.Welcome(
             job=me.job,
             restart=here.restart,

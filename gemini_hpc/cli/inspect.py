@@ -145,9 +145,12 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def render(d: Document, width: int = columns.USUAL) -> str:
     """The document as text; lines of words are at most `width` long, rows of tables as long as their names are."""
+    from gemini_hpc.query.inspect_document import how_many
+
     slurm = d["slurm"]
     reason = f" ({slurm['reason']})" if slurm.get("reason") else ""
-    head = f"job {d['job']}: {d['state']}   slurm {slurm.get('state') or '?'}{reason}"
+    state = f"{d['state']} {how_many(d)}".rstrip()
+    head = f"job {d['job']}: {state}   slurm {slurm.get('state') or '?'}{reason}"
     kept = f"replicas {d['replicas'] or '?'}"
     if lost := d.get("parity"):
         kept = f"parity over groups of {d['replicas']} nodes{f', any {lost} of which may be lost' * (lost > 1)}"

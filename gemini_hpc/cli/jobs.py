@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MAX_LOOKED_AT = 60  # live jobs that are asked about: the controller answers a user so many questions at once
 HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "SEALED", "SURVIVES", "RECOV")
-WIDEST = (10, 9, 16, 10, 5, 9, 8, 5)  # with blanks between them 79 columns
+WIDEST = (10, 8, 18, 10, 5, 9, 8, 5)  # with blanks between them 80 columns
 
 
 def register(subparsers: _Subparsers) -> None:
@@ -31,8 +31,8 @@ def register(subparsers: _Subparsers) -> None:
         help="list the protected jobs, one line each",
         description="List protected jobs: your own; for root, SlurmUser and operators all. "
         "STATE is what gemini-hpc inspect says of the job, SEALED the age of the newest sealed version (for a "
-        "job that has ended: when it was sealed), SURVIVES how many nodes may be lost, whichever they are, RECOV "
-        "how often the job was recovered. Asks the controller.",
+        "job that has ended: how long ago it did; - where nothing was sealed), SURVIVES how many nodes may be lost, "
+        "whichever they are, RECOV how often the job came back after a lost node. Asks the controller.",
     )
     parser.add_argument("--all", action="store_true", help="jobs of the last 14 days (default: the last 24 hours)")
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
@@ -83,6 +83,8 @@ def _picture(line: Any, job: int, now: float) -> Document | None:
 
 
 def _row(row: JobRow, d: Document | None) -> Document:
+    from gemini_hpc.query.inspect_document import how_many
+
     slurm = d["slurm"].get("state", row.slurm) if d else row.slurm
     return {
         "job": row.job,
@@ -90,11 +92,13 @@ def _row(row: JobRow, d: Document | None) -> Document:
         "uid": row.uid,
         "user": _name(row.uid),
         "state": d["state"] if d else "ended" if row.ended else "unknown",
+        "state_of": how_many(d) if d else "",
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
         "sealed_age_s": _sealed_age(d) if d else None,
+        "sealed_version": row.sealed or None,
         "survives": _survives(d) if d else None,
-        "recoveries": len(d["recoveries"]) if d else row.recoveries,
+        "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
         "restarts": row.restarts,
         "ended": row.ended or None,
     }
@@ -146,14 +150,17 @@ def _ago(s: float) -> str:
 
 
 def render(d: Document) -> str:
-    """The document as a table of at most 80 columns."""
+    """Return the document as a table of at most 80 columns."""
     rows: list[tuple[str, ...]] = [HEAD]
     for j in d["jobs"]:
         # Of an ended job no copy is left: how long ago it ended.
-        sealed = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] else _age(j["sealed_age_s"])
+        ago = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] and j["sealed_version"] else "-"
+        sealed = ago if j["ended"] else _age(j["sealed_age_s"])
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
         texts = (j["id"], j["user"], j["state"], j["slurm"], str(j["nodes"]), sealed, survives, str(j["recoveries"]))
         rows.append(tuple(tame(text) for text in texts))
+        if j["state_of"]:
+            rows.append(("", "", j["state_of"], "", "", "", "", ""))
     widths = [min(limit, max(len(row[i]) for row in rows)) for i, limit in enumerate(WIDEST)]
     lines = [" ".join(_cell(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(rows) == 1:

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 
 from gemini_hpc import clock
 from gemini_hpc.cli import sendback
 from gemini_hpc.client.agent_connection import ask_verdict
-from gemini_hpc.client.joining import RESTARTS_ENV
+from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
+from gemini_hpc.core.attempts import NOTHING
+from gemini_hpc.wire.local import StepEnd
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
@@ -38,8 +41,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="run a job step, and again in the same allocation when it dies on healthy nodes",
         description="Run COMMAND (usually srun ...) in a batch script. If it fails while all nodes of the job are "
         "healthy, start it again at once: every rank resumes from the replicas in memory. If no newer version has "
-        "been sealed in between, do so once only. If a node is dead, wait for Slurm to requeue the job, and "
-        "request the requeue after 60 s. A command that a signal has ended is not repeated.",
+        "been sealed in between, or it fails where it did before, do so once only. If a node is dead, wait for Slurm "
+        "to requeue the job, and request the requeue after 60 s. A command that a signal has ended is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(
@@ -127,8 +130,10 @@ def run(args: argparse.Namespace) -> int:
     env = {**os.environ, **({RESTARTS_ENV: "1"} if args.max_restarts else {})}
     ended = threading.Event()
     attempts = RestartLimit(args.max_restarts)
+    before: _Failure | None = None
     while True:
         attempts.begin(_reached(path))
+        known = _last(path)
         try:
             step = _Step(command, env, path, ended)
         except OSError as exc:
@@ -149,8 +154,17 @@ def run(args: argparse.Namespace) -> int:
         if sent := step.ended_by(status):
             _say(f"somebody ended the step with {sent.name}: not restarted")
             return status
-        why_not, note = attempts.failed(status, reached)
-        told = f"the step ended with status {status}" + (f" ({note})" if note else "")
+        told = f"the step ended with status {status}"
+        last = _last(path)
+        last = last if last != known else None  # else it is of an earlier step
+        if last is not None and last.given_up:  # what its launchers have tried counts here, too
+            _say(f"{told}; not restarted: {last.given_up}")
+            return status
+        end = last.end if last is not None else NOTHING
+        told += f" ({end.text})" * bool(end.text)
+        now = _Failure(status, end.key, reached.step if reached is not None else None)
+        why_not = attempts.failed(reached, again=now.repeats(before), memory=end.memory)
+        before = now
         if why_not:
             _say(f"{told}; not restarted: {why_not}")
             return status
@@ -160,6 +174,27 @@ def run(args: argparse.Namespace) -> int:
 def _reached(path: str) -> Reached | None:
     verdict = ask_verdict(path) if path else None
     return None if verdict is None else Reached(verdict.sealed, verdict.begun)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A failed step. key: of what ended it, "" where nobody has told; at: the step of the training."""
+
+    status: int
+    key: str
+    at: int | None
+
+    def repeats(self, before: _Failure | None) -> bool:
+        """Return whether that was the same."""
+        if before is None or self.at is None or self.at != before.at or self.status == TRY_AGAIN_EXIT:
+            return False
+        return self.key == before.key if self.key and before.key else self.status == before.status
+
+
+def _last(path: str) -> StepEnd | None:
+    """What is known of the end of the newest step."""
+    verdict = ask_verdict(path) if path else None
+    return verdict.last if verdict is not None else None
 
 
 class _Step:

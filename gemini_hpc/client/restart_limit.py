@@ -1,8 +1,8 @@
 """How often `gemini-hpc run` and `gemini_hpc.launch` start again: pure rules over what each attempt has reached.
 
 A step that has made progress (a newer version is sealed than when it began) may fail again, at most `most` times
-in a row. One without progress is started again once: a typing error, or a crash that comes back at the same step,
-is not cured by more of the same.
+in a row. One without progress is started again once. What ends twice in the same way, at the same step, is a mistake
+in the program, and not started a third time. Progress cures no lack of memory: a leak makes progress each time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ class Reached:
     sealed: Stamp = (0, 0)
     begun: int = 0
 
+    @property
+    def step(self) -> int:
+        """Return the newest version of which the ranks know. An attempt that fails in its first step has begun
+        nothing: then it is at what it resumed from."""
+        return max(self.begun, self.sealed[1])
+
 
 class RestartLimit:
     """The attempts of one incarnation. most: how often a step is started again without progress being known."""
@@ -27,16 +33,16 @@ class RestartLimit:
     def __init__(self, most: int) -> None:
         self._most = most
         self._start: Reached | None = None
-        self._before: tuple[int, int] | None = None  # status and step of the attempt before
-        self._barren = 0
+        self._barren = self._memory = 0
         self.restarts = 0
 
     def begin(self, reached: Reached | None) -> None:
         """A step is started; what is sealed now, None where no agent answers."""
         self._start = reached
 
-    def failed(self, status: int, reached: Reached | None) -> tuple[str, str]:
-        """The step has failed: why it is not started again ("" if it is), and what the user should know of it."""
+    def failed(self, reached: Reached | None, *, again: bool = False, memory: bool = False) -> str:
+        """Return why the step, which has failed, is not started again; "" if it is. again: it has failed so before,
+        at this step; memory: for want of memory."""
         progress: bool | None = None
         if self._start is not None and reached is not None:
             progress = reached.sealed > self._start.sealed
@@ -44,19 +50,22 @@ class RestartLimit:
             self.restarts = self._barren = 0
         elif progress is False:
             self._barren += 1
-        note = self._each_time(status, reached)
+        if memory:
+            self.restarts = max(self.restarts, self._memory)
+            self._memory += 1
         if self.restarts >= self._most:
-            return f"{self.restarts} restarts are used up", note
+            return f"{self.restarts} restarts are used up"
+        if again:
+            return f"it {each_time(reached)}"
         if self._barren > 1:
-            return "no newer version was sealed since the last restart", note
+            return "no newer version was sealed since the last restart"
         self.restarts += 1
-        return "", note
+        return ""
 
-    def _each_time(self, status: int, reached: Reached | None) -> str:
-        # An attempt that fails in its first step has begun nothing: then it is at what it resumed from.
-        step = None if reached is None else max(reached.begun, reached.sealed[1])
-        now = None if step is None else (status, step)
-        again, self._before = now is not None and now == self._before, now
-        if not again or step is None:
-            return ""
-        return f"fails at step {step + 1} each time" if step else "fails before its first step is saved each time"
+
+def each_time(reached: Reached | None) -> str:
+    """Return what is said of a step that fails again where it did before."""
+    if reached is None:
+        return "fails in the same way each time"
+    place = f"at step {reached.step + 1}" if reached.step else "before its first step is saved"
+    return f"fails {place} each time"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gemini_hpc.slurm.facts import (
+    COMPLETED,
     COMPLETING,
     CONFIGURING,
-    FAILED,
-    NODE_FAIL,
+    CUT_SHORT,
     PENDING,
     RUNNING,
     Job,
@@ -91,7 +91,8 @@ class Case:
     `silent_s`: for how long all three have been silent. `slurmd_before`: when its slurmd had been started, as Slurm
     had it when the incarnation began; 0.0: not known. `fenced`, `budget`, `silent`: nodes fenced in the window
     without this one, allowed, and silent now with this one; `user_...`: those of this job's owner. `slurm_up_s`: how
-    long slurmctld has been up and has answered this controller.
+    long slurmctld has been up and has answered this controller. `finished`: whether the job's training has succeeded,
+    by its agents' word.
     """
 
     claim: Claim
@@ -123,6 +124,7 @@ class Case:
     guard: bool
     slurm_up_s: float
     settle_s: float
+    finished: bool = False
 
 
 def _wait(veto: Veto, why: str) -> Verdict:
@@ -161,8 +163,10 @@ def _reported(case: Case, job: Job) -> str:
     if job.restarts == case.restart:
         if job.state in (RUNNING, CONFIGURING, COMPLETING):
             return ""
-        if job.state in (FAILED, NODE_FAIL):
-            # Survivors raise and end the script before anybody has noticed; a job that failed by itself stays so.
+        if job.state == COMPLETED and case.finished:
+            return "the job is COMPLETED, and its training had finished"
+        if job.state in CUT_SHORT:
+            # Survivors raise and end the script before anybody has noticed; a job that ended by itself stays so.
             recent = case.reported_at - job.end_time <= END_WINDOW_S
             return "" if recent else f"the job had ended {job.state} long before the report"
         return f"the job is {job.state}"

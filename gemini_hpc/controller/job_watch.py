@@ -31,6 +31,7 @@ MAX_INTERVAL_S = 10.0
 ELSEWHERE_S = 30.0
 PARTLY_S = 10.0
 RELEASE_TOLD_S = 60.0
+TOLD_S = 2.0  # until what an agent has found is known here
 _SAME_END_S = 1.5
 
 
@@ -81,7 +82,8 @@ class JobWatch:
                 continue
             self._tell_ended(track, forgotten=row is None)
             ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
-            reason = release_reason(state, ended_for_s, self._settings.retention_s)
+            doubt_s = self._settings.afterwards_s() + TOLD_S
+            reason = release_reason(state, ended_for_s, self._settings.retention_s, doubt_s)
             if reason:
                 self._release_all(track, reason)
             elif state == RUNNING:

@@ -90,7 +90,8 @@ class Questions:
         except UnknownJob:
             job = None
         except (SlurmError, TimeoutError) as exc:
-            log.warning("job=%d slurm=%s", raw_id, exc or "no answer in time")
+            silence = f"slurmctld has not told of this job within {SLURM_TIMEOUT_S:g} s"
+            log.warning("job=%d slurm=%s", raw_id, str(exc) or silence)
             job, silent = track.job if track else None, True
         if job is not None and track is not None and track.user_id != job.user_id:
             track = None  # an earlier job's: ids are given anew after a cold start
@@ -142,7 +143,9 @@ class Questions:
                 last = max((e.t for e in events), default=0.0)
                 restart = max((e.restart for e in events), default=0)
                 ended, state = (how.t or last, how.state) if how else (last, past.UNKNOWN)
-                rows.append(inspect_schema.JobRow(job, owner, state, 0, restart, len(recoveries(events)), ended))
+                back = sum(r["completed"] for r in recoveries(events))
+                sealed = how.version if how else 0
+                rows.append(inspect_schema.JobRow(job, owner, state, 0, restart, back, ended, sealed))
         return rows
 
     @staticmethod
@@ -157,6 +160,7 @@ class Questions:
             restart,
             logged.recoveries if logged else 0,
             stored.ended_at,
+            logged.sealed if logged else 0,
         )
 
     async def _ask_agents(self, track: Track) -> dict[str, inspect_schema.InspectPart]:

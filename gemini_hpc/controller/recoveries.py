@@ -26,7 +26,7 @@ from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.reservation import PREFIX, RESERVED_MINUTES
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
-from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, FAILED, NODE_FAIL, RUNNING, Job, Node
+from gemini_hpc.slurm.facts import COMPLETED, COMPLETING, CONFIGURING, CUT_SHORT, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
 from gemini_hpc.wire.inspect_schema import EventRecord
 
@@ -36,6 +36,7 @@ MAX_LATER = 512  # a user
 OUTAGE_S = 120.0
 RETRY_S = 1.0
 GIVE_UP_S = 600.0  # of refusals, not of silence
+SPEAK_S = 10.0  # within which an agent that has lost its controller calls the next one
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 
 
@@ -382,12 +383,24 @@ class Recoveries:
 
     async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
         """Whether the script had ended before its node was set DOWN: nobody but us sends such a job back."""
-        if job is None or job.restarts != restart or job.state not in (FAILED, NODE_FAIL) or not begun:
+        if job is None or job.restarts != restart or job.state not in CUT_SHORT or not begun:
             return False
         if clock.time() - job.end_time > self.settings.retention_s:
             return False  # its copies are gone
+        if job.state == COMPLETED and not await self._unfinished(job.raw_id, restart):
+            return False
         nodes = await self.slurm.nodes()
         return any(n in nodes and nodes[n].down for n in begun)
+
+    async def _unfinished(self, raw_id: int, restart: int) -> bool:
+        """Whether agents say, within a while, that the training of this incarnation has not finished: a controller
+        that is new has to wait until they call."""
+        deadline = clock.monotonic() + SPEAK_S
+        while (track := self.registry.jobs.get(raw_id)) is not None and clock.monotonic() < deadline:
+            if (finished := track.finished(restart)) is not None:
+                return not finished
+            await asyncio.sleep(RETRY_S / 4)
+        return False
 
     async def _not_down(self, host: str) -> Node | None:
         """The node as it is now, unless it is DOWN or unknown."""

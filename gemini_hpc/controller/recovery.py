@@ -232,6 +232,7 @@ class Recovery:
             guard=settings.node_max_jobs_guard,
             slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.at,
             settle_s=settings.slurm_settle_s,
+            finished=bool(track.finished(self.restart)) or track.goes_on(self.restart, [host]),
         )
 
     def _judge(self, suspect: Suspect, facts: Facts) -> Verdict:
@@ -546,6 +547,7 @@ class Recovery:
             # When the recovery is over its nodes must count as a running job's: others look for candidates then.
             seen=track.learn,
             goes_on=lambda: track.goes_on(self.restart, dead),
+            finished=lambda: bool(track.finished(self.restart)),
             spared=lambda left: track.spared(self.restart, left),
             hold=lambda: home.why_hold(track),
             holds=track.remember_hold,

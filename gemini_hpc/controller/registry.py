@@ -20,6 +20,7 @@ from gemini_hpc.query.freed import freed
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
+from gemini_hpc.wire.controller import Registration
 from gemini_hpc.wire.inspect_schema import EventRecord, InspectAsk
 from gemini_hpc.wire.link import Link
 
@@ -31,26 +32,33 @@ FRESH_S = 1.0
 
 @dataclass
 class Agent:
-    """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
-    address that Slurm has for its host; all else is its owner's word. `spares`, `without`, `rescuing`: as it
-    has registered."""
+    """One connected agent. `verified`: its packets come from the address that Slurm has for its host; all else is its
+    owner's word, as it was said last (`wire.controller.Registration`). `restart`: the incarnation that it serves."""
 
     link: Link
     host: str
     job: int
-    restart: int
-    replicas: int
-    port: int
     instance: str
-    state: str
     verified: bool = False
+    restart: int = 0
+    replicas: int = 0
+    port: int = 0
+    state: str = ""
     spares: int = 0
     without: frozenset[str] = frozenset()
     rescuing: bool = False
+    finished: bool | None = None
     told_end: float = 0.0  # of its job, as it has been told (Unix time)
     told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
     told_waits: bool = False  # that its job is pending
     since: float = field(default_factory=clock.time)
+
+    def take(self, said: Registration) -> None:
+        """Take over what it says of itself, the first time and each time after."""
+        self.restart, self.replicas, self.state = said.restart, said.replicas, said.state[:32]
+        self.port = said.port if 0 < said.port < 65536 else self.port
+        self.spares, self.without = said.spares, frozenset(said.without)
+        self.rescuing, self.finished = said.rescuing, said.finished
 
     @property
     def connected(self) -> bool:
@@ -138,10 +146,16 @@ class Track:
         """Whether its agents copy live state of which the dead nodes had the only copies."""
         return any(a.connected and a.restart == restart and a.rescuing for a in self.agents.values())
 
+    def finished(self, restart: int) -> bool | None:
+        """Whether the training of this incarnation has succeeded: by the last word of all agents where ranks trained,
+        of those that are gone too. None: no agent has spoken."""
+        words = {a.finished for a in self.agents.values() if a.restart == restart}
+        return (True in words and False not in words) if words else None
+
     def lacks(self, restart: int, host: str) -> bool:
-        """Whether the job goes on without this node, and Slurm has taken it away: all is done."""
+        """Whether the job goes on without this node, or needs it no more, and Slurm has taken it away."""
         out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
-        return out and self.goes_on(restart, [host])
+        return out and (self.goes_on(restart, [host]) or bool(self.finished(restart)))
 
     def spared(self, restart: int, left: Sequence[str]) -> bool:
         """Whether its agents may go on with the nodes that Slurm has left to it."""

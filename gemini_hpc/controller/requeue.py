@@ -20,10 +20,10 @@ from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import (
+    COMPLETED,
     COMPLETING,
     CONFIGURING,
-    FAILED,
-    NODE_FAIL,
+    CUT_SHORT,
     PENDING,
     RUNNING,
     Job,
@@ -60,6 +60,7 @@ class Requeue:
     completing: Callable[[float], None] = lambda seconds: None
     seen: Callable[[Job], None] = lambda job: None  # the job as Slurm has it, each time it is read
     goes_on: Callable[[], bool] = lambda: False  # whether its agents go on without its dead nodes
+    finished: Callable[[], bool] = lambda: False  # whether its training has succeeded
     spared: Callable[[Sequence[str]], bool] = lambda left: False  # whether they may, with the nodes that are left
     hold: Callable[[], str] = lambda: ""  # why the job is to be held, in place of running again
     holds: Callable[[int], None] = lambda restart: None  # it is held before this life of it
@@ -181,6 +182,9 @@ class Requeue:
             if self.goes_on():
                 self.say("goes_on", "", f"without {','.join(self.survivors.dead)}: a spare of its own has taken over")
                 return "goes on"
+            if self.finished():
+                self.say("goes_on", "", f"without {','.join(self.survivors.dead)}: the training had finished")
+                return "goes on"
             if self.spared(job.nodes) and clock.monotonic() - began < GOES_ON_S:
                 self._once("spared", "", "waiting for the job's agents to go on with a spare")
                 return ""
@@ -204,8 +208,9 @@ class Requeue:
         return "running"
 
     async def _ended(self, job: Job) -> str:
-        may = self.may_requeue and not self._requeued and job.restarts == self.restart
-        if not may or job.state not in (FAILED, NODE_FAIL):
+        may = self.may_requeue and job.requeue and not self._requeued and job.restarts == self.restart
+        well = job.state == COMPLETED and (self.finished() or self.goes_on())
+        if not may or job.state not in CUT_SHORT or well:
             return job.state
         return await self._send_back(
             job, f"the batch script ended as {job.state} ({job.exit_code}) after the node's death"

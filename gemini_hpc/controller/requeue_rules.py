@@ -69,17 +69,18 @@ def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: i
 # ---- when replicas are given up ------------------------------------------------------------------------
 
 # Not TIMEOUT: Slurm never requeues such a job, but another one may go on from it (`--gemini-after`).
-_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE"))
+_AT_ONCE = frozenset(("CANCELLED", "REVOKED", "DEADLINE"))
 
 
-def release_reason(state: str | None, ended_for_s: float | None, retention_s: float) -> str:
+def release_reason(state: str | None, ended_for_s: float | None, retention_s: float, doubt_s: float = 0.0) -> str:
     """Why a job's agents may free everything now; "" while they may not. state None: Slurm does not know the job.
 
-    `ended_for_s`: since when the job has been seen ended, None: it has not been seen so.
+    `ended_for_s`: since when the job has been seen ended, None: it has not been seen so. `doubt_s`: after its end a
+    loss may be found for so long that has ended the script of a job which is COMPLETED now.
     """
     if state is None and ended_for_s is None:
         return "job unknown to Slurm"
-    if state in _AT_ONCE:
+    if state in _AT_ONCE or (state == COMPLETED and (ended_for_s or 0.0) >= doubt_s):
         return f"job {state}"
     if ended_for_s is not None and ended_for_s >= retention_s:
         return f"job {state or 'gone'}, retention of {retention_s:g} s is over"

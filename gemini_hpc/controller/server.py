@@ -281,20 +281,8 @@ class Controller:
         if not known:
             self._tell(uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
             return None
-        agent = Agent(
-            link=link,
-            host=message.host,
-            job=raw_id,
-            restart=message.restart,
-            replicas=message.replicas,
-            port=message.port if 0 < message.port < 65536 else 0,
-            instance=message.instance[:64],
-            state=message.state[:32],
-            verified=verified,
-            spares=message.spares,
-            without=frozenset(message.without),
-            rescuing=message.rescuing,
-        )
+        agent = Agent(link, message.host, raw_id, message.instance[:64], verified)
+        agent.take(message)
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent
         if old is not None and old.link is not link:
@@ -368,9 +356,7 @@ class Controller:
         elif isinstance(message, inspect_schema.InspectPart):
             self._questions.part(agent, message)
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
-            agent.restart, agent.state = message.restart, message.state[:32]
-            agent.spares, agent.without = message.spares, frozenset(message.without)
-            agent.port = message.port if 0 < message.port < 65536 else agent.port
+            agent.take(message)
             if message.dead is not None:
                 track.witnesses.take_back(message.restart, agent.host, message.dead)
             if message.restart not in track.stored.allocations:

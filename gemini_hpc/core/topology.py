@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from gemini_hpc.core import hostlist
+from gemini_hpc.core import conf_text, hostlist
 from gemini_hpc.core.domains import MAX_LEVELS, MAX_PATH
 
 MAX_BYTES = 16 << 20  # of a file
@@ -35,11 +35,11 @@ def parse(text: str) -> dict[str, str]:
         raise TopologyError(f"{len(text)} characters: wanted at most {MAX_BYTES}")
     nodes: dict[str, str] = {}
     above: dict[str, str] = {}
-    for number, line in _lines(text):
+    for number, line in conf_text.lines(text):
         words = line.split()
         try:
             if "=" in words[0]:
-                _slurm(dict(_pair(word) for word in words if "=" in word), nodes, above)
+                _slurm(dict(conf_text.pair(word) for word in words if "=" in word), nodes, above)
             elif len(words) == 2:
                 _put(nodes, words[0], _name(words[1]))
             else:
@@ -50,26 +50,6 @@ def parse(text: str) -> dict[str, str]:
             raise TopologyError(f"line {number}: more than {MAX_NODES} nodes")
     paths: dict[str, str] = {}
     return {node: paths.setdefault(name, _path(name, above)) for node, name in nodes.items()}
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Without comments, those that go on in the next put together; each with its number."""
-    found: list[tuple[int, str]] = []
-    begun = ""
-    number = 0
-    for number, written in enumerate(text.splitlines(), 1):
-        line = begun + written.split("#", 1)[0].strip()
-        begun = f"{line[:-1]} " if line.endswith("\\") else ""
-        if line and not begun:
-            found.append((number, line))
-    if begun.strip():
-        found.append((number, begun.strip()))
-    return found
-
-
-def _pair(word: str) -> tuple[str, str]:
-    key, _, value = word.partition("=")
-    return key.lower(), value
 
 
 def _slurm(values: dict[str, str], nodes: dict[str, str], above: dict[str, str]) -> None:

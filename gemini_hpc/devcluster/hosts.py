@@ -47,6 +47,7 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
             ["mkdir", "/run/slurm", 0o755],
             ["mkdir", "/run/gemini-hpc", 0o755],
             ["mkdir", "/run/gemini-hpc.unprotected", 0o755],
+            ["mkdir", "/run/gemini-hpc.agents", 0o700],
             ["proc"],
         ],
         environment={MARKER: layout.name},
@@ -65,6 +66,7 @@ def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
         *_TMPFS,
         ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it where nobody has
         ["tmpfs", "/run/gemini-hpc.unprotected", 0o755],
+        ["tmpfs", "/run/gemini-hpc.agents", 0o700],
         ["tmpfs", str(layout.spool), 0o755],
     ]
     if profile.munge_per_node:

@@ -7,7 +7,7 @@ import os
 from gemini_hpc.doctor.check import ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
-from gemini_hpc.node import cgroup, job_directory, ledger, mounts
+from gemini_hpc.node import cgroup, ledger, mounts
 
 _OURS = (b"gemini_hpc.agent", b"gemini_hpc.tier.worker", b"gemini_hpc.node.reaper")
 _FULL = 0.9
@@ -16,19 +16,14 @@ _FULL = 0.9
 def strangers(facts: Facts) -> Outcome:
     """Outside of Slurm's cgroups runs what root has started there, and nothing else."""
     facts.need_root("which processes are in the agents' cgroups")
+    run_dir = facts.settings.run_dir
+    if not os.path.isdir(ledger.place(run_dir)):
+        return ok(f"{ledger.place(run_dir)} does not exist yet")
     try:
-        run_fd = job_directory.open_run_dir(facts.settings.run_dir, create=False)
-    except FileNotFoundError:
-        return ok(f"{facts.settings.run_dir} does not exist yet")
-    except job_directory.JobDirError as exc:
-        raise Unavailable(str(exc)) from None
-    try:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             known = list(entries)
     except OSError as exc:
-        raise Unavailable(f"{facts.settings.run_dir}/{ledger.NAME}: {exc.strerror or exc}") from None
-    finally:
-        os.close(run_fd)
+        raise Unavailable(f"{ledger.place(run_dir)}: {exc.strerror or exc}") from None
     processes, told = {p.pid: p for p in facts.processes}, []
     for entry in known:
         for pid in cgroup.members(entry.group):

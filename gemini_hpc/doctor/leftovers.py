@@ -18,7 +18,6 @@ from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.node import mounts
-from gemini_hpc.node.ledger import NAME as LEDGER
 from gemini_hpc.slurm.facts import PENDING, RUNNING
 
 OURS = "gemini-hpc:"
@@ -117,8 +116,6 @@ def directories(facts: Facts) -> Outcome:
     told = []
     for name in names:
         path = os.path.join(run_dir, name)
-        if name == LEDGER:
-            continue
         if not (name.isascii() and name.isdecimal() and len(name) <= 10):
             told.append(f"{path} does not belong to gemini-hpc")
             continue

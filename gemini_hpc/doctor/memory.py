@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from gemini_hpc.agent.replicas.memory import Budget
-from gemini_hpc.doctor import cgroups, units
+from gemini_hpc.doctor import units
 from gemini_hpc.doctor.check import ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
-from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, place
+from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, lowest_limit, place
 from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import choose
 
@@ -76,7 +76,7 @@ def slurmd_cgroup(facts: Facts) -> Outcome:
         return ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
     if here is None:
         raise Unavailable("no memory cgroup is visible here")
-    return slurmd_limit(cgroups.limit(here), Budget(facts.settings).cap_bytes)
+    return slurmd_limit(lowest_limit(here), Budget(facts.settings).cap_bytes)
 
 
 def kill_mode(value: str, where: str) -> Outcome:

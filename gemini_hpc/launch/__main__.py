@@ -11,7 +11,7 @@ from gemini_hpc.client.joining import SOCKET_ENV
 from gemini_hpc.launch import placing, program
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.launcher import Launcher
-from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans, note_error
+from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans, leave_traceback, note_error
 
 _ABOUT = (
     "Start one rank of a training, and start it again in seconds when any rank of the step has failed. Give it to "
@@ -91,6 +91,10 @@ if __name__ == "__main__":
         sys.exit(outcome)
     try:
         outcome.run()
-    except BaseException as error:
+    except (SystemExit, KeyboardInterrupt) as error:
         note_error(error)
         raise
+    except BaseException as error:
+        note_error(error)
+        leave_traceback(error)
+        sys.exit(1)

@@ -20,15 +20,18 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
 from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
+from gemini_hpc.client.ranks import number
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
+from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.culprits import Cause
-from gemini_hpc.launch import placing
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.placing import PORTS, rank_environment, spares
+from gemini_hpc.launch.placing import rank_environment, spares
+from gemini_hpc.launch.rank_end import Report, describe, in_words
 from gemini_hpc.launch.rank_process import RankProcess
 from gemini_hpc.launch.signals import SENT, Signals
 from gemini_hpc.node.health_check import find_problem
-from gemini_hpc.wire import local
+from gemini_hpc.node.out_of_memory import OutOfMemory
+from gemini_hpc.wire import local, ports
 
 WAIT_S = 20.0
 RETRY_S = 0.2
@@ -60,6 +63,8 @@ class Launcher:
         self._attempt = -1 if self._spares else 0
         self._place: local.Place | None = None
         self._status = 0  # of the last rank
+        self._memory = OutOfMemory()
+        self._report = Report(self._named, _say)
         self._signals = Signals()
         self._sock: socket.socket | None = None
         self._asked = False
@@ -76,8 +81,11 @@ class Launcher:
                     status = self._wait()
                 else:
                     self._limit.begin(self._reached())
+                    self._memory.begin()
                     status = self._attend(self._start(self._environment()))
                 if status is not None:
+                    self._report.flush(wait=True)
+                    self._signals.end()
                     return status
         finally:  # in the new process, too: it has no part in this connection
             self._hang_up()
@@ -92,7 +100,7 @@ class Launcher:
         env |= {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
         port = env.get("MASTER_PORT", self._environ.get("MASTER_PORT", ""))
         if port.isascii() and port.isdigit():
-            env["MASTER_PORT"] = str(master_port(int(port), self._attempt))
+            env["MASTER_PORT"] = str(ports.of_attempt(int(port), self._attempt))
         return env
 
     def _trains(self) -> bool:
@@ -102,6 +110,7 @@ class Launcher:
         """In a job with spares, without a rank: until this node is to train in another attempt, or none follows."""
         while self._signals.last is None:
             state = self._hear(None)
+            self._report.flush()
             if state is not None and (state.over or state.done):
                 if state.over:
                     _say(f"ending: {state.over}")
@@ -116,6 +125,7 @@ class Launcher:
         while True:
             state = self._hear(rank)
             self._signals.pass_on(rank.pid)
+            self._report.flush()
             if rank.ended():
                 assert rank.status is not None
                 return self._after(rank.status, rank)
@@ -124,34 +134,43 @@ class Launcher:
             if state.over:
                 return self._end(rank, state)
             if state.attempt > self._attempt and (state.place is not None or not self._spares):
-                why_not, _ = self._limit.failed(0, self._reached())
-                if why_not and state.reason.startswith(local.HUNG):  # no launcher has asked itself that
-                    self._tell(over=f"{state.reason}; {why_not}")
-                    continue
-                self._next(rank, state)
-                return None
+                return self._next(rank, state)
 
     def _end(self, rank: RankProcess, state: local.LaunchState) -> int:
         """No other attempt follows. A rank that somebody has sent a signal has a minute to end by itself."""
         if not state.left_out:
             self._ended_by(LATER_S)
+        _say(f"rank {self._rank}: ending: {state.over}")
         while not rank.ended():
             if state.left_out or self._ended_by() is None:
-                _say(f"rank {self._rank}: ending: {state.over}")
                 rank.kill()
             else:
                 due_s = self._signals.due_s()
                 select.select([rank.fd, self._signals.fd], [], [], 1.0 if due_s is None else due_s)
                 self._signals.pass_on(rank.pid)
-        return 0 if state.left_out else rank.status or 0
+        return 0 if state.left_out else _status(rank, state)
 
-    def _next(self, rank: RankProcess, state: local.LaunchState) -> None:
+    def _next(self, rank: RankProcess, state: local.LaunchState) -> int | None:
+        """Another attempt begins, unless this one shows that it would end in the same way; the exit status then."""
         rank.kill()
-        if rank.raised is not None:  # it was about to end by itself
-            self._ask(self._said(rank.raised))
-        if state.reason.startswith(f"{local.HUNG}{self._environ.get('SLURMD_NODENAME')}: "):
+        end = self._end_of(rank) if rank.raised is not None else NOTHING  # it was about to end by itself
+        if end.text:
+            state = self._ask(self._said(end)) or state
+        again, first = end.repeats(state.before), state.first
+        if first.cause is Cause.HUNG and first.host == self._environ.get("SLURMD_NODENAME"):
             self._check(state)
+        why_not = self._limit.failed(self._reached(), again=again, memory=first.memory)
+        over = bool(why_not) and (again or first.cause is Cause.HUNG)  # no launcher has asked itself that
+        if end.text:
+            line = f"{end.text}; not starting the ranks again: {why_not}" if over else ""
+            self._report.add(self._attempt, end, rank, line)
+        if over:
+            self._tell(over=why_not)
+            state = self._ask(self._said(None)) or state
+        if state.over:
+            return self._end(rank, state)
         self._attempt, self._place = state.attempt, state.place
+        return None
 
     # ---- the rank's end --------------------------------------------------------------------------------
 
@@ -159,37 +178,68 @@ class Launcher:
         if status == 0:
             self._tell(done=True)
             return 0
-        ended = f"rank {self._rank} ended with {_told(status)}"
+        ended = f"rank {self._rank} ended with {in_words(status)}"
         if sent := self._ended_by(LATER_S if status - 128 in SENT else 0.0):
-            self._tell(over=f"{ended}: somebody sent {sent.name}")
-            return status
+            end = End(ended, Cause.CONSEQUENCE, number(self._rank), min(status, 255))
+            self._report.add(self._attempt, end, rank, "")
+            state = self._tell(end, over=f"somebody sent {sent.name}", given_up=False)
+            return _status(rank, state)
         if not self._healthy():
+            self._report.add(self._attempt, NOTHING, rank, "")
             return status
-        if self._spares and self._is_past(rank.cause):  # it has failed of a lost node, and a spare is there
+        reached = self._reached()
+        end = self._end_of(rank, reached)
+        # A rank that fails of another one's end is heard after that one, and has nothing to say then.
+        wait_s = TOLD_S if end.cause is Cause.CONSEQUENCE else 0.0
+        state = self._ask(msgspec.structs.replace(self._said(end), wait_s=wait_s))
+        if state is not None and state.over:
+            self._report.add(self._attempt, end, rank, "")
+            return self._end(rank, state)
+        begun = state is not None and state.attempt > self._attempt
+        again = state is not None and end.repeats(state.before if begun else state.first)
+        if self._spares and begun and not again:  # of a lost node, and a spare is there
+            self._report.add(self._attempt, end, rank, "")
             self._status, self._place = status, None
             return None
-        reached = self._reached()
-        why_not, note = self._limit.failed(status, reached)
-        ended += f" ({note})" if note else ""
-        if why_not:
-            _say(f"{ended}; not starting the ranks again: {why_not}")
-            self._tell(over=f"{ended}; {why_not}", cause=rank.cause)
-            return status
-        _say(f"{ended}; starting all ranks again: restart {self._limit.restarts} of {self._most}")
-        state = self._tell(failed=ended, cause=rank.cause)
+        memory = end.memory or (begun and state is not None and state.first.memory)
+        why_not = self._limit.failed(reached, again=again, memory=memory)
+        if why_not and not (begun and not again):
+            self._report.add(self._attempt, end, rank, f"{end.text}; not starting the ranks again: {why_not}")
+            self._tell(end, over=why_not)
+            self._report.flush(wait=True)
+            return self._named(self._attempt)[0].status or status
+        if not begun:
+            state = self._tell(end, failed=True)
+        follows = state is not None and not state.over and state.attempt > self._attempt
+        line = f"{end.text}; starting all ranks again: restart {self._limit.restarts} of {self._most}"
+        self._report.add(self._attempt, end, rank, line if follows else "")
         if state is None:
-            _say("no agent answers; not starting the ranks again")
+            _say(f"{end.text}; not starting the ranks again: no agent answers")
             return status
         self._check(state)
         if self._spares:  # the place may be another one
             self._status, self._place = status, None
             return None
-        if state.over or state.attempt <= self._attempt:
+        if not follows:
             _say(f"not starting the ranks again: {state.over or 'the agents do not agree'}")
-            return status
+            return _ending(state).status or status
         rank.kill()
         self._attempt, self._place = state.attempt, state.place
         return None
+
+    def _end_of(self, rank: RankProcess, reached: Reached | None = None) -> End:
+        """What the end of the rank in this attempt shows."""
+        host = self._environ.get("SLURMD_NODENAME", "")
+        return describe(rank, number(self._rank), host, reached or self._reached(), self._memory, spares=self._spares)
+
+    def _named(self, attempt: int) -> tuple[End, End]:
+        """How an attempt has ended first, as far as the agents know, and the one before it."""
+        state = self._ask(local.LaunchRequest(self._step, attempt))
+        if state is None:
+            return NOTHING, NOTHING
+        ends = [state.last, state.first, state.before, NOTHING, NOTHING]
+        back = max(0, min(state.attempt - attempt, 3))
+        return ends[back], ends[back + 1]
 
     def _check(self, state: local.LaunchState) -> None:
         """A rank has failed on this node: is the node healthy? The agents hear of it if it is not."""
@@ -201,14 +251,10 @@ class Launcher:
             self._ask(msgspec.structs.replace(self._said(None), unhealthy=problem.text))
             clock.sleep(LEAVE_S)
 
-    def _said(self, cause: Cause | None) -> local.LaunchRequest:
-        """What the end of the rank in this attempt shows."""
-        return local.LaunchRequest(self._step, self._attempt, rank=placing.number(self._rank), cause=cause)
-
-    def _is_past(self, cause: Cause | None) -> bool:
-        """Whether the agents have begun a later attempt already."""
-        state = self._ask(self._said(cause))
-        return state is not None and not state.over and state.attempt > self._attempt
+    def _said(self, end: End | None) -> local.LaunchRequest:
+        """What this launcher tells of the attempt."""
+        cause = end.cause if end is not None else None
+        return local.LaunchRequest(self._step, self._attempt, rank=number(self._rank), cause=cause, end=end)
 
     def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
         """The signal that somebody has ended the step with: this process gets it, too, perhaps a little later."""
@@ -263,7 +309,8 @@ class Launcher:
         poll.register(self._imports.fd, select.POLLIN)
         if self._signals.fd >= 0:
             poll.register(self._signals.fd, select.POLLIN)
-        waits_s = [s for s in (self._imports.due_s(), self._signals.due_s()) if s is not None]
+        dues_s = (self._imports.due_s(), self._signals.due_s(), self._report.due_s())
+        waits_s = [s for s in dues_s if s is not None]
         most_s = min([*waits_s, WAIT_S if sock is not None else RETRY_S])
         ready = {fd for fd, _ in poll.poll(most_s * 1000)}
         if self._imports.fd in ready:
@@ -294,14 +341,24 @@ class Launcher:
         self._sock = None
 
     def _tell(
-        self, *, failed: str = "", over: str = "", done: bool = False, cause: Cause | None = None
+        self,
+        end: End | None = None,
+        *,
+        failed: bool = False,
+        over: str = "",
+        given_up: bool = True,
+        done: bool = False,
     ) -> local.LaunchState | None:
         """The rank's end, for all; what the agent says, None where none answers in time."""
-        wait_s = 0.0 if done or over else TOLD_S
-        said = self._said(cause)
-        return self._ask(
-            msgspec.structs.replace(said, failed=failed[:200], done=done, over=over[:200], wait_s=wait_s)
+        said = msgspec.structs.replace(
+            self._said(end),
+            failed=end.text if failed and end is not None else "",
+            done=done,
+            over=over[:200],
+            given_up=bool(over) and given_up and self._most > 0,
+            wait_s=0.0 if done or over else TOLD_S,
         )
+        return self._ask(said)
 
     def _ask(self, message: local.LaunchRequest) -> local.LaunchState | None:
         """On a connection of its own; None where no agent answers in time."""
@@ -319,17 +376,18 @@ class Launcher:
             clock.sleep(RETRY_S)
 
 
-def master_port(first: int, attempt: int) -> int:
-    """Where the ranks of an attempt meet."""
-    port = first + PORTS * attempt
-    return port if port < 65536 else 1024 + port % 64512
+def _ending(state: local.LaunchState) -> End:
+    """How the last attempt has ended: another one may have begun before that was judged."""
+    return state.last if state.last.text else state.first
 
 
-def _told(status: int) -> str:
-    if status > 128:
-        with suppress(ValueError):
-            return signal.Signals(status - 128).name
-    return f"status {status}"
+def _status(rank: RankProcess, state: local.LaunchState | None) -> int:
+    """The exit status where no other attempt follows: a victim's own one would hide the cause. srun ends who is left
+    with SIGTERM when one has failed."""
+    status = rank.status or 0
+    victim = rank.killed or rank.cause is Cause.CONSEQUENCE or status - 128 in SENT
+    first = _ending(state).status if state is not None and victim else 0
+    return first or status
 
 
 def _say(text: str) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gemini_hpc.client.joining import SPARES_ENV
+from gemini_hpc.client.ranks import number
 from gemini_hpc.core import hostlist
-from gemini_hpc.wire import local
-from gemini_hpc.wire.ports import master_port
-
-PORTS = 16  # a step takes its MASTER_PORT from the job's base and its own number modulo this
+from gemini_hpc.wire import local, ports
 
 
 class Uneven(ValueError):
@@ -38,13 +36,8 @@ def place_without_agent(environ: Mapping[str, str]) -> local.Place:
     if not hosts:
         raise ValueError("a job with spares needs Slurm's list of its hosts, and SLURM_JOB_NODELIST is not set")
     nodes, position = max(1, len(hosts) - spares(environ)), number(environ.get("SLURM_NODEID", ""))
-    port = master_port(number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", "")))
+    port = ports.master_port(number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", "")))
     return local.Place(position if position < nodes else -1, nodes, hosts[0], port)
-
-
-def number(text: str) -> int:
-    """A number of Slurm's; 0 for anything else."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else 0
 
 
 def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str, str]:
@@ -56,5 +49,5 @@ def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": place.master,
-        "MASTER_PORT": str(place.port + number(environ.get("SLURM_STEP_ID", "")) % PORTS),
+        "MASTER_PORT": str(ports.of_step(place.port, number(environ.get("SLURM_STEP_ID", "")))),
     }

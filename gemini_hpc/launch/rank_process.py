@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gemini_hpc import clock
+from gemini_hpc.client import mistake
 from gemini_hpc.core.communication_error import is_communication_error
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.device_error import is_device_error
@@ -18,9 +19,62 @@ from gemini_hpc.launch.signals import SENT
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 10.0
+_NOTE_BYTES = 1 << 16
 
 
-_notes: dict[int, mmap.mmap] = {}  # in a rank's process, by its id: where it tells
+class _Note:
+    """What a rank leaves for its launcher, in memory that both have: [0] the cause and 1, [1] whether memory was
+    wanting; behind that a few words, and its traceback, each with its length before it."""
+
+    _WORDS_AT, _TEXT_AT = 2, 1024
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, _NOTE_BYTES)
+
+    def write(self, cause: Cause, error: BaseException) -> None:
+        """Leave what an exception shows; the cause last, for it says that the rest is there."""
+        self._map[1] = mistake.is_memory(error)
+        self._put(self._WORDS_AT, mistake.in_words(error), self._TEXT_AT)
+        self._map[0] = 1 + cause
+
+    def leave(self, text: str) -> None:
+        """Leave a traceback, its beginning and its end where it is too long."""
+        most = _NOTE_BYTES // 4
+        short = text if len(text) <= most // 2 else f"{text[: most // 4]}\n[...]\n{text[-most // 4 :]}"
+        self._put(self._TEXT_AT, short, _NOTE_BYTES)
+
+    def _put(self, at: int, text: str, end: int) -> None:
+        data = text.encode("utf-8", "replace")[: end - at - 4]
+        self._map[at + 4 : at + 4 + len(data)] = data
+        self._map[at : at + 4] = len(data).to_bytes(4, "little")
+
+    def _get(self, at: int, end: int) -> str:
+        length = int.from_bytes(self._map[at : at + 4], "little")
+        return self._map[at + 4 : min(at + 4 + length, end)].decode("utf-8", "replace")
+
+    @property
+    def cause(self) -> Cause | None:
+        """Return what an exception shows; None without one."""
+        code = self._map[0]
+        return Cause(code - 1) if 0 < code <= len(Cause) else None
+
+    @property
+    def is_memory(self) -> bool:
+        """Return whether memory was wanting."""
+        return bool(self._map[1])
+
+    @property
+    def words(self) -> str:
+        """Return kind and place of the exception."""
+        return self._get(self._WORDS_AT, self._TEXT_AT)
+
+    @property
+    def text(self) -> str:
+        """Return its traceback."""
+        return self._get(self._TEXT_AT, _NOTE_BYTES)
+
+
+_notes: dict[int, _Note] = {}  # in a rank's process, by its id: where it tells
 
 
 class Forked(Exception):
@@ -42,16 +96,17 @@ class RankProcess:
     def __init__(self, env: Mapping[str, str], command: Sequence[str] = ()) -> None:
         """Raises OSError, and `Forked` in the new process."""
         self._others = frozenset(_children())
-        self._note = mmap.mmap(-1, mmap.PAGESIZE)  # both processes have it
+        self.note = _Note()
         sys.stdout.flush()
         sys.stderr.flush()
         launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _notes[os.getpid()] = self._note
+            _notes[os.getpid()] = self.note
             self._begin(launcher, env, command)
         self.fd = os.pidfd_open(self.pid)
         self.status: int | None = None
+        self.killed = False  # by its launcher
 
     @staticmethod
     def _begin(launcher: int, env: Mapping[str, str], command: Sequence[str]) -> None:
@@ -83,8 +138,7 @@ class RankProcess:
     @property
     def raised(self) -> Cause | None:
         """What an exception shows that goes through it, or has ended it; known before the process ends."""
-        code = self._note[0]
-        return Cause(code - 1) if 0 < code <= len(Cause) else None
+        return self.note.cause
 
     @property
     def cause(self) -> Cause | None:
@@ -101,6 +155,7 @@ class RankProcess:
     def kill(self) -> None:
         """End it at once, and all that it has started. Returns when nothing of that is left, or after 10 s."""
         deadline = clock.monotonic() + _KILL_S
+        self.killed = self.killed or not self.ended()
         while clock.monotonic() < deadline:
             self.ended()
             left = [pid for pid in _children() if pid not in self._others]
@@ -120,7 +175,16 @@ def note_error(error: BaseException) -> None:
     note = _notes.get(os.getpid())  # none in what it has forked
     if note is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         cause = Cause.DEVICE if is_device_error(error) else Cause.RAISED
-        note[0] = 1 + (Cause.CONSEQUENCE if is_communication_error(error) else cause)
+        note.write(Cause.CONSEQUENCE if is_communication_error(error) else cause, error)
+
+
+def leave_traceback(error: BaseException) -> None:
+    """In the rank: have the traceback shown once, by the launcher of the rank that failed first; without one here."""
+    note = _notes.get(os.getpid())
+    if note is None:
+        mistake.show(error)
+    else:
+        note.leave(mistake.shown(error))
 
 
 def _children() -> list[int]:

@@ -112,6 +112,11 @@ class Signals:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
+    def end(self) -> None:
+        """Ignore what comes now: the exit status is known, and an interpreter that ends has no handlers."""
+        for number in SENT:
+            signal.signal(number, signal.SIG_IGN)
+
     def close(self) -> None:
         """Have no part in it any more, in a fork of this process, too."""
         if self._witness is not None:

@@ -9,11 +9,12 @@ import errno
 import os
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.node import memory_cgroup
+from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import Choice, Place, Step
 
 BUSCTL = "/usr/bin/busctl"
@@ -48,6 +49,21 @@ def place(pid: int | str = "self") -> Place | None:
     )
 
 
+def lowest_limit(here: Place) -> tuple[int, str] | None:
+    """Return (bytes, file that says so) of the lowest limit on the way up; None where there is none."""
+    lowest: tuple[int, str] | None = None
+    for directory in here.chain():
+        path = f"{directory}/{memory_cgroup.limit_file(here.version)}"
+        try:
+            with open(path, encoding="ascii", errors="replace") as f:
+                text = f.read(64).strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < memory_cgroup.UNLIMITED and (lowest is None or int(text) < lowest[0]):
+            lowest = int(text), path
+    return lowest
+
+
 def _text(path: str) -> str:
     """Names of mount points, and of cgroups, are any bytes; users choose some."""
     with open(path, encoding="utf-8", errors="surrogateescape") as f:
@@ -59,20 +75,55 @@ def cap_bytes(settings: Settings, total_bytes: int) -> int:
     return settings.memory_cap_bytes or int(total_bytes * settings.memory_fraction)
 
 
-def limit_bytes(settings: Settings, total_bytes: int) -> int:
-    """The kernel's limit: the cap, and room for the agents' own processes."""
-    return cap_bytes(settings, total_bytes) + memory_cgroup.AGENTS_ROOM_BYTES
-
-
-def prepare(settings: Settings, total_bytes: int) -> Choice:
-    """By root: choose, and make the cgroup where it is made of files."""
+def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
+    """By root: choose, and make the cgroup where it is made of files. agents: how many have room in it beside the
+    cap; root counts them, and sets the limit, while no other prolog does."""
     here = place()
     choice = memory_cgroup.choose(here, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if here is None or choice.how not in ("v1", "v2"):
         return choice
     used = max(0, _bytes(choice.directory, memory_cgroup.usage_file(here.version)))
-    problem = _take(memory_cgroup.preparation(here, choice, limit_bytes(settings, total_bytes), used))
+    limit_bytes = cap_bytes(settings, total_bytes) + agents * memory_cgroup.AGENT_ROOM_BYTES
+    problem = _take(memory_cgroup.preparation(here, choice, limit_bytes, used))
     return Choice("stay", why=problem) if problem else choice
+
+
+def no_room(choice: Choice, settings: Settings) -> str:
+    """By root: why one more agent would take others' memory, which may be the training's; "" where it would not."""
+    here, needed = place(), memory_cgroup.AGENT_ROOM_BYTES
+    free = meminfo()["MemAvailable"] - settings.memory_floor_bytes
+    if free < needed:
+        floor = _mib(settings.memory_floor_bytes)
+        return f"no memory for its agent: it needs {_mib(needed)}, {_mib(free)} are free above the floor of {floor}"
+    if here is None:
+        return ""
+    at = {"stay": here.path, "systemd": f"/{memory_cgroup.SLICE}"}.get(choice.how)
+    for directory in replace(here, path=at or choice.directory.removeprefix(here.mount)).chain():
+        free_here = _left(here.version, directory)
+        if free_here is not None and free_here < needed:
+            return f"no memory for its agent: it needs {_mib(needed)}, {directory} has {_mib(free_here)} left"
+    return ""
+
+
+def resize(group: Group, limit_bytes: int) -> str:
+    """By root: give the cgroup of an agent that is there already another limit, never below what is taken; what went
+    wrong, or ""."""
+    if not group.version:
+        return ""
+    directory, name = group.directories[0], memory_cgroup.limit_file(group.version)
+    used = _bytes(directory, memory_cgroup.usage_file(group.version))
+    if not 0 <= used <= limit_bytes:  # -1: it is gone, with its agent
+        return ""
+    try:
+        if _read(f"{directory}/{name}").strip() == str(limit_bytes):
+            return ""
+        if directory.endswith(".scope"):
+            _ask(memory_cgroup.resize_call(BUSCTL, os.path.basename(directory), limit_bytes))
+        else:
+            _write(f"{directory}/{name}", str(limit_bytes))
+    except OSError as exc:
+        return f"{directory}: its limit could not be set: {exc.strerror or exc}"
+    return ""
 
 
 def _take(steps: list[Step]) -> str:
@@ -141,6 +192,14 @@ def members(group: Group) -> list[int]:
         return []
 
 
+def held_bytes(group: Group) -> int:
+    """Return the bytes of copies in it; 0 where that cannot be known."""
+    try:
+        return memory_cgroup.held(group.version, _read(f"{group.directories[0]}/memory.stat"))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def end(group: Group, timeout_s: float = _END_S) -> int:
     """By root: kill whatever is in it, all at once where the kernel can, and remove it; how many there were.
     Raises OSError where some are left after `timeout_s`: those hang in the kernel, and die when it lets go."""
@@ -206,21 +265,7 @@ def _freeze(group: Group, state: str) -> None:
 
 
 def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
-    import subprocess
-
-    try:
-        done = subprocess.run(
-            memory_cgroup.scope_call(BUSCTL, job, pid, limit_bytes),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=SYSTEMD_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise OSError("busctl did not answer in time") from None
-    if done.returncode:
-        raise OSError(f"busctl: {done.stderr.decode(errors='replace').strip()[:200]}")
+    _ask(memory_cgroup.scope_call(BUSCTL, job, pid, limit_bytes))
     deadline = clock.monotonic() + SYSTEMD_TIMEOUT_S
     while True:  # the call only queues the move
         found = place(pid)
@@ -231,27 +276,93 @@ def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
         clock.sleep(_POLL_S)
 
 
-class Room:
-    """What the cgroups of this process can still take."""
+def _ask(call: list[str]) -> None:
+    """Run a call of busctl's; bounded in time. Raises `OSError`."""
+    import subprocess
 
-    def __init__(self) -> None:
+    try:
+        done = subprocess.run(
+            call,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=SYSTEMD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError("busctl did not answer in time") from None
+    if done.returncode:
+        raise OSError(f"busctl: {done.stderr.decode(errors='replace').strip()[:200]}")
+
+
+class Room:
+    """What the cgroups of this process can still take of copies."""
+
+    def __init__(self, settings: Settings) -> None:
         here = place()
         self.path = here.path if here is not None else ""
+        self._settings = settings
         self._version = here.version if here is not None else 0
         self._directories = list(here.chain()) if here is not None else []
+        self._ours = 2 if here is not None and memory_cgroup.is_a_jobs(here, settings.agent_cgroup) else 0
 
-    def left_bytes(self) -> int | None:
-        """Bytes until the nearest limit, without what is kept for the agents' own processes; None: there is none."""
-        found = [n for n in map(self._left, self._directories) if n is not None]
-        return max(0, min(found) - memory_cgroup.AGENTS_ROOM_BYTES) if found else None
-
-    def _left(self, directory: str) -> int | None:
-        try:
-            limit = _read(f"{directory}/{memory_cgroup.limit_file(self._version)}")
-            usage = _read(f"{directory}/{memory_cgroup.usage_file(self._version)}")
-            return memory_cgroup.left(self._version, limit, usage, _read(f"{directory}/memory.stat"))
-        except (OSError, ValueError):  # the top has no limit in v2
+    def share_bytes(self) -> int | None:
+        """Return what root has set as this job's share of the cap; None where the job has no cgroup of its own."""
+        if not self._ours:
             return None
+        try:
+            most = memory_cgroup.bound(self._limit(self._directories[0]))
+        except (OSError, ValueError):
+            return None
+        return None if most is None else max(0, most - memory_cgroup.AGENT_ROOM_BYTES)
+
+    def left_bytes(self) -> tuple[int, str] | None:
+        """Return the bytes until the nearest limit, without what is kept for the agents' own processes, and whose
+        they are; None: there is no limit."""
+        found = [
+            each for at, directory in enumerate(self._directories) if (each := self._left(at, directory)) is not None
+        ]
+        return min(found, default=None)
+
+    def _left(self, at: int, directory: str) -> tuple[int, str] | None:
+        """Of the job's cgroup, of that of all agents, of one that holds others, too. What agents take for themselves
+        comes from their room, as far as that goes."""
+        free = _left(self._version, directory)
+        if at >= self._ours:
+            return None if free is None else (max(0, free - memory_cgroup.AGENT_ROOM_BYTES), "")
+        try:
+            held = memory_cgroup.held(self._version, _read(f"{directory}/memory.stat"))
+            if at == 0:
+                most, whose = self.share_bytes(), "this job"
+            else:
+                most, whose = self._cap_bytes(), "all agents of this node"
+                rooms = memory_cgroup.AGENT_ROOM_BYTES * sum(map(memory_cgroup.names_job, os.listdir(directory)))
+                limit = memory_cgroup.bound(self._limit(directory))
+                most = most if limit is None else min(most, limit - rooms)
+        except (OSError, ValueError):
+            return None
+        bounds = [each for each in (None if most is None else most - held, free) if each is not None]
+        return (max(0, min(bounds)), whose) if bounds else None
+
+    def _cap_bytes(self) -> int:
+        return cap_bytes(self._settings, meminfo()["MemTotal"])
+
+    def _limit(self, directory: str) -> str:
+        return _read(f"{directory}/{memory_cgroup.limit_file(self._version)}")
+
+
+def _left(version: int, directory: str) -> int | None:
+    """Return what a cgroup can still take; None: it has no limit, as the top of v2."""
+    try:
+        limit = _read(f"{directory}/{memory_cgroup.limit_file(version)}")
+        usage = _read(f"{directory}/{memory_cgroup.usage_file(version)}")
+        return memory_cgroup.left(version, limit, usage, _read(f"{directory}/memory.stat"))
+    except (OSError, ValueError):
+        return None
+
+
+def _mib(n: int) -> str:
+    return f"{n / (1 << 20):,.0f} MiB"
 
 
 def _read(path: str) -> str:

@@ -12,6 +12,7 @@ Exit status: 0, always.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -20,7 +21,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import ask_agent, health_report, job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import complain
-from gemini_hpc.node.prolog import parse_number
+from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
 
 ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
@@ -72,29 +73,39 @@ def _end(
     except FileNotFoundError:
         return
     # First of all: whatever comes then, or does not, what is left of the agent is on borrowed time.
-    _note(run_fd, job, uid, restart)
+    _note(run_fd, run_dir, job, uid, restart)
     try:
-        there = job_directory.exists(run_fd, job, uid)
-        outcome = _tell(run_dir, job, uid, restart, exit_code, deadline) if there else _FAILED
+        there, patience_s = job_directory.exists(run_fd, job, uid), 0.0
+        if not there and (there := _lives(run_dir, job, uid)):  # it moves into the new directory by itself
+            job_directory.make(run_fd, job, uid, privileges.owner(uid).pw_gid)
+            patience_s = MOVES_S
+        outcome = _tell(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
         if outcome > _CHECK:
             outcome -= _CHECK
             health_report.start(settings, job, restart, place[0])
         if outcome == _RELEASED:
-            _released(run_fd, job)
+            _released(run_fd, run_dir, job)
     finally:
-        reaper.ensure(run_fd, settings, "epilog", job)
+        reaper.ensure(settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
         _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 
 
-def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float) -> int:
-    """What the agent says to it."""
+def _lives(run_dir: str, job: int, uid: int) -> bool:
+    """Whether an agent of this job is here, and holds something."""
+    with ledger.opened(run_dir, LEDGER_S) as entries:
+        entry = entries.get(job)
+    return entry is not None and entry.uid == uid and not entry.released and bool(reaper.inside(entry))
+
+
+def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float) -> int:
+    """What the agent says to it. patience_s: so long nobody may answer."""
     answer_by = min(clock.monotonic() + ANSWER_TIMEOUT_S, deadline - GONE_TIMEOUT_S - OWNER_GRACE_S)
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 
     def as_owner() -> int:
         try:
-            with ask_agent.connect(f"{run_dir}/{job}", uid, answer_by) as sock:
+            with _connect(f"{run_dir}/{job}", uid, answer_by, patience_s) as sock:
                 answer = ask_agent.ask(sock, question, answer_by)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
                     raise ask_agent.AskError("the agent's reply to the epilog is not valid")
@@ -116,26 +127,39 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadli
     return privileges.outcome(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
 
 
-def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
+def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> socket.socket:
+    until = clock.monotonic() + patience_s
+    while True:
+        try:
+            return ask_agent.connect(directory, uid, answer_by)
+        except ask_agent.NobodyAnswersError:
+            if clock.monotonic() >= until:
+                raise
+            clock.sleep(WAIT_POLL_S)
+
+
+def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
     try:
         there = job_directory.look(run_fd, str(job)) is not None  # never walks into what a user has mounted there
     except job_directory.JobDirError:
         there = True
     try:
-        with ledger.opened(run_fd, LEDGER_S) as entries:
+        with ledger.opened(run_dir, LEDGER_S) as entries:
             if there or entries.get(job) is not None:
                 entries.ended(job, uid, restart)
     except OSError as exc:
         complain("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
 
 
-def _released(run_fd: int, job: int) -> None:
+def _released(run_fd: int, run_dir: str, job: int) -> None:
     """The agent has let go. It is there for a moment more where it completes a version on the tier: then the reaper
-    waits for it."""
-    with ledger.opened(run_fd, LEDGER_S) as entries:
+    waits for it, and no prolog takes it for one that was left behind."""
+    with ledger.opened(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)
+        if entry is not None:
+            entries.lets_go(entry)
     if entry is not None and not reaper.inside(entry):
-        reaper.end(run_fd, entry, "")
+        reaper.end(run_dir, entry, "")
     else:
         job_directory.remove(run_fd, str(job))
 

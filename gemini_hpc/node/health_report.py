@@ -18,7 +18,7 @@ import sys
 
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load, program_problem
-from gemini_hpc.node import job_directory, ledger, spawn
+from gemini_hpc.node import ledger, spawn
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.health_check import Problem, find_problem
 from gemini_hpc.node.prolog import parse_number
@@ -56,19 +56,15 @@ def main(argv: list[str]) -> int:
             complain("health", job, f"this node is red: {problem.text}")
             _report(settings, job, restart, argv[2], hangs=problem.hangs)
         os.close(lock)
-    except (ValueError, ConfigError, job_directory.JobDirError, ImportError, OSError) as exc:
+    except (ValueError, ConfigError, ImportError, OSError) as exc:
         complain("health", job, f"this node's health is not known: {exc}")
     return 0
 
 
 def _lock(settings: Settings) -> int:
     """Return the lock of the one check, -1 where another process has it."""
-    run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(f"{ledger.NAME}/{LOCK}", flags, 0o600, dir_fd=run_fd)
-    finally:
-        os.close(run_fd)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{ledger.place(settings.run_dir)}/{LOCK}", flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,9 @@
 """What root knows of the agents on this node: a small file for each job, in a directory that only root can enter.
 
 The prolog enters a job with the cgroup of its agent, the epilog notes when its incarnation has ended here, and
-whoever ends the agent (`reaper`) strikes it out. Nothing in it comes from the agent. Times are those of
-CLOCK_BOOTTIME: the run directory does not outlive a boot.
+whoever ends the agent (`reaper`) strikes it out. Nothing in it comes from the agent. It lies beside the run
+directory: to unmount that takes the jobs' directories away, and not what root knows of their agents. Times are those
+of CLOCK_BOOTTIME; what is left of an earlier boot counts as not there.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from gemini_hpc import clock
 from gemini_hpc.node.cgroup import NO_GROUP, Group
 
-NAME = ".agents"
+SUFFIX = ".agents"
 LOCK_TIMEOUT_S = 4.0
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENTRY_BYTES = 16384
+
+
+def boot_id() -> str:
+    """The kernel's name for this boot."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+        return f.read(64).strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One job. restart: of the incarnation that the prolog has announced last; started_s: when it did; ended_s: when
     the epilog of that one came, None while it runs here; doubted_s: since when nobody has answered for it although no
-    epilog came, None where somebody does."""
+    epilog came, None where somebody does; released: its agent has let go, and may still write to the tier; boot: of
+    the node."""
 
     job: int
     uid: int
@@ -37,6 +45,8 @@ class Entry:
     ended_s: float | None = None
     started_s: float = 0.0
     doubted_s: float | None = None
+    released: bool = False
+    boot: str = field(default_factory=boot_id)
 
 
 def now_s() -> float:
@@ -59,7 +69,9 @@ class Ledger:
             group = Group(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
             ended, doubted = (None if text.get(at) is None else float(text[at]) for at in ("ended_s", "doubted_s"))
             uid, restart, started = int(text["uid"]), int(text["restart"]), float(text.get("started_s", 0.0))
-            return Entry(job, uid, restart, group, ended, started, doubted)
+            if text["boot"] != boot_id():
+                return None
+            return Entry(job, uid, restart, group, ended, started, doubted, bool(text["released"]), text["boot"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -87,7 +99,7 @@ class Ledger:
         if known is None or known.uid != uid:
             known = Entry(job, uid, restart)
         restart = max(restart, known.restart)
-        self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None))
+        self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None, released=False))
 
     def ended(self, job: int, uid: int, restart: int) -> None:
         """The epilog of an incarnation: the agent may stay, but not for ever. Raises OSError."""
@@ -98,6 +110,12 @@ class Ledger:
             self.put(replace(known, restart=restart, ended_s=now_s(), doubted_s=None))
         elif restart == known.restart and known.ended_s is None:
             self.put(replace(known, ended_s=now_s(), doubted_s=None))
+
+    def lets_go(self, known: Entry) -> None:
+        """The agent has released what it held; nothing is changed where its entry is another one by now. Raises
+        OSError."""
+        if self.get(known.job) == known:
+            self.put(replace(known, released=True))
 
     def goes_on(self, known: Entry) -> None:
         """The job runs here after all; nothing is changed where its entry is another one by now. Raises OSError."""
@@ -111,17 +129,23 @@ class Ledger:
             self.put(replace(known, doubted_s=since_s))
 
 
+def place(run_dir: str) -> str:
+    """Where the ledger of a run directory is."""
+    return run_dir.rstrip("/") + SUFFIX
+
+
 @contextmanager
-def opened(run_fd: int, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
+def opened(run_dir: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
     """The ledger of a run directory, locked; made where missing. Nobody holds it while waiting for a process. Raises
     OSError, TimeoutError."""
+    path = place(run_dir)
     with suppress(FileExistsError):
-        os.mkdir(NAME, 0o700, dir_fd=run_fd)
-    fd = os.open(NAME, _DIRECTORY, dir_fd=run_fd)
+        os.mkdir(path, 0o700)
+    fd = os.open(path, _DIRECTORY)
     try:
         info = os.fstat(fd)
         if info.st_uid != 0 or info.st_mode & 0o077:
-            raise OSError(1, f"{NAME} in the run directory is not root's alone")
+            raise OSError(1, f"{path} is not root's alone")
         deadline = clock.monotonic() + timeout_s
         while True:
             try:
@@ -129,7 +153,7 @@ def opened(run_fd: int, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
                 break
             except BlockingIOError:
                 if clock.monotonic() > deadline:
-                    raise TimeoutError(f"{NAME} in the run directory is locked") from None
+                    raise TimeoutError(f"{path} is locked") from None
                 clock.sleep(0.01)
         yield Ledger(fd)
     finally:

@@ -56,7 +56,7 @@ def write(directory: str, text: str) -> None:
 
 def remove(directory: str) -> None:
     """No map: plain Slurm."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # it is not there, or the directory is gone
         os.unlink(os.path.join(directory, NAME))
 
 
@@ -69,5 +69,5 @@ def wait(directory: str) -> None:
 
 def settle(directory: str) -> None:
     """Whether there is a map is decided."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         os.unlink(os.path.join(directory, WAITING))

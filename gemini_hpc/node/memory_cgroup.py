@@ -1,10 +1,10 @@
 """Where an agent's memory is counted: what /proc says of memory cgroups, and the choice of one (requirement memory).
 
 The prolog is a child of slurmd, and so would be the agent. slurmd's cgroup may be limited to MemSpecLimit: replicas
-in it would get slurmd killed. So the agents of a node have a cgroup of their own, beside slurmd's, with the site's
-cap as its limit, and in it one for each job: what runs there is outside of Slurm's limits, so it has some of its own,
-and root can end it as a whole. Which files that takes depends on cgroup v1, v2 and systemd; here is only the
-choosing.
+in it would get slurmd killed. So the agents of a node have a cgroup of their own, beside slurmd's, and in it one for
+each job: what runs there is outside of Slurm's limits, so it has some of its own, and root can end it as a whole. A
+job's limit is its share of the site's cap, that of all is the cap, both with room for each agent's own processes.
+Which files that takes depends on cgroup v1, v2 and systemd; here is only the choosing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 DEFAULT_PATH = "/gemini-hpc"
 NONE = "none"
+_MANAGER = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
 SLICE = "geminihpc.slice"  # systemd reads "-" in a slice's name as a level
-# What the kernel's limit has above the cap: for the agents' own processes, so that a reservation is refused by us,
-# with numbers, before the kernel ends somebody.
-AGENTS_ROOM_BYTES = 64 << 20
-_UNLIMITED = 1 << 60
+# What the kernel's limit has above the cap for the processes of each agent, so that a reservation is refused by us,
+# with numbers, before the kernel ends somebody. An agent takes 28 MiB, and 32 more while two of its workers save.
+AGENT_ROOM_BYTES = 96 << 20
+UNLIMITED = 1 << 60  # v1 writes a huge number for none
 # All processes and threads of one job's agent: some 50 of the agent's, and its workers'.
 TASKS_MAX = 512
 _CONTROLLERS = ("memory", "cpu", "pids")  # of v2, one at a time: those that a kernel lacks are done without
@@ -29,6 +30,7 @@ _SHARES = "1024"
 # null, zero, full, random, urandom, the controlling terminal: nothing that computes, stores or reaches a network.
 _DEVICES = ("c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm")
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_SCOPE = re.compile(r"geminihpc-[0-9]+-[0-9]+\.scope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +217,44 @@ def usage_file(version: int) -> str:
     return "memory.current" if version == 2 else "memory.usage_in_bytes"
 
 
+def bound(limit: str) -> int | None:
+    """Return the limit in bytes that the text of its file means; None: there is none."""
+    text = limit.strip()
+    return None if text == "max" or int(text) >= UNLIMITED else int(text)
+
+
 def left(version: int, limit: str, usage: str, stat: str) -> int | None:
     """Bytes that a cgroup can still take, from its files (limit, usage, memory.stat); None: it has no limit. What is
     cached of files counts as free."""
-    bound = limit.strip()
-    if bound == "max" or int(bound) >= _UNLIMITED:
+    most = bound(limit)
+    if most is None:
         return None
+    return max(0, most - int(usage) + _sum(version, stat, "active_file", "inactive_file"))
+
+
+def held(version: int, stat: str) -> int:
+    """Return the bytes of copies in a cgroup, from its memory.stat: shared memory, with the files of tmpfs."""
+    return _sum(version, stat, "shmem")
+
+
+def _sum(version: int, stat: str, *names: str) -> int:
+    """Sum lines of memory.stat; in v1 those that count what is below, too."""
     prefix = "" if version == 2 else "total_"
-    names = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    wanted = {prefix + name for name in names}
     lines = (line.split() for line in stat.splitlines())
-    cached = sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in names)
-    return max(0, int(bound) - int(usage) + cached)
+    return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in wanted)
+
+
+def names_job(name: str) -> bool:
+    """Return whether a cgroup in that of all agents is one job's, by its name: see `job_directory`, `scope_name`."""
+    return (name.isascii() and name.isdecimal()) or _SCOPE.fullmatch(name) is not None
+
+
+def is_a_jobs(here: Place, setting: str) -> bool:
+    """Return whether a process is in the cgroup of one job's agent; setting: `agent_cgroup` of gemini.toml."""
+    above, _, name = here.path.rpartition("/")
+    scope = _SCOPE.fullmatch(name) is not None and above.endswith(f"/{SLICE}")
+    return scope or (names_job(name) and above == os.path.normpath(setting or DEFAULT_PATH))
 
 
 def limit_file(version: int) -> str:
@@ -241,7 +270,6 @@ def scope_name(job: int, pid: int) -> str:
 def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
     """The command that has systemd move a process into a scope of its own, in a slice beside slurmd's. systemd
     removes a scope that is empty."""
-    manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
     properties = [
         *("PIDs", "au", "1", str(pid)),
         *("Slice", "s", SLICE),
@@ -252,4 +280,10 @@ def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
         *("DevicePolicy", "s", "closed"),
     ]
     call = [scope_name(job, pid), "fail", "7", *properties, "0"]
-    return [busctl, "--timeout=2", "call", *manager, "StartTransientUnit", "ssa(sv)a(sa(sv))", *call]
+    return [busctl, "--timeout=2", "call", *_MANAGER, "StartTransientUnit", "ssa(sv)a(sa(sv))", *call]
+
+
+def resize_call(busctl: str, scope: str, limit_bytes: int) -> list[str]:
+    """Return the command that has systemd set another limit for a scope."""
+    call = [scope, "true", "1", "MemoryMax", "t", str(limit_bytes)]
+    return [busctl, "--timeout=2", "call", *_MANAGER, "SetUnitProperties", "sba(sv)", *call]

@@ -1,9 +1,9 @@
 """The prolog's work on one node: an agent for this incarnation of the job, started or found again.
 
     python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL HANG SPARES \
-        AFTER
+        AFTER REDUNDANCY KEY CLUSTER CPUS GPUS SLURM_CONF
 
-Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; the last five may be empty.
+Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; all but the first six may be empty.
 Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
 touches the inside of the job's directory is done by a child that has become the job's owner for good.
 
@@ -21,33 +21,40 @@ import signal
 import socket
 import stat
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.core import node_share
 from gemini_hpc.node import (
     ask_agent,
     cgroup,
     job_directory,
     ledger,
+    oom,
     privileges,
     reaper,
+    share,
     spawn,
     stale_jobs,
 )
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
-from gemini_hpc.node.unprotected import Note
+from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
+from gemini_hpc.node.unprotected import ELSEWHERE, Note
 
 EXIT_STRICT = 3
 POLL_S = 0.005
 AWAKE_S = 1.5
 EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
-OWNER_GRACE_S = 1.0
+ANSWER_GRACE_S = 0.5  # the agent counts from when it was asked, and it had to be started first
+OWNER_GRACE_S = 1.5
+NAMED = 8
 INSTALLED_S = 5.0
 FORMER_END_S = 0.5
+MOVES_S = 1.5  # within which an agent is in its job's new directory
+WAIT_POLL_S = 0.05
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
 AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same, which root does not import
@@ -55,6 +62,9 @@ SPARES_MAX = 1024
 
 # How the child that is the job's owner tells root how it went.
 _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
+_NO_ROOM = b"no room: "  # how root's answer begins where it starts none for want of memory
+# What root says to the child that asks for an agent.
+_STARTED, _BEREFT, _WAIT = b"started", b"bereft", b"wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,8 @@ class Incarnation:
     """One run of a job, as slurmd describes it; `tier_interval` is 0 and `tier` empty where not given, `hang_s` None;
     0: off. tier_interval: seconds, or "auto". after: the job where this one is to go on; 0: none. parity:
     blocks of it in a row of a group of `replicas` nodes; 0: whole copies. key: random, of the submission;
-    "" without. cluster: Slurm's name, "" for one that no file should have."""
+    "" without. cluster: Slurm's name, "" for one that no file should have. cpus, gpus: of the job's nodes and of this
+    one, as Slurm says it; slurm_conf: path; "" where not known."""
 
     job: int
     uid: int
@@ -78,11 +89,15 @@ class Incarnation:
     parity: int = 0
     key: str = ""
     cluster: str = ""
+    cpus: str = ""
+    gpus: str = ""
+    slurm_conf: str = ""
 
 
 # Of the command line, as the prolog's script gives them; all but the first six may be empty.
 _ALWAYS = ("job", "uid", "restart", "replicas", "node", "nodelist")
-ARGUMENTS = (*_ALWAYS, "tier", "tier_interval", "hang", "spares", "after", "redundancy", "key", "cluster")
+_MORE = ("tier", "tier_interval", "hang", "spares", "after", "redundancy", "key", "cluster")
+ARGUMENTS = (*_ALWAYS, *_MORE, "cpus", "gpus", "slurm_conf")
 
 
 def parse(argv: list[str]) -> Incarnation:
@@ -104,6 +119,9 @@ def parse(argv: list[str]) -> Incarnation:
         redundancy,
         key,
         cluster,
+        cpus,
+        gpus,
+        slurm_conf,
     ) = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),
@@ -119,7 +137,10 @@ def parse(argv: list[str]) -> Incarnation:
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
         parity=_parity(redundancy, replicas),
         key=_text("job key", key, r"|[0-9a-f]{16}"),
-        cluster=cluster if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", cluster) else "",
+        cluster=_known(cluster, r"[A-Za-z0-9_.-]{1,64}"),
+        cpus=_known(cpus, r"[0-9x(),]{1,60000}"),
+        gpus=_known(gpus, r"[A-Za-z0-9_.,:/-]{1,4096}"),
+        slurm_conf=_known(slurm_conf, r"/[ -~]{1,4095}"),
     )
 
 
@@ -157,6 +178,11 @@ def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
     if re.fullmatch(pattern, text) and not any(c in text for c in banned):
         return text
     raise ValueError(f"{what}: found {text[:80]!r}, which is not valid")
+
+
+def _known(text: str, pattern: str) -> str:
+    """Return what slurmd says of the job; "" for anything else: the job is protected without it."""
+    return text if re.fullmatch(pattern, text) else ""
 
 
 _notes: list[Note] = []  # of the incarnation that this process is for
@@ -202,8 +228,11 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     # Before anything is made: what is full may be so of these.
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
-    _note(run_fd, inc)  # before its directory is made, or found: no other prolog's sweep takes it for a leftover
+    # Before its directory is made, or found: no other prolog's sweep takes it for a leftover.
+    former = _note(settings.run_dir, inc)
     try:
+        if former is not None and job_directory.exists(run_fd, inc.job, inc.uid):
+            former = None
         shared = job_directory.make(run_fd, inc.job, inc.uid, owner.pw_gid)
     except job_directory.JobDirError as exc:  # what lies there is a user's doing, or what users have filled
         _unprotected(inc.job, f"{exc}")
@@ -212,7 +241,9 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         complain(
             "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): others can fill it"
         )
-    _offer_to_oom_killer()
+    oom.offer()
+    granted = _share(inc, settings)
+    _resize(inc, settings.run_dir, granted)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = clock.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
     keep = [theirs.fileno(), *(fd for note in _notes for fd in note.fds)]
@@ -220,23 +251,27 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job), keep
     )
     theirs.close()
-    _start_if_asked(inc, settings, run_fd, ours, deadline)
+    _start_if_asked(inc, settings, granted, ours, deadline, former)
     outcome = privileges.outcome(child, deadline - clock.monotonic())
-    reaper.ensure(run_fd, settings, "prolog", inc.job)
+    reaper.ensure(settings, "prolog", inc.job)
     if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
         return _UNPROTECTED
     return outcome
 
 
-def _note(run_fd: int, inc: Incarnation) -> None:
+def _note(run_dir: str, inc: Incarnation) -> ledger.Entry | None:
+    """Enter the incarnation; what was known of an agent of this job that has not let go."""
     try:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
             if known is not None and known.uid != inc.uid:  # the number is used again, and its agent is another's
                 _end_former(inc, known.group)
+                known = None
             entries.started(inc.job, inc.uid, inc.restart)
+            return None if known is None or known.released else known
     except OSError as exc:
         complain("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        return None
 
 
 def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
@@ -246,21 +281,84 @@ def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
         complain("prolog", inc.job, f"could not end an earlier agent: {exc.strerror or exc}")
 
 
-def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: socket.socket, deadline: float) -> None:
-    """The owner's side finds out whether there is an agent; it is root that starts one, once."""
+def _share(inc: Incarnation, settings: Settings) -> tuple[int, str]:
+    """The job's share of the cap, by its share of the node; and in words."""
+    part = node_share.WHOLE
+    try:
+        part = share.of_job(inc.slurm_conf, inc.node, inc.nodelist, inc.cpus, inc.gpus)
+    except OSError as exc:
+        complain("prolog", inc.job, f"its share of the node is not known: {inc.slurm_conf}: {exc.strerror}")
+    return int(part.part * cgroup.cap_bytes(settings, meminfo()["MemTotal"])), part.words
+
+
+def _resize(inc: Incarnation, run_dir: str, granted: tuple[int, str]) -> None:
+    """An agent of an earlier incarnation may have more now, or less."""
+    try:
+        with ledger.opened(run_dir) as entries:
+            known = entries.get(inc.job)
+    except OSError:
+        return  # told already
+    if known is not None and (problem := cgroup.resize(known.group, granted[0] + AGENT_ROOM_BYTES)):
+        complain("prolog", inc.job, problem)
+
+
+def _start_if_asked(
+    inc: Incarnation,
+    settings: Settings,
+    granted: tuple[int, str],
+    sock: socket.socket,
+    deadline: float,
+    former: ledger.Entry | None,
+) -> None:
+    """The owner's side finds out whether there is an agent; it is root that starts one, once, where there is room.
+
+    former: of an agent whose directory somebody has unmounted or removed. While it lives it is waited for: it moves
+    into the new directory by itself. One that does not is ended, so that there are never two.
+    """
+    until = clock.monotonic() + MOVES_S
     with sock:
         sock.settimeout(max(0.01, deadline - clock.monotonic()))
         with contextlib.suppress(OSError):
-            if not sock.recv(1):
-                return  # it has ended
-            try:
-                first = partial(_leave_slurmds_cgroup, inc, settings, run_fd)
-                process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, first)
-            except spawn.LaunchError as exc:
-                sock.send(f"{exc}".encode())
+            while sock.recv(1):
+                there = reaper.inside(former) if former is not None else []
+                if there and clock.monotonic() < until:
+                    sock.send(_WAIT)
+                    continue
+                _start(inc, settings, granted, sock, former)
                 return
-            socket.send_fds(sock, [b"started"], [process])
-            os.close(process)
+
+
+def _start(
+    inc: Incarnation,
+    settings: Settings,
+    granted: tuple[int, str],
+    sock: socket.socket,
+    former: ledger.Entry | None,
+) -> None:
+    if former is not None:
+        reaper.kill(former, reaper.inside(former))
+        _end_former(inc, former.group)
+        complain("prolog", inc.job, "the job's directory is gone, and what an earlier agent of it held here is lost")
+    choice = _home(inc, settings)
+    if problem := cgroup.no_room(choice, settings):
+        sock.send(_NO_ROOM + problem.encode())
+        return
+    try:
+        limit_bytes = granted[0] + AGENT_ROOM_BYTES
+        first = partial(_leave_slurmds_cgroup, inc, settings.run_dir, choice, limit_bytes)
+        process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, granted, first)
+    except spawn.LaunchError as exc:
+        sock.send(f"{exc}".encode())
+        return
+    socket.send_fds(sock, [_STARTED if former is None else _BEREFT], [process])
+    os.close(process)
+
+
+def _home(inc: Incarnation, settings: Settings) -> Choice:
+    try:
+        return reaper.home(settings)
+    except (OSError, ValueError, KeyError) as exc:
+        return Choice("stay", why=f"{exc}")
 
 
 def _installed() -> bool:
@@ -283,26 +381,19 @@ def _used_up(exc: Exception) -> bool:
     return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
-def _offer_to_oom_killer() -> None:
-    """The agent inherits it: slurmd may be exempt from the killer, and training must not die for its replicas. Once
-    the owner's side has dropped root, the kernel no longer lets it do this."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
-        f.write("1000")
-
-
-def _leave_slurmds_cgroup(inc: Incarnation, settings: Settings, run_fd: int, agent: int) -> None:
+def _leave_slurmds_cgroup(inc: Incarnation, run_dir: str, choice: Choice, limit_bytes: int, agent: int) -> None:
     """Puts the process that is to become the agent where filling memory harms no slurmd, and where root can end it
     with all that comes of it."""
     try:
-        total = meminfo()["MemTotal"]
-        choice = cgroup.prepare(settings, total)
-        group, problem = cgroup.admit(choice, inc.job, agent, cgroup.limit_bytes(settings, total))
-        with ledger.opened(run_fd) as entries:
+        group, problem = cgroup.admit(choice, inc.job, agent, limit_bytes)
+        with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
             if known is not None and not set(known.group.directories) <= set(group.directories):
                 # One that no longer answers, in a scope of its own, which nobody would look into any more.
                 _end_former(inc, known.group)
             entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
+            others = [entry.group for entry in entries if entry.job != inc.job]
+        oom.rank(others)
     except (OSError, ValueError, KeyError) as exc:
         problem = f"{exc}"
     if problem:
@@ -320,28 +411,36 @@ def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
     except ask_agent.AskError as exc:
         _unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
+    except spawn.NoRoomError as exc:
+        _unprotected(inc.job, f"{exc}")
+        return _UNPROTECTED
     except spawn.LaunchError as exc:
         _unprotected(inc.job, f"the agent could not be started: {exc}; see {directory}/agent.log")
         return _NOT_STARTED
     return _PROTECTED
 
 
-def _ask_root_to_start(root: socket.socket, deadline: float) -> int:
-    """A pidfd of the agent that root has started. Raises `LaunchError`."""
+def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None, bool]:
+    """A pidfd of the agent that root has started; None: wait for one that lives. And whether an earlier one has gone
+    with its directory. Raises `LaunchError`."""
     try:
         root.settimeout(max(0.01, deadline - clock.monotonic()))
         root.send(b"!")
         said, got, _, _ = socket.recv_fds(root, 512, 1)
     except OSError as exc:
         raise spawn.LaunchError(f"root did not start its process: {exc.strerror or exc}") from None
+    if said == _WAIT:
+        return None, False
+    if said.startswith(_NO_ROOM):
+        raise spawn.NoRoomError(said.removeprefix(_NO_ROOM).decode(errors="replace"))
     if not got:
         raise spawn.LaunchError(said.decode(errors="replace") or "root did not start its process")
-    return got[0]
+    return got[0], said == _BEREFT
 
 
 def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.socket) -> str:
     """Finds the agent, or has it started once, and announces this incarnation; returns what it answered."""
-    question = {
+    question: dict[str, object] = {
         "op": "attach",
         "job": inc.job,
         "restart": inc.restart,
@@ -365,14 +464,19 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 if process is None:
                     _ensure_awake(sock, f"{directory}/{ask_agent.SOCKET_NAME}")
                 heard = True
-                answer = ask_agent.ask(sock, question, deadline)
+                answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
                 if answer.get("state") == "unmapped":  # the node is in order: nothing for its administrator
-                    _tell("the agent here and those of the job's other nodes did not agree in time")
+                    _tell(ELSEWHERE + _disagreement(answer.get("absent")))
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
             if process is None:
                 _clear_way(f"{directory}/{ask_agent.SOCKET_NAME}")
-                process = _ask_root_to_start(root, deadline)
+                process, bereft = _ask_root_to_start(root, deadline)
+                if process is None:
+                    clock.sleep(WAIT_POLL_S)
+                    continue
+                if bereft:
+                    question["bereft"] = True
             elif not ended and select.select([process], [], [], 0)[0]:
                 ended = True
                 deadline = min(deadline, clock.monotonic() + EXITED_GRACE_S)
@@ -382,6 +486,16 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                     raise ask_agent.AskError(f"the agent went away: {why}") from None
                 raise spawn.LaunchError(why) from None
             clock.sleep(POLL_S)
+
+
+def _disagreement(absent: object) -> str:
+    """Return why the agents do not agree, with the nodes on which none answers."""
+    names = absent if isinstance(absent, list) else []
+    names = [name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name)]
+    if not names:
+        return "the agents of the job's nodes did not agree in time"
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"no agent can be reached on {', '.join(names[:NAMED])}{more}"
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:

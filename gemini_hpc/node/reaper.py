@@ -23,6 +23,7 @@ from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn, stale_jobs
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
 GRACE_S = 30.0
 LOG_S = 10.0  # so long the log of an agent that has let go stays for its owner
@@ -39,34 +40,34 @@ _WATCHED_MAX = 512
 _SILENT, _ANSWERS = 11, 10
 
 
-def ensure(run_fd: int, settings: Settings, where: str, job: int) -> None:
+def ensure(settings: Settings, where: str, job: int) -> None:
     """By root, in prolog and epilog of `job`: see that a reaper runs if jobs have ended here, or seem to. Never
     raises."""
     try:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(settings.run_dir) as entries:
             known = list(entries)
         # Not while others wait for the ledger: both take a while. The reaper's own lock keeps a second one away.
         ended = any(entry.ended_s is not None for entry in known)
         silent = {entry.job for entry in known} - {job}
         if not ended and silent:
             silent -= job_steps.jobs_with_steps()
-        if (ended or silent) and _idle(run_fd):
+        if (ended or silent) and _idle(settings.run_dir):
             _start(settings)
     except OSError as exc:
         complain(where, 0, f"no reaper could be started: {exc.strerror or exc}")
 
 
-def _idle(run_fd: int) -> bool:
-    lock = _lock(run_fd)
+def _idle(run_dir: str) -> bool:
+    lock = _lock(run_dir)
     if lock >= 0:
         os.close(lock)
     return lock >= 0
 
 
-def _lock(run_fd: int) -> int:
+def _lock(run_dir: str) -> int:
     """The one reaper's lock; -1: another one has it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(f"{ledger.NAME}/{LOCK}", flags, 0o600, dir_fd=run_fd)
+    fd = os.open(f"{ledger.place(run_dir)}/{LOCK}", flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -75,13 +76,19 @@ def _lock(run_fd: int) -> int:
     return fd
 
 
+def home(settings: Settings) -> Choice:
+    """By root: make the cgroup of all agents, with room for those in the ledger and for the reaper. Raises
+    `OSError`."""
+    with ledger.opened(settings.run_dir) as entries:  # who counts last also sets the limit last
+        return cgroup.prepare(settings, meminfo()["MemTotal"], sum(1 for _ in entries) + 1)
+
+
 def _start(settings: Settings) -> None:
     """Outside of slurmd's cgroup, like the agents: prolog and epilog may run in one that ends with the job."""
 
     def first(pid: int) -> None:
         with suppress(OSError, ValueError, KeyError):
-            total = meminfo()["MemTotal"]
-            cgroup.admit(cgroup.prepare(settings, total), 0, pid, cgroup.limit_bytes(settings, total))
+            cgroup.admit(home(settings), 0, pid, AGENT_ROOM_BYTES)
 
     with suppress(spawn.LaunchError):
         os.close(spawn.daemon([sys.executable, "-I", "-m", "gemini_hpc.node.reaper"], first))
@@ -94,10 +101,10 @@ def due_s(settings: Settings) -> tuple[float, float]:
     return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
 
 
-def look(run_fd: int, settings: Settings) -> float | None:
+def look(settings: Settings) -> float | None:
     """Once over all entries; seconds until the next is due, None: there is none to wait for."""
     silent_s, answering_s = due_s(settings)
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(settings.run_dir) as entries:
         known = list(entries)
     running = job_steps.jobs_with_steps()
     waits: list[float] = []
@@ -106,12 +113,12 @@ def look(run_fd: int, settings: Settings) -> float | None:
             if entry.job not in running and (young_s := _young_s(settings, entry)) > 0:
                 waits.append(young_s)
                 continue
-            since_s = _doubted_s(run_fd, settings, entry, entry.job in running)
+            since_s = _doubted_s(settings, entry, entry.job in running)
             if since_s is None:
                 continue
             over = since_s > silent_s
         elif entry.job in running:  # it runs here again, and no prolog was called, or could say so
-            with ledger.opened(run_fd) as entries:
+            with ledger.opened(settings.run_dir) as entries:
                 entries.goes_on(entry)
             continue
         else:
@@ -119,24 +126,35 @@ def look(run_fd: int, settings: Settings) -> float | None:
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
         gone = not inside(entry)
         # One that has let go by itself leaves its log for its owner, until `sweep`.
-        if (over or gone) and end(run_fd, entry, f"the job ended {since_s:.0f} s ago", remove=not gone):
+        if (over or gone) and end(settings.run_dir, entry, f"the job ended {since_s:.0f} s ago", remove=not gone):
             continue
         waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
     return min(waits, default=None)
 
 
-def sweep(run_fd: int, settings: Settings) -> bool:
+def sweep(settings: Settings) -> bool:
     """Remove what jobs that are not in the ledger have left; return whether any such directory is left."""
-    if not _unknown(run_fd):
+    try:
+        run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
+    except FileNotFoundError:
+        return False
+    try:
+        return _sweep(run_fd, settings)
+    finally:
+        os.close(run_fd)
+
+
+def _sweep(run_fd: int, settings: Settings) -> bool:
+    if not _unknown(run_fd, settings.run_dir):
         return False
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=0, age_s=LOG_S):
         complain("reaper", 0, problem)
-    return _unknown(run_fd)
+    return _unknown(run_fd, settings.run_dir)
 
 
-def _unknown(run_fd: int) -> bool:
+def _unknown(run_fd: int, run_dir: str) -> bool:
     """Return whether there are directories of jobs that are not in the ledger."""
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(run_dir) as entries:
         known = {str(entry.job) for entry in entries}
     return any(name.isascii() and name.isdecimal() and name not in known for name in os.listdir(run_fd))
 
@@ -146,25 +164,25 @@ def _young_s(settings: Settings, entry: ledger.Entry) -> float:
     return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.now_s()
 
 
-def _doubted_s(run_fd: int, settings: Settings, entry: ledger.Entry, running: bool) -> float | None:
+def _doubted_s(settings: Settings, entry: ledger.Entry, running: bool) -> float | None:
     """No epilog has told that this job ended. For how long it has had no step here and its agent has been silent, or
     gone; None: it may be between two steps."""
     now_s = ledger.now_s()
     alive = running or (bool(inside(entry)) and _answers_at_last(settings.run_dir, entry))
     since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
     if since_s != entry.doubted_s:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(settings.run_dir) as entries:
             entries.doubt(entry, since_s)
     return None if since_s is None else now_s - since_s
 
 
-def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
+def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
     """End what an agent has left, unless its job runs here again; whether nothing is left. `why`: told where a
     process had to be killed. remove: the directory too. Takes `END_S` at most."""
     deadline, first = clock.monotonic() + END_S, -1
     now: ledger.Entry | None = None
     while True:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             before, now = now, entries.get(entry.job)
             if now is None or now.uid != entry.uid or (now.ended_s is None and now.doubted_s is None):
                 return True
@@ -175,7 +193,7 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
             if not there and cgroup.remove_empty(now.group):
                 entries.strike(now.job)
                 break
-            _kill(now, there)
+            kill(now, there)
         if clock.monotonic() > deadline:
             complain(
                 "reaper", entry.job, f"could not end the agent: {len(there)} of its processes hang in the kernel"
@@ -185,11 +203,17 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
     if first and why:
         complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not end: killed them")
     if remove:
-        with ledger.opened(run_fd) as entries:
+        with ledger.opened(run_dir) as entries:
             if entries.get(entry.job) is not None:  # its prolog has come meanwhile
                 return True
         try:
-            job_directory.remove(run_fd, str(entry.job))
+            run_fd = job_directory.open_run_dir(run_dir, create=False)
+            try:
+                job_directory.remove(run_fd, str(entry.job))
+            finally:
+                os.close(run_fd)
+        except FileNotFoundError:
+            return True
         except job_directory.JobDirError as exc:
             complain("reaper", entry.job, f"{exc}")
     return True
@@ -200,9 +224,9 @@ def inside(entry: ledger.Entry) -> list[int]:
     return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
 
 
-def _wait(run_fd: int, timeout_s: float) -> None:
+def _wait(run_dir: str, timeout_s: float) -> None:
     """Until one of those that are waited for ends, for a bounded time."""
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(run_dir) as entries:
         waited = [entry for entry in entries if entry.ended_s is not None or entry.doubted_s is not None]
     pids = [pid for entry in waited for pid in inside(entry)]
     poll, opened = select.poll(), []
@@ -217,7 +241,8 @@ def _wait(run_fd: int, timeout_s: float) -> None:
             os.close(fd)
 
 
-def _kill(entry: ledger.Entry, pids: list[int]) -> None:
+def kill(entry: ledger.Entry, pids: list[int]) -> None:
+    """Kill what there is of a job's agent: these processes, as far as they still are its agent's."""
     if entry.group.version:
         cgroup.kill(entry.group, pids)
         return
@@ -319,22 +344,22 @@ def main() -> int:
     """Wait and end until there is nothing to wait for; the exit status."""
     try:
         settings = load()
-        run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
-        lock = _lock(run_fd)
+        run_dir = settings.run_dir
+        lock = _lock(run_dir)
         if lock < 0:
             return 0
         wait_s, sweeps = LOOK_S, SWEEPS
         while True:
-            due_in_s, left = look(run_fd, settings), sweep(run_fd, settings)
+            due_in_s, left = look(settings), sweep(settings)
             if due_in_s is not None:
-                _wait(run_fd, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
+                _wait(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
                 continue
             if left and sweeps:  # a log that is kept for a moment, or a directory of which somebody holds a part
                 sweeps -= 1
                 clock.sleep(LOG_S / 4)
                 continue
-            with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper
+            with ledger.opened(run_dir) as entries:  # an epilog that comes now starts the next reaper
                 if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):
                     os.close(lock)
                     return 0

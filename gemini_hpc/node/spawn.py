@@ -19,12 +19,17 @@ class LaunchError(Exception):
     """The agent's process could not be made."""
 
 
-def start(directory: str, job: int, uid: int, node: str, first: Callable[[int], None]) -> int:
+class NoRoomError(LaunchError):
+    """The node has no memory for another agent now: no fault of the installation's."""
+
+
+def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str], first: Callable[[int], None]) -> int:
     """By root: start the agent as a daemon; returns a pidfd of it. It is executed as root, and becomes the owner
-    (`settle`) before it does anything else: so its owner cannot trace it. `first` is called with its pid before.
-    Raises `LaunchError`."""
+    (`settle`) before it does anything else: so its owner cannot trace it. share: of the node's cap, in bytes and in
+    words. `first` is called with its pid before. Raises `LaunchError`."""
     argv = [sys.executable, "-I", "-m", "gemini_hpc.agent"]
     argv += ["--job", str(job), "--uid", str(uid), "--node", node, "--dir", directory]
+    argv += ["--share-bytes", str(share[0]), "--share", share[1]]
     return daemon(argv, first)
 
 
@@ -87,13 +92,13 @@ def settle(uid: int, directory: str) -> None:
     to the job's log from here on. Raises `PrivilegeError`."""
     if os.geteuid() == 0:
         privileges.drop_to(privileges.owner(uid))
-        _write_to(f"{directory}/{LOG_NAME}")
+        write_to(f"{directory}/{LOG_NAME}")
     if os.geteuid() != uid:
         raise privileges.PrivilegeError(f"wanted uid {uid}, running as {os.geteuid()}")
     os.umask(0o077)
 
 
-def _write_to(path: str) -> None:
+def write_to(path: str) -> None:
     """Standard output and error go to the log, opened for appending; nowhere if something else lies in its place."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

@@ -31,7 +31,7 @@ def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S)
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
     running: set[int] | None = None
-    starting = _starting(run_fd)
+    starting = _starting(run_dir)
     # Another one first each time: agents that are stopped use up the time, and their owner might like that.
     first = clock.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
@@ -52,10 +52,10 @@ def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S)
     return problems
 
 
-def _starting(run_fd: int) -> set[int]:
+def _starting(run_dir: str) -> set[int]:
     """Jobs whose prolog has been here a moment ago: they have no step yet, and perhaps no agent."""
     try:
-        with ledger.opened(run_fd, TIMEOUT_S) as entries:
+        with ledger.opened(run_dir, TIMEOUT_S) as entries:
             now_s = ledger.now_s()
             return {e.job for e in entries if e.ended_s is None and now_s - e.started_s < AGE_MIN_S}
     except OSError:

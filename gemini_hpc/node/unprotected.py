@@ -15,6 +15,7 @@ from contextlib import suppress
 from gemini_hpc import clock
 
 DIRECTORY_SUFFIX = ".unprotected"
+ELSEWHERE = "elsewhere: "  # before a reason that lies on other nodes: the plugin does not blame this one
 LOG = "log"
 MAX_CHARS = 240
 MAX_LOG_BYTES = 256 << 10

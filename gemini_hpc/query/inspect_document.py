@@ -12,13 +12,13 @@ bytes, a version is [epoch, version] or null:
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
-  trainings   [{name, world, sealed, state, stalled: {for_s, usual_s, hung} or null, notes,
+  trainings   [{name, world, sealed, state, protected, stalled: {for_s, usual_s, hung} or null, notes,
                 shards: [{rank, home, bytes, holders: [{host, state, version, age_s, verified_age_s}]}],
                 survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
                 exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem, keeping,
                 kept: [{name, version}], interval_s, interval_reason} or null,
                 traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
-  recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
+  recoveries  [{restart, began, total_s, completed, events: [{t, after_s, gap_s, name, host, detail}]}]
   events      [{t, name, host, restart, version, detail}]
   missing     hosts of the job without an answer;   notes   sentences for the reader
 """
@@ -43,11 +43,14 @@ from gemini_hpc.wire.sanitize import bounded_event
 from gemini_hpc.wire.traffic import TrafficState
 
 SCHEMA = 1
+PARTLY = "partly protected"
 MAX_SETS, MAX_SHARDS = 256, 1 << 17
 RECOVERY_STARTS = ("detected", "taken_over")
 RECOVERY_GAP_S = 900.0
-_DEEDS = ("confirmed", "down", "sent_back", "requeued", "running", "first_iteration")
-_RECOVERY_ENDS = ("first_iteration", "first_new_iteration")
+_DEEDS = frozenset(("taken_over", "confirmed", "down", "sent_back", "requeued", "running", "goes_on", "without"))
+_BACK = frozenset(("running", "goes_on", "first_iteration"))
+_RECOVERY_END = "first_iteration"
+_SILENT = " is silent; "  # in an agent's word, behind the name of the silent node
 Document = dict[str, Any]
 
 
@@ -185,15 +188,29 @@ def _state(
 ) -> str:
     if not parts or any(p.unprotected for p in parts):
         return "unprotected"
+    states = {s["state"] for s in trainings}
+    some = 0 < protected(trainings) < len(trainings) and "recovering" not in states
+    if some and slurm.get("state") == "RUNNING":
+        return PARTLY
     if any(s["survival"]["lost_already"] for s in trainings) or not trainings:
         return "arming" if slurm.get("state") in ("RUNNING", "CONFIGURING", "") else "waiting"
     if absent:
-        return "partly protected"
-    states = {s["state"] for s in trainings}
+        return PARTLY
     for word in ("degraded", "recovering", "stalled", "arming"):
         if word in states:
             return word
     return "protected"
+
+
+def protected(trainings: Iterable[Document]) -> int:
+    """Return how many trainings would come back after a failure."""
+    return sum(s["protected"] for s in trainings)
+
+
+def how_many(d: Document) -> str:
+    """Return what a reader needs behind the state of a job that only some of its trainings share, or ""."""
+    safe, every = protected(d["trainings"]), len(d["trainings"])
+    return f"({safe} of {every} trainings)" if d["state"] == PARTLY and safe < every else ""
 
 
 def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, int]:
@@ -313,6 +330,7 @@ def _set(
         "world": world,
         "sealed": list(sealed) if sealed else None,
         "state": "stalled" if still else state,
+        "protected": not found.lost_already and state in ("protected", "finished"),
         "stalled": _stalled(still, hung) if still else None,
         "notes": sorted({s.note for s in states if s.note}),
         "shards": [
@@ -396,15 +414,27 @@ def _rows(copies: Slots, sealed: Stamp | None, now: float) -> list[Document]:
     return rows
 
 
+def _suspected(log: Iterable[EventRecord]) -> set[str]:
+    """Return the silent nodes: an agent's word has its own host, and names the node in its detail."""
+    told = [e for e in log if e.name == "detected"]
+    return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in told}
+
+
 def _was_nothing(log: Sequence[EventRecord]) -> bool:
-    """Whether all who were suspected turned out to live, and nothing was done."""
-    suspected = {e.host for e in log if e.name == "detected"}
-    cleared = {e.host for e in log if e.name == "dismissed"}
+    """Return whether all suspects turned out to live, and nothing was done."""
+    suspected, cleared = _suspected(log), {e.host for e in log if e.name == "dismissed"}
     return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
 
 
+def _is_completed(log: Sequence[EventRecord]) -> bool:
+    """Return whether the job came back: it runs again, or has gone on with a spare."""
+    acted = next((i for i, e in enumerate(log) if e.name in _DEEDS or e.restart > log[0].restart), len(log))
+    return any(e.name in _BACK for e in log[acted:])
+
+
 def recoveries(events: Sequence[EventRecord]) -> list[Document]:
-    """Past recoveries: from the first report about an incarnation to the last event before the next one."""
+    """Return recoveries, each from the first report about an incarnation to the last event before the next one;
+    `completed`: the job came back. Suspicions that were dismissed are none."""
     found: list[list[EventRecord]] = []
     for event in events:
         # A second dead node of the same incarnation belongs to the recovery that is under way.
@@ -412,7 +442,7 @@ def recoveries(events: Sequence[EventRecord]) -> list[Document]:
         over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_nothing(newest)
         if event.name in RECOVERY_STARTS and (over or newest[0].restart != event.restart):
             found.append([event])
-        elif not over and newest[-1].name not in _RECOVERY_ENDS:
+        elif not over and not (newest[-1].name == _RECOVERY_END and _is_completed(newest)):
             newest.append(event)
     documents = []
     for log in found:
@@ -424,7 +454,8 @@ def recoveries(events: Sequence[EventRecord]) -> list[Document]:
             rows.append({**row, "host": e.host, "detail": e.detail})
             last = e.t
         total_s = round(last - began, 3)
-        documents.append({"restart": log[0].restart, "began": began, "total_s": total_s, "events": rows})
+        head = {"restart": log[0].restart, "began": began, "total_s": total_s, "completed": _is_completed(log)}
+        documents.append({**head, "events": rows})
     return documents
 
 

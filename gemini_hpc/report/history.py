@@ -28,8 +28,11 @@ def ended(d: Document, columns: int) -> list[str]:
         sealed += "; none on a tier: it was in the memory of the job's nodes"
     lines = fold(f"ended as {how['state']}{code}{when}", columns, "    ", "  ")
     lines += fold(sealed, columns, "    ", "  ")
-    recovered = len(d["recoveries"])
-    lines += fold(f"recoveries: {recovered if recovered else 'none'}", columns, "    ", "  ")
+    completed = sum(r["completed"] for r in d["recoveries"])
+    begun = len(d["recoveries"]) - completed
+    lines += fold(
+        f"recoveries: {completed or 'none'}{f', {begun} not completed' * (begun > 0)}", columns, "    ", "  "
+    )
     last = d["events"][-MAX_LAST:]
     if last:
         lines.append(f"last events (--json has all {len(d['events'])})" if len(d["events"]) > MAX_LAST else "events")
@@ -42,7 +45,8 @@ def ended(d: Document, columns: int) -> list[str]:
 
 def recovery(r: Document, columns: int) -> list[str]:
     """The timeline of one recovery."""
-    lines = [f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s"]
+    open_ = "" if r["completed"] else ", not completed"
+    lines = [f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s{open_}"]
     for e in r["events"]:
         host = f" {e['host']}" if e["host"] else ""
         said = detail(e)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 PENDING, RUNNING, COMPLETING, CONFIGURING = "PENDING", "RUNNING", "COMPLETING", "CONFIGURING"
 FAILED, COMPLETED, CANCELLED, NODE_FAIL = "FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL"
+# How a job ends whose script has ended of a node's loss: a script may go on after its step, and end with 0.
+CUT_SHORT = frozenset((FAILED, NODE_FAIL, COMPLETED))
 _STOPPED = frozenset(("SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"))
 _WAITING = frozenset((PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
 LIVE = _STOPPED | _WAITING | {RUNNING, COMPLETING, CONFIGURING}

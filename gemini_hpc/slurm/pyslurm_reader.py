@@ -80,7 +80,7 @@ class PyslurmReader:
                 raise Surprise(f"pyslurm gave no answer within {timeout_s:g} s ({call})") from None
             except (OSError, ValueError, msgspec.MsgspecError) as exc:
                 await self.close()
-                raise Surprise(f"pyslurm's process: {exc or type(exc).__name__} ({call})") from None
+                raise Surprise(f"pyslurm's process: {str(exc) or type(exc).__name__} ({call})") from None
             except asyncio.CancelledError:
                 await self.close()  # its answer would be taken for the next one's
                 raise

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gemini_hpc import clock
+from gemini_hpc.client import mistake
 from gemini_hpc.client.session import Session
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, keeping
@@ -131,7 +132,10 @@ class Checkpointer:
         self._holding: failure_hold.Hold | None = None
         if session.client is not None:
             self._holding = failure_hold.Hold(
-                session.path, hold_s, lambda text: session.say(f"rank {session.rank}: {text}")
+                session.path,
+                hold_s,
+                lambda text: session.say(f"rank {session.rank}: {text}"),
+                lambda error: session.event("raised", mistake.in_words(error)),
             )
             atexit.register(_at_exit, weakref.ref(self))
 

@@ -58,9 +58,11 @@ def hold(
 class Hold:
     """One training's: it stands before everything that ends the process over a communication error."""
 
-    def __init__(self, path: str, hold_s: float, say: Callable[[str], None]) -> None:
-        """path: of the agent's socket."""
-        self._path, self._hold_s, self._say = path, hold_s, say
+    def __init__(
+        self, path: str, hold_s: float, say: Callable[[str], None], raised: Callable[[BaseException], None]
+    ) -> None:
+        """path: of the agent's socket; raised: told of an exception that ends the script, and is of its own."""
+        self._path, self._hold_s, self._say, self._raised = path, hold_s, say, raised
         self._before = sys.excepthook
         self._over = False
         sys.excepthook = self._uncaught
@@ -72,16 +74,20 @@ class Hold:
             sys.excepthook = self._before
 
     def error(self, error: BaseException) -> None:
-        """It ends the training. Where it is a communication error, and the first time that it is seen here: block
-        while a node may be dead."""
-        if self._over or not is_communication_error(error) or getattr(error, "__gemini_held__", False):
+        """It ends the training, and is seen for the first time: where it is a communication error, block while a node
+        may be dead; tell of others."""
+        if self._over or getattr(error, "__gemini_seen__", False):
+            return
+        error.__gemini_seen__ = True  # type: ignore[attr-defined]
+        if not is_communication_error(error):
+            if isinstance(error, Exception):
+                self._raised(error)
             return
         self._say(
             f"communication failed ({type(error).__name__}); asking the agents whether a node is dead (up to "
             f"{self._hold_s:g} s)"
         )
         hold(self._verdict, self._hold_s, self._say)
-        error.__gemini_held__ = True  # type: ignore[attr-defined]
 
     def exit(self) -> None:
         """The interpreter ends, and the script has said nothing of the training's end: it may have swallowed an

@@ -15,7 +15,8 @@ class Registration(Message, frozen=True, tag="register"):
 
     dead: nodes that it holds for dead; None: not said. spares: that the job was submitted with; without: lost nodes
     that it goes on without, as all its agents agree. rescuing: ranks of this node are copying live state of which the
-    dead nodes had the only copies: the job is not to end yet.
+    dead nodes had the only copies: the job is not to end yet. finished: whether all ranks that train on this node
+    have closed their checkpointers; None: none has trained here.
     """
 
     job: Job
@@ -30,6 +31,7 @@ class Registration(Message, frozen=True, tag="register"):
     spares: Count = 0
     without: tuple[str, ...] = ()
     rescuing: bool = False
+    finished: bool | None = None
 
 
 class Report(Message, frozen=True, tag="report"):

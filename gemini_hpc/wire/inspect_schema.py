@@ -179,8 +179,8 @@ class JobAsk(Message, frozen=True, tag="job?"):
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One job in a list. slurm: its state; nodes, restarts: of its newest incarnation; ended: Unix time, 0 while it
-    lives."""
+    """One job in a list. slurm: its state; nodes, restarts: of its newest incarnation; recoveries: completed ones;
+    ended: Unix time, 0 while it lives; sealed: the newest sealed version that its log knows of, 0: none."""
 
     job: Job
     uid: int
@@ -189,6 +189,7 @@ class JobRow(msgspec.Struct, frozen=True):
     restarts: Restart
     recoveries: Count
     ended: Time = 0.0
+    sealed: Version = 0
 
 
 class JobsAsk(Message, frozen=True, tag="jobs?"):

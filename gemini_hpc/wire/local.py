@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
@@ -59,7 +60,8 @@ class Attach(Message, frozen=True, tag="attach"):
     incarnation, and go on without (a prolog never says so). hang: seconds after which
     a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
     one is to go on; 0: none. parity: no copies, but so many blocks of it in a row of a group of
-    `replicas` nodes (`core.parity`). key: random, of the submission; cluster: as slurm.conf calls it.
+    `replicas` nodes (`core.parity`). key: random, of the submission; cluster: as slurm.conf calls it. bereft: an
+    earlier agent of the job here has gone with its directory.
     """
 
     job: Job
@@ -76,12 +78,15 @@ class Attach(Message, frozen=True, tag="attach"):
     parity: Blocks = 0
     key: JobKey = ""
     cluster: ClusterName = ""
+    bereft: bool = False
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`)."""
+    """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`). absent: hosts that
+    this agent waits for, and whose agents cannot be reached."""
 
     state: str
+    absent: tuple[str, ...] = ()
 
 
 class Epilog(Message, frozen=True, tag="epilog"):
@@ -96,11 +101,20 @@ class VerdictRequest(Message, frozen=True, tag="verdict?"):
     """What does the agent know of the job's nodes? Asked on a communication error and between steps."""
 
 
+class StepEnd(msgspec.Struct, frozen=True):
+    """How a step has ended first, where that is known; given_up: why its launchers start nothing like it again."""
+
+    step: StepName
+    end: End = NOTHING
+    given_up: Reason = ""
+
+
 class Verdict(Message, frozen=True, tag="verdict"):
     """Hosts whose silence was confirmed by other peers, hosts only suspected, and hosts heard of recently.
 
     sealed: the newest sealed [epoch, version] of all sets, [0, 0] without one; begun: the newest version that a rank
-    of this node has begun to save since the last recovery round; spared: spares make up for the dead.
+    of this node has begun to save since the last recovery round; spared: spares make up for the dead. last: of the
+    newest step of whose end something is known.
     """
 
     dead: tuple[str, ...] = ()
@@ -109,9 +123,8 @@ class Verdict(Message, frozen=True, tag="verdict"):
     sealed: tuple[Epoch, Version] = (0, 0)
     begun: Version = 0
     spared: bool = False
+    last: StepEnd | None = None
 
-
-HUNG = "hung: "  # begins the reason of an attempt that no launcher has asked for
 
 # ---- from launchers ----------------------------------------------------------------------------------
 
@@ -122,8 +135,9 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
 
     attempt: -1 in a job with spares before the first: the launcher does not know yet whether its node trains. failed:
     why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over: why the
-    launcher begins no other; idle: it has no rank now, and is to hear of the step's success, too. cause: what the end
-    of its rank shows, where that was not the launcher's doing; unhealthy: what the site's health check says.
+    launcher begins no other, given_up: nor is a new step to begin; idle: it has no rank now, and is to hear of the
+    step's success, too. end: what the end of its rank shows, where that was not the launcher's doing (an earlier
+    version tells `cause` only); unhealthy: what the site's health check says.
     """
 
     step: StepName
@@ -136,6 +150,15 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
     rank: Count = 0
     cause: Cause | None = None
     unhealthy: Reason = ""
+    end: End | None = None
+    given_up: bool = False
+
+    @property
+    def shown(self) -> End | None:
+        """Return what the end of the rank shows, if anything is told of it."""
+        if self.end is not None or (self.cause is None and not self.failed):
+            return self.end
+        return End(self.failed, self.cause or Cause.CONSEQUENCE, self.rank)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -149,13 +172,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class LaunchState(Message, frozen=True, tag="launch"):
-    """The attempt in which all ranks of the step are to be; why the one before ended; over: why none follows; place:
-    in a job with spares, where the agents agree on the map; done: a rank has ended with success; left_out:
-    `over` is so for this node alone, and is no failure; check: the site's health check, which tells of the node."""
+    """The attempt in which all ranks of the step are to be; first, before: how the two before it ended; over: why
+    none follows; last: how this one ended; place: in a job with spares, where the agents agree on the map; done: a
+    rank has ended with success; left_out: `over` is so for this node alone, and is no failure; check: the site's
+    health check, which tells of the node."""
 
     attempt: Count
-    reason: Reason = ""
+    first: End = NOTHING
+    before: End = NOTHING
     over: Reason = ""
+    last: End = NOTHING
     place: Place | None = None
     done: bool = False
     left_out: bool = False

@@ -98,13 +98,33 @@ class LocalServer:
         self._clients: set[Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
+        self._sock = self._bound()
+
+    def _bound(self) -> socket.socket:
         with suppress(FileNotFoundError):
-            os.unlink(path)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._sock.bind(path)
-        os.chmod(path, 0o600)
-        self._sock.listen(128)
-        asyncio.get_running_loop().add_reader(self._sock, self._accept)
+            os.unlink(self._path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            sock.bind(self._path)
+            os.chmod(self._path, 0o600)
+            sock.listen(128)
+        except BaseException:
+            sock.close()
+            raise
+        asyncio.get_running_loop().add_reader(sock, self._accept)
+        return sock
+
+    def bind_again(self) -> None:
+        """Listen on another socket of the same name: clients stay. Raises OSError, and nothing has changed."""
+        before, self._sock = self._sock, self._bound()
+        self._deafen(before)
+
+    def _deafen(self, sock: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(sock)
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        sock.close()
 
     def _accept(self) -> None:
         try:
@@ -215,11 +235,8 @@ class LocalServer:
 
     def close(self) -> None:
         """Stop listening, close all clients, remove the socket."""
-        asyncio.get_running_loop().remove_reader(self._sock)
-        if self._pause is not None:
-            self._pause.cancel()
-        self._sock.close()
-        with suppress(FileNotFoundError):
+        self._deafen(self._sock)
+        with suppress(OSError):
             os.unlink(self._path)
         for task in list(self._tasks):
             task.cancel()

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.core import recovery_plan
+from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.domains import Separation
@@ -77,14 +78,18 @@ class Left(Message, frozen=True, tag="left"):
 
 
 class Launch(Message, frozen=True, tag="launch"):
-    """Along the tree, both ways: what is known of the attempts of a step (`local.LaunchState`). done: a rank of it
-    has ended with success."""
+    """Along the tree, both ways: what is known of the attempts of a step (`core.attempts.Known`). reason: for agents
+    of an earlier version."""
 
     step: StepName
     attempt: Count
     reason: Reason
     over: Reason
     done: bool
+    first: End = NOTHING
+    before: End = NOTHING
+    last: End = NOTHING
+    given_up: bool = False
 
 
 class RankEnded(Message, frozen=True, tag="ended"):

@@ -1,4 +1,4 @@
-"""Where an agent listens: ports that follow from the job id, so that peers find each other without a third party."""
+"""Where agents listen and ranks meet: ports that follow from the job id, so that nobody has to ask a third party."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from gemini_hpc.config import Settings
 PROBES = 16
 _MASTER_BASE = 24000
 _MASTER_BLOCKS = 500
+_STEPS = 16
 
 
 def candidates(settings: Settings, job: int) -> list[int]:
@@ -16,5 +17,16 @@ def candidates(settings: Settings, job: int) -> list[int]:
 
 
 def master_port(job: int, restart: int) -> int:
-    """Base of MASTER_PORT of an incarnation; the SPANK plugin adds the step id modulo 16."""
-    return _MASTER_BASE + (job * 7 + restart) % _MASTER_BLOCKS * PROBES
+    """Base of MASTER_PORT of an incarnation, from 24000 to 31984. The plugin computes the same (`slurm/ports.h`)."""
+    return _MASTER_BASE + (job * 7 + restart) % _MASTER_BLOCKS * _STEPS
+
+
+def of_step(base: int, step: int) -> int:
+    """Return MASTER_PORT of a step: each of 16 in a row has its own."""
+    return base + step % _STEPS
+
+
+def of_attempt(first: int, attempt: int) -> int:
+    """Return MASTER_PORT of an attempt in a step whose first one has used `first`."""
+    port = first + _STEPS * attempt
+    return port if port < 65536 else 1024 + port % 64512

@@ -9,7 +9,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { VARIABLES_MAX = 64, MESSAGES_SIZE = 16384 };
+enum { VARIABLES_MAX = 64, MESSAGES_SIZE = 16384, ENVIRONMENT_SIZE = 16384 };
 
 struct environment {
 	char *names[VARIABLES_MAX];
@@ -101,6 +101,22 @@ void stub_setenv(const char *name, const char *value)
 const char *stub_getenv(const char *name)
 {
 	return env_get(&task_env, name);
+}
+
+const char *stub_environment(void)
+{
+	static char text[ENVIRONMENT_SIZE];
+	size_t used = 0;
+
+	text[0] = '\0';
+	for (int i = 0; i < VARIABLES_MAX; i++) {
+		if (!task_env.names[i])
+			continue;
+		used += (size_t)snprintf(text + used, sizeof(text) - used, "%s=%s\n", task_env.names[i], task_env.values[i]);
+		if (used >= sizeof(text))
+			abort();
+	}
+	return text;
 }
 
 const char *stub_control_getenv(const char *name)

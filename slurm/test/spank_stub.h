@@ -34,6 +34,9 @@ unsigned stub_options_registered(void);
 void stub_setenv(const char *name, const char *value);
 const char *stub_getenv(const char *name);
 
+/* All of it, a line each; the next call overwrites it. */
+const char *stub_environment(void);
+
 /* What prolog and epilog will see, less the SPANK_ in front. */
 const char *stub_control_getenv(const char *name);
 

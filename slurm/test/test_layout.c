@@ -36,10 +36,41 @@ static void test_bad(void)
 		}
 }
 
+static void test_first_host(void)
+{
+	static const char *const good[][2] = {
+		{ "n1", "n1" },
+		{ "n[1-3]", "n1" },
+		{ "n[3,1-2]", "n3" },
+		{ "gpu[001-004,9]x[2-3],login", "gpu001x2" },
+		{ "n7.a-b_c,n[1-3]", "n7.a-b_c" },
+		{ "[10-12]", "10" },
+		{ "r[1]n[007]", "r1n007" },
+	};
+	static const char *const bad[] = {
+		"", ",", ",n1", "n[", "n[]", "n[-2]", "n[1", "n[1-", "n[1-2", "n[a-b]", "n[1;2]", "n 1", "n1;id", "$HOME",
+		"n[[1]]", "n]", "n\n", "/etc/passwd", "abcdefgh", "abcdefg[1-2]",
+	};
+	char host[8];
+	char room[64];
+
+	for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
+		CHECK(layout_first_host(good[i][0], room, sizeof(room)));
+		CHECK_STRING(room, good[i][1]);
+	}
+	for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++)
+		if (layout_first_host(bad[i], host, sizeof(host))) {
+			fprintf(stderr, "accepted as a host list: '%s'\n", bad[i]);
+			exit(1);
+		}
+	CHECK(layout_first_host("abcdefg", host, sizeof(host)));
+}
+
 int main(void)
 {
 	test_good();
 	test_bad();
+	test_first_host();
 	PASSED();
 	return 0;
 }

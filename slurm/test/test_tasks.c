@@ -83,6 +83,18 @@ static void check_no_ranks(void)
 	CHECK_STRING(stub_getenv("GEMINI_RANKS_OF"), NULL);
 }
 
+/* Of the task that `a_task` has made: by Slurm it is the fourth of five, its node the second of n[1-3]. */
+static void check_ranks_by_slurm(const char *port, const char *ranks_of)
+{
+	CHECK_STRING(stub_getenv("RANK"), "3");
+	CHECK_STRING(stub_getenv("WORLD_SIZE"), "5");
+	CHECK_STRING(stub_getenv("LOCAL_RANK"), "1");
+	CHECK_STRING(stub_getenv("LOCAL_WORLD_SIZE"), "2");
+	CHECK_STRING(stub_getenv("MASTER_ADDR"), "n1");
+	CHECK_STRING(stub_getenv("MASTER_PORT"), port);
+	CHECK_STRING(stub_getenv("GEMINI_RANKS_OF"), ranks_of);
+}
+
 static void test_ranks(void)
 {
 	write_map(good_map);
@@ -117,10 +129,12 @@ static void note(const char *text)
 	CHECK(file && fputs(text, file) >= 0 && fclose(file) == 0);
 }
 
-static void says(const char *local_id, const char *inherited, const char *message, const char *why)
+static void says_as(const char *procid, const char *local_id, const char *inherited, const char *message,
+		    const char *why)
 {
 	remove_map();
 	a_task(0);
+	stub_setenv("SLURM_PROCID", procid);
 	stub_setenv("SLURM_LOCALID", local_id);
 	stub_setenv("SLURMD_NODENAME", "n2");
 	if (inherited)
@@ -133,8 +147,15 @@ static void says(const char *local_id, const char *inherited, const char *messag
 	check_place(false);
 }
 
+static void says(const char *local_id, const char *inherited, const char *message, const char *why)
+{
+	says_as("3", local_id, inherited, message, why);
+}
+
 static void test_why(void)
 {
+	static const char nothing_left[] = "on n2 there is no agent's map, and its prolog has left no reason";
+	static const char *const none[] = { "1 of another incarnation\n", "0\n", "0 \n", "" };
 	static const char long_one[] = "0 xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
 				       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
 				       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
@@ -149,12 +170,18 @@ static void test_why(void)
 	says("0", "python3 is missing on this node", NULL, "python3 is missing on this node");
 	note("0 \033[2Jx\ty\nsecond line\n");
 	says("0", NULL, "n2: ?[2Jx?y", "?[2Jx?y");
-	note("1 of another incarnation\n");
-	says("0", NULL, NULL, NULL);
-	note("0\n");
-	says("0", NULL, NULL, NULL);
-	note("");
-	says("0", NULL, NULL, NULL);
+	/* What lies elsewhere is said by one voice, and not of this node. */
+	note("0 elsewhere: no agent can be reached on n3\n");
+	says("0", NULL, NULL, "no agent can be reached on n3");
+	says_as("0", "0", NULL, "this job is not protected: no agent can be reached on n3", "no agent can be reached on n3");
+	CHECK(strstr(stub_messages(), "n2") == NULL);
+	says_as("0", "0", "no agent can be reached on n3", NULL, "no agent can be reached on n3");
+	for (size_t i = 0; i < sizeof(none) / sizeof(none[0]); i++) {
+		note(none[i]);
+		says("0", NULL, NULL, nothing_left);
+		says_as("0", "0", NULL, nothing_left, nothing_left);
+		says_as("0", "0", nothing_left, NULL, nothing_left);
+	}
 	note(long_one);
 	remove_map();
 	a_task(0);
@@ -170,15 +197,27 @@ static void test_why(void)
 	note(NULL);
 }
 
+/* A job that has asked for nothing: not a byte of its environment changes, whatever is set and lies about. */
 static void test_unprotected_job(void)
 {
-	write_map(good_map);
-	a_task(0);
-	CHECK(spank_unsetenv(&handle, "SLURM_GEMINI_REPLICAS") == ESPANK_SUCCESS);
-	stub_setenv("GEMINI_REPLICAS", "9");
-	run();
-	check_place(false);
-	check_no_ranks();
+	static const char *const theirs[] = { "GEMINI_REPLICAS", "GEMINI_SOCKET", "GEMINI_UNPROTECTED",
+					      "GEMINI_RANKS_OF", "RANK", "MASTER_PORT", "SLURM_GEMINI_SPARES" };
+	char *before;
+
+	for (size_t with = 0; with <= sizeof(theirs) / sizeof(theirs[0]); with++) {
+		if (with % 2)
+			write_map(good_map);
+		else
+			remove_map();
+		a_task(0);
+		CHECK(spank_unsetenv(&handle, "SLURM_GEMINI_REPLICAS") == ESPANK_SUCCESS);
+		for (size_t i = 0; i < with; i++)
+			stub_setenv(theirs[i], "9");
+		before = strdup(stub_environment());
+		run();
+		CHECK_STRING(stub_environment(), before);
+		free(before);
+	}
 }
 
 static void test_scripts(void)
@@ -195,6 +234,60 @@ static void test_scripts(void)
 	a_task(SLURM_EXTERN_CONT);
 	run();
 	check_place(false);
+	remove_map();
+	for (size_t i = 0; i < 2; i++) {
+		a_task(scripts[i]);
+		run();
+		check_no_ranks();
+	}
+}
+
+/* Without a map: what is set stays, and where Slurm's figures do not say it all, nothing is exported. */
+static void test_other_steps_without_a_map(void)
+{
+	static char huge[2 << 20];
+	static const char *const changes[][2] = {
+		{ "SLURM_STEP_NUM_NODES", "2" },
+		{ "SLURM_STEP_NUM_NODES", "0" },
+		{ "SLURM_JOB_NUM_NODES", "4" },
+		{ "SLURM_PROCID", "5" },
+		{ "SLURM_PROCID", "-1" },
+		{ "SLURM_PROCID", "4294967296" },
+		{ "SLURM_NODEID", "3" },
+		{ "SLURM_LOCALID", "2" },
+		{ "SLURM_LOCALID", "" },
+		{ "SLURM_STEP_NODELIST", "" },
+		{ "SLURM_STEP_NODELIST", "n[" },
+		{ "SLURM_STEP_NODELIST", "$(id)" },
+		{ "SLURM_STEP_NODELIST", huge },
+		{ "SLURM_STEP_NUM_NODES", huge },
+		{ "SLURM_PROCID", huge },
+		{ "SLURM_DISTRIBUTION", "arbitrary" },
+		{ "SLURM_GEMINI_SPARES", "1" },
+		{ "RANK", "0" },
+		{ "RANK", "" },
+		{ "WORLD_SIZE", "5" },
+		{ "LOCAL_RANK", "0" },
+		{ "LOCAL_WORLD_SIZE", "2" },
+		{ "MASTER_ADDR", "elsewhere" },
+		{ "MASTER_PORT", "29500" },
+	};
+
+	remove_map();
+	memset(huge, '1', sizeof(huge) - 1);
+	for (size_t i = 0; i < sizeof(changes) / sizeof(changes[0]); i++) {
+		a_task(0);
+		stub_setenv(changes[i][0], changes[i][1]);
+		run();
+		CHECK_STRING(stub_getenv("GEMINI_RANKS_OF"), NULL);
+		for (size_t k = 0; job_env_ranks[k]; k++)
+			CHECK_STRING(stub_getenv(job_env_ranks[k]),
+				     strcmp(job_env_ranks[k], changes[i][0]) == 0 ? changes[i][1] : NULL);
+	}
+	a_task(0);
+	stub_setenv("SLURM_DISTRIBUTION", "cyclic");
+	run();
+	check_ranks_by_slurm("29776", "123.0.0");
 }
 
 /* Steps that are not the whole job, or whose figures do not agree: place yes, ranks no. */
@@ -255,6 +348,14 @@ static void test_nested_step(void)
 	stub_setenv("SLURM_STEP_NUM_NODES", "2");
 	run();
 	check_no_ranks();
+	/* And without a map. */
+	remove_map();
+	a_task(1);
+	for (size_t i = 0; job_env_ranks[i]; i++)
+		stub_setenv(job_env_ranks[i], "77");
+	stub_setenv("GEMINI_RANKS_OF", "123.0.0");
+	run();
+	check_ranks_by_slurm("29777", "123.0.1");
 }
 
 static void test_no_or_other_map(void)
@@ -266,14 +367,14 @@ static void test_no_or_other_map(void)
 	stub_setenv("GEMINI_SOCKET", "/of/another/job");
 	run();
 	check_place(false);
-	check_no_ranks();
+	check_ranks_by_slurm("29776", "123.0.0");	/* 24000 + 123 * 7 % 500 * 16 */
 
 	write_map(good_map);
-	a_task(0);
+	a_task(18);
 	stub_setenv("SLURM_RESTART_COUNT", "1");
 	run();
 	check_place(false);
-	check_no_ranks();
+	check_ranks_by_slurm("29794", "123.1.18");	/* the next block, and 18 % 16 */
 
 	memcpy(text, good_map, sizeof(text));
 	memcpy(strstr(text, "job=123"), "job=124", 7);
@@ -507,6 +608,7 @@ int main(void)
 	test_why();
 	test_scripts();
 	test_other_steps();
+	test_other_steps_without_a_map();
 	test_nested_step();
 	test_no_or_other_map();
 	test_late_map();

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.devcluster import cgroups
 from gemini_hpc.node import cgroup, ledger, prolog
 from gemini_hpc.node.cgroup import Group
-from gemini_hpc.node.memory_cgroup import Choice, Place, scope_name
+from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice, Place, scope_name
 
 MIB = 1 << 20
 
@@ -94,11 +94,11 @@ def test_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(cgroup, "_write", write)
     monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
     monkeypatch.setattr(cgroup, "SYSTEMD_BOOTED", str(tmp_path / "no-systemd"))
-    choice = cgroup.prepare(Settings(memory_cap_bytes=100 * MIB), 1 << 40)
+    choice = cgroup.prepare(Settings(memory_cap_bytes=100 * MIB), 1 << 40, 3)
     assert choice == Choice("v2", f"{tmp_path}/gemini-hpc")
     controllers = [("cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")]
     assert [step for step in written if step[0] == "cgroup.subtree_control"] == controllers
-    assert ("gemini-hpc/memory.max", str(164 * MIB)) in written
+    assert ("gemini-hpc/memory.max", str(100 * MIB + 3 * AGENT_ROOM_BYTES)) in written
     written.clear()
     assert cgroup.admit(choice, 7, 4711, 50 * MIB) == (Group(2, (f"{tmp_path}/gemini-hpc/7",)), "")
     assert written[:3] == [(f"gemini-hpc/{at}", what) for at, what in controllers]
@@ -115,29 +115,148 @@ def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     former.mkdir()
     (former / "cgroup.procs").write_text(str(sleeper))
     os.kill(sleeper, signal.SIGSTOP)
-    tmp_path.chmod(0o755)
-    run_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     known = ledger.Entry(7, 65534, 0, Group(1, (str(former),)))
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(str(tmp_path / "run")) as entries:
         entries.put(known)
     now = Group(1, (str(top / "now.scope"),))
-    monkeypatch.setattr(cgroup, "prepare", lambda settings, total: Choice("systemd"))
     monkeypatch.setattr(cgroup, "admit", lambda choice, job, pid, limit: (now, ""))
     again = prolog.Incarnation(7, 65534, 1, 2, "n1", "n[1-2]", "", 0)
-    prolog._leave_slurmds_cgroup(again, Settings(), run_fd, os.getpid())
+    prolog._leave_slurmds_cgroup(again, str(tmp_path / "run"), Choice("systemd"), 100 * MIB, os.getpid())
     assert os.waitid(os.P_PID, sleeper, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, "ended"
     assert not former.exists()
-    with ledger.opened(run_fd) as entries:
+    with ledger.opened(str(tmp_path / "run")) as entries:
         entry = entries.get(7)
     assert entry is not None and (entry.group, entry.restart) == (now, 1)
-    os.close(run_fd)
 
 
 def test_a_controller_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").touch()
     monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
-    choice = cgroup.prepare(Settings(agent_cgroup="/gemini-hpc"), 1 << 40)
+    choice = cgroup.prepare(Settings(agent_cgroup="/gemini-hpc"), 1 << 40, 1)
     assert choice.how == "stay" and "memory.max: No such file" in choice.why
+
+
+def inside(directory: Path, work: Callable[[], int]) -> int:
+    """What a process in this cgroup makes of it: a status."""
+    child = os.fork()
+    if child == 0:
+        status = 255
+        try:
+            (directory / "cgroup.procs").write_text("0")
+            status = work()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def said(budget: Budget, wanted_bytes: int) -> str:
+    """Why that cannot be taken, or ""."""
+    try:
+        budget.take(wanted_bytes, "shard")
+    except NoMemory as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.fixture
+def two(top: Path) -> tuple[Path, Path, Settings]:
+    """Two jobs on a node with a cap of 96 MiB, of which each has a share of 64: the cgroups that root makes."""
+    settings = Settings(
+        memory_cap_bytes=96 * MIB, memory_floor_bytes=0, agent_cgroup=str(top).removeprefix(cgroups.MOUNT)
+    )
+    (top / "memory.limit_in_bytes").write_text(str(96 * MIB + 2 * AGENT_ROOM_BYTES))
+    jobs = top / "7", top / "8"
+    for job in jobs:
+        job.mkdir()
+        (job / "memory.limit_in_bytes").write_text(str(64 * MIB + AGENT_ROOM_BYTES))
+    return *jobs, settings
+
+
+@pytest.mark.slow
+def test_a_job_has_its_share_and_no_more(two: tuple[Path, Path, Settings]) -> None:
+    """All of it: its agent's own processes have room beside it."""
+    first, _, settings = two
+
+    def work() -> int:
+        ballast, budget = bytearray(40 * MIB), Budget(settings, 1, "2 of 3 CPUs")
+        if budget.cap_bytes != 64 * MIB or not ballast:
+            return 1
+        if "the job's share of the node (2 of 3 CPUs) is 64 MiB of its cap of 96 MiB" not in said(budget, 65 * MIB):
+            return 2
+        budget.take(64 * MIB, "shard")
+        memory = Memfd("gemini:test", 64 * MIB)
+        memory.reserve(budget.left_bytes)
+        return 3 if budget.left_bytes() else 42
+
+    assert inside(first, work) == 42
+
+
+@pytest.mark.slow
+def test_shares_that_are_more_than_the_cap_end_nobody(two: tuple[Path, Path, Settings]) -> None:
+    """A job that has ended keeps its copies for a while, and another one has its CPUs."""
+    first, second, settings = two
+
+    def other() -> int:
+        budget = Budget(settings)
+        memory = Memfd("gemini:test", 48 * MIB)
+        try:
+            memory.reserve(budget.left_bytes)
+            return 1
+        except NoMemory:
+            memory.close()
+        why = said(budget, 33 * MIB)
+        return 42 if "has 32 MiB left for all agents of this node" in why else 2
+
+    def one() -> int:
+        memory = Memfd("gemini:test", 64 * MIB)
+        memory.reserve(Budget(settings).left_bytes)
+        with memory.view() as view:
+            view[0] = 1
+        return inside(second, other)
+
+    assert inside(first, one) == 42
+
+
+def test_a_cgroup_that_is_there_gets_another_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Requeued with more of the node; never below what is taken, for v2 would kill."""
+    for name, text in (("memory.max", "900"), ("memory.current", "500")):
+        (tmp_path / name).write_text(text)
+    group = Group(2, (str(tmp_path),))
+    for wanted, there in ((600, "600"), (550, "550"), (400, "550")):
+        assert cgroup.resize(group, wanted) == ""
+        assert (tmp_path / "memory.max").read_text() == there
+    said_to = busctl(monkeypatch, tmp_path, "exit 0")
+    scope = tmp_path / "geminihpc-7-4711.scope"
+    scope.mkdir()
+    for name, text in (("memory.max", "max"), ("memory.current", "0")):
+        (scope / name).write_text(text)
+    assert cgroup.resize(Group(2, (str(scope),)), 300) == ""
+    assert "SetUnitProperties sba(sv) geminihpc-7-4711.scope true 1 MemoryMax t 300" in said_to.read_text()
+    assert cgroup.resize(cgroup.NO_GROUP, 300) == ""
+    assert cgroup.resize(Group(2, (str(tmp_path / "gone"),)), 300) == "", "with its agent"
+    busctl(monkeypatch, tmp_path, "echo no such unit >&2; exit 1")
+    assert "its limit could not be set: busctl: no such unit" in cgroup.resize(Group(2, (str(scope),)), 400)
+
+
+def test_no_agent_is_started_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the node, or of a cgroup that the site limits."""
+    free = {"MemAvailable": 500 * MIB, "MemTotal": 1 << 30}
+    monkeypatch.setattr(cgroup, "meminfo", lambda: free)
+    monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/site/slurmd", True))
+    (tmp_path / "site" / "agents").mkdir(parents=True)
+    choice, settings = Choice("v2", f"{tmp_path}/site/agents"), Settings(memory_floor_bytes=100 * MIB)
+    assert cgroup.no_room(choice, settings) == "", "no limit is known"
+    for name, text in (("memory.max", 300 * MIB), ("memory.current", 250 * MIB), ("memory.stat", "inactive_file 0")):
+        (tmp_path / "site" / name).write_text(str(text))
+    assert (
+        cgroup.no_room(choice, settings)
+        == f"no memory for its agent: it needs 96 MiB, {tmp_path}/site has 50 MiB left"
+    )
+    (tmp_path / "site" / "memory.stat").write_text(f"inactive_file {46 * MIB}")
+    assert cgroup.no_room(choice, settings) == ""
+    free["MemAvailable"] = 195 * MIB
+    expected = "no memory for its agent: it needs 96 MiB, 95 MiB are free above the floor of 100 MiB"
+    assert cgroup.no_room(choice, settings) == cgroup.no_room(Choice("systemd"), settings) == expected
 
 
 @pytest.mark.slow
@@ -153,7 +272,7 @@ def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
             try:
                 budget.take(190 * MIB, "shard")
             except NoMemory as exc:
-                status = 2 if "left for all agents of this node" in str(exc) else 3
+                status = 2 if "MiB left" in str(exc) else 3
             memory = Memfd("gemini:test", 190 * MIB)
             try:
                 memory.reserve(budget.left_bytes)

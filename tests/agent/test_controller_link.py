@@ -14,7 +14,8 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.retention import _JUST_S, Retention
 from gemini_hpc.config import Settings
 from gemini_hpc.core.views import View
-from gemini_hpc.wire.controller import Report
+from gemini_hpc.wire.controller import Registration, Report
+from gemini_hpc.wire.local import Attach
 
 
 @pytest.mark.parametrize(("matters", "hosts"), [(True, ["n2"]), (False, [])])
@@ -24,12 +25,27 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     mesh = SimpleNamespace(dead={"n2"})
     incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True)
     membership.incarnation = incarnation
-    listener: Any = SimpleNamespace(deaths_matter=lambda now: matters)
+    listener: Any = SimpleNamespace(deaths_matter=lambda now: matters, finished=None)
     log: Any = lambda *_, **__: None  # noqa: E731
     mine = ControllerLink(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]
     mine.beat(0.0)
     assert [m.host for m in sent if isinstance(m, Report)] == hosts
+
+
+def test_the_controller_hears_whether_the_training_has_finished() -> None:
+    membership, sent = Membership(), list[Any]()
+    view, attach, mesh = View(("n1", "n2")), Attach(7, 0, "n[1-2]", "n1", 2), SimpleNamespace(dead=set())
+    incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True, hosts=view.hosts)
+    membership.incarnation = incarnation
+    listener: Any = SimpleNamespace(deaths_matter=lambda now: False, finished=None, rescuing=False)
+    log: Any = lambda *_, **__: None  # noqa: E731
+    mine = ControllerLink(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
+    mine._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    for finished in (None, False, False, True, True, False):
+        listener.finished = finished
+        mine.beat(0.0)
+    assert [m.finished for m in sent if isinstance(m, Registration)] == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,23 @@ def test_a_silent_partner_is_probed_once_by_itself_and_by_three_others() -> None
     assert watch.probes(4.0) == [], "it is being probed"
 
 
+def test_who_is_heard_after_the_jobs_end_was_not_lost_before_it() -> None:
+    watch = Watch()
+    watch.detector.job_ended(0.5)
+    watch.hear(1.0, "b")
+    assert [probe.host for probe in watch.probes(2.5)] == ["b"], "it may have been lost before"
+    assert watch.probes(4.0) == [], "the others may have ended since, as their jobs have"
+
+
+def test_where_one_was_lost_before_the_jobs_end_another_loss_is_news() -> None:
+    watch = Watch()
+    watch.detector.told("c", "b", alive=False, now=1.5)
+    watch.detector.job_ended(1.6)
+    watch.hear(2.0, "b", "c")
+    assert {probe.host for probe in watch.probes(3.0)} == {"c"}
+    assert {probe.host for probe in watch.probes(4.5)} == {"d", "e", "f"}
+
+
 def test_who_has_an_agent_already_is_expected() -> None:
     """A survivor that dies before it is in the next incarnation is missed there."""
     detector = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b", "c", "z"))

@@ -60,7 +60,7 @@ class Node:
         self.membership.incarnation, self.membership.detached = self.incarnation, False
         trainings: Any = Sets(self.training)
         self.begun: list[str] = []
-        launches: Any = SimpleNamespace(hung=lambda launch, reason: not self.begun.append(reason))
+        launches: Any = SimpleNamespace(hung=lambda launch, rank, what: not self.begun.append(what))
         self.hangs = Hangs(
             self.name,
             str(net.directory),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,18 +21,19 @@ class Node:
     """One job's agent: whether its job has a step, whether it answers, how long ago things were."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path.chmod(0o755)
-        self.run_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.run_dir = path / "run"
+        self.run_dir.mkdir(0o755)
+        self.settings = replace(SETTINGS, run_dir=str(self.run_dir))
         self.inside, self.answers, self.step = [4711], False, False
         self.killed = 0
         self.now_s = 100_000.0
         monkeypatch.setattr(ledger, "now_s", lambda: self.now_s)
         monkeypatch.setattr(reaper, "inside", lambda entry: self.inside)
         monkeypatch.setattr(reaper, "_answers", lambda run_dir, entry: self.answers)
-        monkeypatch.setattr(reaper, "_kill", self._kill)
+        monkeypatch.setattr(reaper, "kill", self._kill)
         monkeypatch.setattr(reaper, "AGAIN_S", ())
         monkeypatch.setattr(job_steps, "jobs_with_steps", lambda: {JOB} if self.step else set())
-        with ledger.opened(self.run_fd) as entries:
+        with ledger.opened(self.settings.run_dir) as entries:
             entries.started(JOB, 65534, 0)
 
     def _kill(self, entry: Entry, inside: list[int]) -> None:
@@ -41,26 +41,24 @@ class Node:
         self.inside = []
 
     def entry(self) -> Entry | None:
-        with ledger.opened(self.run_fd) as entries:
+        with ledger.opened(self.settings.run_dir) as entries:
             return entries.get(JOB)
 
     def after(self, seconds: float) -> float | None:
         """A look so much later."""
         self.now_s += seconds
-        return reaper.look(self.run_fd, SETTINGS)
+        return reaper.look(self.settings)
 
     def ended(self) -> None:
-        with ledger.opened(self.run_fd) as entries:
+        with ledger.opened(self.settings.run_dir) as entries:
             entries.ended(JOB, 65534, 0)
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     if os.geteuid() != 0:
         pytest.skip("the ledger is root's")
-    made = Node(tmp_path, monkeypatch)
-    yield made
-    os.close(made.run_fd)
+    return Node(tmp_path, monkeypatch)
 
 
 def test_silent_one_is_ended_after_the_retention(node: Node) -> None:
@@ -124,7 +122,7 @@ def test_gone_without_an_epilog_is_struck_out(node: Node) -> None:
 
 def test_job_that_runs_here_again_is_out_of_its_hands(node: Node) -> None:
     node.ended()
-    with ledger.opened(node.run_fd) as entries:
+    with ledger.opened(node.settings.run_dir) as entries:
         entries.started(JOB, 65534, 1)
     node.step = True
     assert node.after(10 * ANSWERING_S) is None and not node.killed
@@ -141,7 +139,7 @@ def test_job_that_goes_on_here_without_a_prolog_is_not_ended(node: Node) -> None
         node.now_s += SILENT_S
     assert not node.killed and (entry := node.entry()) is not None and entry.ended_s is None
     node.step = False
-    with ledger.opened(node.run_fd) as entries:
+    with ledger.opened(node.settings.run_dir) as entries:
         entries.ended(JOB, 65534, 1)
     entry = node.entry()
     assert entry is not None and (entry.restart, entry.ended_s) == (1, node.now_s), "its own end counts"
@@ -150,28 +148,25 @@ def test_job_that_goes_on_here_without_a_prolog_is_not_ended(node: Node) -> None
 def test_a_later_incarnations_end_is_not_the_earlier_ones(node: Node) -> None:
     node.ended()
     node.now_s += 500.0
-    with ledger.opened(node.run_fd) as entries:
+    with ledger.opened(node.settings.run_dir) as entries:
         entries.ended(JOB, 65534, 0)
         assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s - 500.0, "told twice"
         entries.ended(JOB, 65534, 1)
         assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s
 
 
-def test_directories_that_ended_jobs_have_left_go_after_a_moment(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_that_ended_jobs_have_left_go_after_a_moment(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without another job's prolog; a job that the ledger knows is waited for otherwise."""
-    settings = replace(SETTINGS, run_dir=str(tmp_path))
     monkeypatch.setattr(stale_jobs, "_answers", lambda directory, uid: directory.endswith("/7"))
     for name in ("7", "9", "12"):
-        (tmp_path / name).mkdir()
-    os.utime(tmp_path / "7", (0, 0))
-    os.utime(tmp_path / "9", (0, 0))
-    assert reaper.sweep(node.run_fd, settings), "the youngest one's owner may look at its log"
-    assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["12", "7"]
-    os.utime(tmp_path / "12", (0, 0))
-    assert not reaper.sweep(node.run_fd, settings)
-    assert [path.name for path in tmp_path.glob("[0-9]*")] == ["7"]
+        (node.run_dir / name).mkdir()
+    os.utime(node.run_dir / "7", (0, 0))
+    os.utime(node.run_dir / "9", (0, 0))
+    assert reaper.sweep(node.settings), "the youngest one's owner may look at its log"
+    assert sorted(path.name for path in node.run_dir.glob("[0-9]*")) == ["12", "7"]
+    os.utime(node.run_dir / "12", (0, 0))
+    assert not reaper.sweep(node.settings)
+    assert [path.name for path in node.run_dir.glob("[0-9]*")] == ["7"]
 
 
 def test_command_lines_of_users_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

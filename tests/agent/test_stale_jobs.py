@@ -16,13 +16,13 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     """With an old directory of job 7, whose agent nobody hears from."""
     if os.geteuid() != 0:
         pytest.skip("the ledger is root's")
-    tmp_path.chmod(0o755)
-    (tmp_path / "7").mkdir()
-    os.utime(tmp_path / "7", (0, 0))
+    run = tmp_path / "run"
+    (run / "7").mkdir(parents=True)
+    os.utime(run / "7", (0, 0))
     monkeypatch.setattr(job_steps, "jobs_with_steps", set)
     monkeypatch.setattr(stale_jobs, "_answers", lambda directory, uid: False)
-    run_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    yield tmp_path, run_fd
+    run_fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    yield run, run_fd
     os.close(run_fd)
 
 
@@ -41,7 +41,7 @@ def test_a_job_that_begins_here_in_this_moment_keeps_its_directory(
     run_dir: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prolog has found it there from before; it has no step yet, and its agent does not answer yet."""
-    with ledger.opened(run_dir[1]) as entries:
+    with ledger.opened(str(run_dir[0])) as entries:
         entries.started(7, 65534, 1)
     assert sweep(run_dir)
     later_s = ledger.now_s() + stale_jobs.AGE_MIN_S + 1.0

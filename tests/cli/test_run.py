@@ -19,6 +19,7 @@ import pytest
 
 from gemini_hpc.cli import run as verb
 from gemini_hpc.cli import sendback
+from gemini_hpc.core.attempts import End
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.wire import local
 
@@ -107,6 +108,7 @@ class Told:
     """Stands where the agent does, and tells of versions what the step has written into a file."""
 
     def __init__(self, directory: Path) -> None:
+        self.last: Callable[[int], local.StepEnd | None] = lambda begun: None  # what is known of a step's end then
         self.path, self.state = str(directory / "agent.sock"), directory / "state"
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.bind(self.path)
@@ -125,7 +127,9 @@ class Told:
                     if self.state.exists():
                         first, second = self.state.read_text().split()
                         sealed, begun = (int(first != "0"), int(first)), int(second)
-                    peer.send(local.encode(local.Verdict(alive=("a", "b"), sealed=sealed, begun=begun)))
+                    last = self.last(begun)
+                    verdict = local.Verdict(alive=("a", "b"), sealed=sealed, begun=begun, last=last)
+                    peer.send(local.encode(verdict))
 
     def close(self) -> None:
         self._sock.shutdown(socket.SHUT_RDWR)
@@ -161,8 +165,7 @@ def attempt(
 def test_without_a_sealed_version_a_step_is_started_again_once_only(attempt: Attempt) -> None:
     status, tries, said = attempt("0 0 1")
     assert (status, tries) == (1, 2), said
-    assert "no newer version was sealed" in said
-    assert "fails before its first step is saved each time" in said
+    assert "not restarted: it fails before its first step is saved each time" in said
 
 
 def test_the_count_begins_again_with_progress(attempt: Attempt) -> None:
@@ -171,15 +174,45 @@ def test_the_count_begins_again_with_progress(attempt: Attempt) -> None:
     assert said.count("restart 1 of 3") == 5, said
 
 
-def test_a_step_that_comes_to_the_same_end_is_told_so_and_given_up(attempt: Attempt) -> None:
+def test_a_step_that_comes_to_the_same_end_is_given_up(attempt: Attempt) -> None:
     status, tries, said = attempt("7 7 3")
-    assert (status, tries) == (3, 3), said
-    assert said.count("status 3 (fails at step 8 each time)") == 2, said
+    assert (status, tries) == (3, 2), said
+    assert "status 3; not restarted: it fails at step 8 each time" in said
 
 
 def test_another_end_at_the_same_step_is_no_pattern(attempt: Attempt) -> None:
-    status, _, said = attempt("7 7 3", "7 7 4", "7 7 5")
-    assert status == 5 and "each time" not in said, said
+    status, tries, said = attempt("7 7 3", "7 7 4", "7 7 5")
+    assert (status, tries) == (5, 3) and "each time" not in said, said
+    assert "no newer version was sealed" in said
+
+
+def test_a_step_that_wants_another_try_has_no_pattern(attempt: Attempt) -> None:
+    """Each time it loads something else."""
+    status, tries, said = attempt("7 7 75", "7 7 75", "7 7 0")
+    assert (status, tries) == (0, 3), said
+
+
+def test_what_launchers_have_given_up_is_not_started_again(agent: Told, attempt: Attempt) -> None:
+    """They have tried it twice: the step would fail in the same way."""
+    why = "rank 1 ended with status 1 (ValueError at t.py:3); it fails at step 8 each time"
+    told = local.StepEnd("7.0", given_up=why)
+    agent.last = lambda begun: told if begun else None
+    status, tries, said = attempt("7 7 1")
+    assert (status, tries) == (1, 1) and f"status 1; not restarted: {why}" in said, said
+    agent.last = lambda begun: told
+    status, tries, said = attempt("8 8 9", "9 9 0")
+    assert (status, tries) == (0, 2), f"that was another step\n{said}"
+
+
+def test_a_step_that_has_leaked_is_not_started_without_end(agent: Told, attempt: Attempt) -> None:
+    """It seals newer versions each time."""
+    end = End("rank 1 was ended: out of memory", memory=True)
+    agent.last = lambda begun: local.StepEnd(f"7.{begun}", end) if begun else None
+    status, tries, said = attempt(*(f"{n} {n} 137" for n in range(5, 50, 5)))
+    assert (status, tries) == (137, 4), said
+    for number in (1, 2, 3):
+        assert f"(rank 1 was ended: out of memory) on healthy nodes: restart {number} of 3" in said, said
+    assert "not restarted: 3 restarts are used up" in said, said
 
 
 def test_a_signal_that_somebody_has_sent_to_the_ranks_is_no_failure(attempt: Attempt) -> None:

@@ -34,7 +34,7 @@ class Scene(FakeSlurm):
         self.partitions_are = {"main": "DRAIN", "long": "UP"}
         for host, restart in (("n1", 1), ("n2", 1), ("n3", 0)):
             link = SimpleNamespace(closed=False, send=lambda message, host=host: self.sent.append((host, message)))
-            self.track.agents[host] = Agent(cast(Any, link), host, 7, restart, 2, 1, "x", "live")
+            self.track.agents[host] = Agent(cast(Any, link), host, 7, "x", restart=restart)
         self.watch = DrainWatch(self, clock=lambda: self.now)
 
     async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:

@@ -188,7 +188,7 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
         elif verdict.act in (Act.FENCE, Act.ADOPT):
             acted.add((claim, state, restarts))
     here, gone = ("RUNNING", "CONFIGURING", "COMPLETING"), ("PENDING", "COMPLETING")
-    wanted = {(Claim.REPORTED, s, 1) for s in (*here, "FAILED", "NODE_FAIL")}
+    wanted = {(Claim.REPORTED, s, 1) for s in (*here, "FAILED", "NODE_FAIL", "COMPLETED")}
     wanted |= {(Claim.REPORTED, s, 2) for s in gone}
     for claim in (Claim.SURVIVOR, Claim.TAKEN_OVER):
         wanted |= {(claim, s, 1) for s in here} | {(claim, s, n) for s in (*gone, "CONFIGURING") for n in (2, 3)}
@@ -232,6 +232,9 @@ def test_vetoes() -> None:
         (Act.DISMISS, "again", {"restarts": 1}),
         (Act.DISMISS, "restart 0", {"restarts": 2}),
         (Act.DISMISS, "long before", {"state": "FAILED", "end_time": JOB.start_time + 100}),
+        (Act.DISMISS, "long before", {"state": "COMPLETED", "end_time": JOB.start_time + 100}),
+        (Act.DISMISS, "had finished", {"state": "COMPLETED", "end_time": JOB.start_time + 499, "finished": True}),
+        (Act.FENCE, "no answer", {"state": "FAILED", "end_time": JOB.start_time + 499, "finished": True}),
     ]
     for act, word, changes in cases:
         verdict = judge(case(**changes))

@@ -21,7 +21,7 @@ from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.placement import holders, recovery_probability
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import picture, recoveries
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState, TrainingState
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 from gemini_hpc.wire.sanitize import tame as printable
@@ -161,6 +161,24 @@ def test_a_missing_agent_shows_at_once() -> None:
     assert ["n3"] in v["fatal"] and v["survives"][0]["probability"] == 0.75
 
 
+def test_one_training_of_two_is_protected() -> None:
+    """The other one has sealed nothing, or a rank of it has lost its protection."""
+    for state, shown in (("arming", 0), ("degraded", 5), ("protected", 5)):
+        other = TrainingState("critic", 4, Stamp(1, shown) if shown else None, state, (0,))
+        held = [msgspec.structs.replace(slot(rank, shown), set="critic") for rank in range(4) if shown]
+        parts = [
+            msgspec.structs.replace(p, trainings=(*p.trainings, other), held=(*p.held, *held)) for p in pairs({})
+        ]
+        d = picture(7, parts, [], SLURM, (), "controller", NOW)
+        if state == "protected":
+            assert d["state"] == "protected" and "trainings)" not in render(d)
+            continue
+        assert [s["protected"] for s in d["trainings"]] == [False, True]
+        assert d["state"] == "partly protected" and "job 7: partly protected (1 of 2 trainings)  " in render(d), state
+        waits = picture(7, parts, [], {**SLURM, "state": "PENDING"}, (), "controller", NOW)
+        assert waits["state"] == ("waiting" if state == "arming" else "degraded")
+
+
 def test_what_lives_in_ranks_is_told_beside_the_copies() -> None:
     """n1 and n2 hold each other's shards, and could make copies of the others'; n3 and n4 likewise."""
     parts = pairs({})
@@ -232,6 +250,29 @@ def test_a_false_alarm_is_no_recovery_and_hides_none() -> None:
     both = [(1.0, "detected", "n2"), (1.1, "detected", "n3"), (2.0, "dismissed", "n3"), (3.0, "confirmed", "n2")]
     assert told(*both) == [(1.0, [name for _, name, _ in both])]
     assert told((1.0, "detected", "n2")) == [(1.0, ["detected"])], "it is being judged"
+
+
+def test_an_agents_word_of_a_suspicion_has_its_own_host() -> None:
+    """The controller's word, and what it dismisses, have the silent node's."""
+    agents = [EventRecord(1.0, "detected", host, 0, 0, "n2 is silent; witnesses n1, n3") for host in ("n1", "n3")]
+    controllers = [EventRecord(3.0, "detected", "n2", 0, 0, "reported by n1,n3")]
+    cleared = [EventRecord(9.0, "dismissed", "n2", 0, 0, "its agent answers")]
+    relaunched = [EventRecord(8.0, name, "n3", 0, 5) for name in ("relaunch", "resumed", "first_iteration")]
+    assert recoveries([*agents, *controllers, *cleared]) == []
+    assert recoveries([*agents, *controllers, *relaunched, *cleared]) == []
+
+
+def test_a_recovery_is_completed_when_the_job_is_back() -> None:
+    def completed(*names: str, restart: int = 0) -> list[bool]:
+        log = [EventRecord(1.0, "detected", "n1", 0, 0, "n2 is silent; witnesses n1, n3")]
+        log += [EventRecord(2.0 + i, name, "", restart) for i, name in enumerate(names)]
+        return [r["completed"] for r in recoveries(log)]
+
+    assert completed("detected", "confirmed", "down", "requeued") == [False], "it waits for a node"
+    assert completed("detected", "confirmed", "down", "requeued", "running") == [True]
+    assert completed("confirmed", "goes_on") == completed("without", "first_iteration") == [True], "with a spare"
+    assert completed("attached", "first_iteration", restart=1) == [True], "without a controller"
+    assert completed("relaunch", "first_iteration") == [False], "its ranks began again, and the node is judged still"
 
 
 def test_event_log_is_bounded_andprintable(tmp_path: Path) -> None:

@@ -102,26 +102,40 @@ def test_nothing_is_known_of_what_was_sealed() -> None:
 def row(**changes: Any) -> dict[str, Any]:
     good = {
         "job": 7, "id": "7", "uid": 5001, "user": "alice", "state": "protected", "slurm": "RUNNING", "nodes": 16,
-        "sealed_age_s": 0.42, "survives": 1, "recoveries": 2, "restarts": 2, "ended": None,
+        "state_of": "", "sealed_age_s": 0.42, "sealed_version": None, "survives": 1, "recoveries": 2, "restarts": 2,
+        "ended": None,
     }  # fmt: skip
     return good | changes
+
+
+def over(since_s: float, sealed: int | None, **changes: Any) -> dict[str, Any]:
+    ended = {"state": "ended", "slurm": "FAILED", "ended": NOW - since_s, "sealed_version": sealed}
+    return row(sealed_age_s=None, survives=None, **ended, **changes)
 
 
 def test_the_table() -> None:
     rows = [
         row(),
         row(
-            job=8, id="4294967295_1000", user="a-very-long-user-name", state="partly protected", slurm="OUT_OF_MEMORY"
+            job=8,
+            id="4294967295_1000",
+            user="a-very-long-user-name",
+            state="partly protected",
+            state_of="(1 of 2 trainings)",
+            slurm="OUT_OF_MEMORY",
         ),
-        row(job=9, id="9", state="ended", slurm="FAILED", ended=NOW - 8000, sealed_age_s=None, survives=None),
+        over(8000, 77, job=9, id="9"),
+        over(8000, None, job=11, id="11"),
         row(job=10, id="10", user="x\x1b[2J\n", state="arming", sealed_age_s=None, survives=None, nodes=10000),
     ]
     text = jobs.render({"schema": 1, "t": NOW, "jobs": rows, "not_shown": 3})
     lines = text.splitlines()
-    assert len(lines) == 6 and max(map(len, lines)) <= 80 and "\x1b" not in text
+    assert len(lines) == 8 and max(map(len, lines)) <= 80 and "\x1b" not in text
     assert lines[0].split() == list(jobs.HEAD)
     assert lines[1].split() == ["7", "alice", "protected", "RUNNING", "16", "0.4", "s", "1", "node", "2"]
-    assert "2 h ago" in lines[3] and lines[-1] == "and 3 older ones"
+    assert lines[3].strip() == "(1 of 2 trainings)" and lines[3].index("(") == lines[2].index("partly")
+    assert "2 h ago" in lines[4] and lines[-1] == "and 3 older ones"
+    assert "ago" not in lines[5], "it has never sealed"
     for since_s, words in (
         (45, "45 s ago"),
         (900, "15min ago"),
@@ -129,9 +143,7 @@ def test_the_table() -> None:
         (6000, "2 h ago"),
         (9e5, "10 d ago"),
     ):
-        ended = jobs.render(
-            {"schema": 1, "t": NOW, "jobs": [row(state="ended", ended=NOW - since_s)], "not_shown": 0}
-        )
+        ended = jobs.render({"schema": 1, "t": NOW, "jobs": [over(since_s, 77)], "not_shown": 0})
         assert words in ended, "in its column"
     assert "no protected jobs" in jobs.render({"schema": 1, "t": NOW, "jobs": [], "not_shown": 0})
 

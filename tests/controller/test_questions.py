@@ -52,7 +52,9 @@ def answer(path: Path, read: Callable[[int], Awaitable[Job]], uid: int) -> tuple
     return asyncio.run(ask()), registry
 
 
-def test_a_slow_slurm_does_not_hold_the_answer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_slurm_does_not_hold_the_answer_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Who asks waits for 2 s, and would take the controller for gone."""
     monkeypatch.setattr(questions, "SLURM_TIMEOUT_S", 0.1)
 
@@ -64,6 +66,23 @@ def test_a_slow_slurm_does_not_hold_the_answer_up(tmp_path: Path, monkeypatch: p
     found, _ = answer(tmp_path, slow, 5001)
     assert time.monotonic() - began < 5
     assert found.slurm["state"] == ALICES.state and STALE in found.slurm["note"] and found.events
+    assert "job=7 slurm=slurmctld has not told of this job within 0.1 s" in caplog.text
+
+
+def test_jobs_counts_what_came_back_and_tells_of_what_was_sealed(tmp_path: Path) -> None:
+    """Of a suspicion that was dismissed, and of a job that has never sealed, the list says nothing."""
+    registry, logs, now = Registry(str(tmp_path)), EventLogs(str(tmp_path)), time.time()
+    registry.track(ALICES)
+    suspected = [("n1", "detected", "n2 is silent; witnesses n1"), ("n2", "detected", ""), ("n2", "dismissed", "")]
+    lost = [("n2", "detected", ""), ("n2", "confirmed", ""), ("", "running", "restart 1 on n1")]
+    for job, told, sealed in ((7, [*suspected, *lost], 40), (8, suspected, 0)):
+        logs.begin(job, 5001)
+        ends = [("n1", "detached", "exit code 1")]
+        logs.add(job, [EventRecord(now, name, host, 0, sealed, text) for host, name, text in [*told, *ends]])
+    operators: Any = Nobody()
+    asked: Any = None
+    answers = asyncio.run(Questions(operators, registry, logs, Lemons(str(tmp_path), 0), asked)._listed(False, 5001))
+    assert [(row.job, row.recoveries, row.sealed) for row in answers.jobs] == [(7, 1, 40), (8, 0, 0)]
 
 
 def test_a_job_with_the_number_of_another_owners_is_not_his(tmp_path: Path) -> None:

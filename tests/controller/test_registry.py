@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gemini_hpc.controller.registry import Agent, Registry, Stored, Track
+from gemini_hpc.wire.controller import Registration
 
 from .test_takeover import JOB
 
@@ -21,7 +22,7 @@ def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = Fal
     asked: list[object] = []
     heard = time.monotonic() - heard_s
     link: Any = SimpleNamespace(closed=closed, last_heard=heard, send=asked.append, asked=asked)
-    return Agent(link, host, 7, 0, 2, 17000, "x", "attached", verified)
+    return Agent(link, host, 7, "x", verified)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,40 @@ def test_an_agent_vouches_for_its_node_from_there_only(
     assert registry.vouched("n1") is vouched
     assert len(one.link.asked) == asked  # type: ignore[attr-defined]
     assert not registry.vouched("n2")
+
+
+@pytest.mark.parametrize(
+    ("words", "finished"),
+    [
+        ([], None),
+        ([None, None], False),  # nothing has trained yet
+        ([True, None], True),  # a spare has nothing to finish
+        ([True, True], True),
+        ([True, False], False),  # whose rank was writing results when it was lost
+        ([False], False),
+    ],
+)
+def test_a_training_has_finished_where_all_agents_say_so(
+    tmp_path: Path, words: list[bool | None], finished: bool | None
+) -> None:
+    track = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    for number, word in enumerate(words):
+        one = track.agents[f"n{number}"] = agent(f"n{number}", verified=True, closed=number == 0)
+        one.take(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
+    former = track.agents["n9"] = agent("n9", verified=True)
+    former.take(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
+    assert track.finished(1) is finished
+    track.job = dataclasses.replace(JOB, nodes=("n1", "n3"))
+    assert track.lacks(1, "n2") is bool(finished), "it runs on with --no-kill, and nobody looks at the node again"
+
+
+def test_what_an_agent_says_again_counts() -> None:
+    one = agent("n1", verified=True)
+    for rescuing in (False, True, False):
+        one.take(Registration(7, 1, "n1", (), 2, 17000, "x", "attached", rescuing=rescuing))
+        assert one.rescuing is rescuing
+    one.take(Registration(7, 1, "n1", (), 2, 0, "x", "attached"))
+    assert one.port == 17000
 
 
 def test_a_full_disk_leaves_an_older_state_there_until_it_takes_the_new_one(

@@ -272,6 +272,56 @@ def test_an_epilogs_hold_leaves_no_pin_behind(state: str) -> None:
     assert list(slurm.held) == [slurm.current.reservation] and "delete" not in slurm.done
 
 
+# ---- scripts that have ended -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "finished", "goes_on", "requeue", "back"),
+    [
+        ("COMPLETED", False, False, True, True),
+        ("COMPLETED", True, False, True, False),
+        ("COMPLETED", False, True, True, False),
+        ("COMPLETED", False, False, False, False),
+        ("FAILED", True, False, True, True),  # its ranks had closed, and the script failed with a node
+        ("CANCELLED", False, False, True, False),
+        ("TIMEOUT", False, False, True, False),
+    ],
+)
+def test_what_a_lost_node_has_ended_is_sent_back_once(
+    state: str, finished: bool, goes_on: bool, requeue: bool, back: bool
+) -> None:
+    """Unless its training had finished, goes on with a spare, or its user does not want it back."""
+    slurm, said = ScriptedSlurm(starts=lambda s: "start now+2" in s.done), list[str]()
+    slurm.current = dataclasses.replace(PENDING, state=state, restarts=0, requeue=requeue)
+
+    async def send_back(job: Job) -> None:
+        slurm.done.append("requeue")
+        slurm.current = dataclasses.replace(job, state="PENDING", restarts=job.restarts + 1)
+
+    async def work() -> str:
+        made = make(slurm, said)
+        made.may_requeue, made.finished, made.goes_on = True, lambda: finished, lambda: goes_on
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        return await made.follow(5.0)
+
+    slurm.requeue = send_back  # type: ignore[method-assign]
+    assert asyncio.run(work()) == ("running" if back else state)
+    assert slurm.done.count("requeue") == said.count("sent_back") == back and not slurm.held
+
+
+def test_a_script_that_goes_on_after_its_training_is_let_go_on() -> None:
+    """--no-kill: Slurm has taken the lost node from the job; what it has not to train any more it does not need."""
+    slurm, said = ScriptedSlurm(), list[str]()
+    slurm.current = dataclasses.replace(PENDING, state="RUNNING", restarts=0, nodes=("n1", "n3"))
+
+    async def work() -> str:
+        made = make(slurm, said)
+        made.may_requeue, made.finished = True, lambda: True
+        return await made.follow(5.0)
+
+    assert asyncio.run(work()) == "goes on" and said == ["goes_on"]
+
+
 # ---- survivors that cannot be pinned ---------------------------------------------------------------------
 
 

@@ -63,6 +63,12 @@ def test_release() -> None:
         assert bool(release_reason(state, ended, 900.0)) is free, case
 
 
+def test_copies_of_a_completed_job_stay_until_a_loss_before_its_end_would_be_known() -> None:
+    assert not release_reason("COMPLETED", 7.9, 900.0, doubt_s=8.0)
+    assert release_reason("COMPLETED", 8.0, 900.0, doubt_s=8.0) == "job COMPLETED"
+    assert release_reason("CANCELLED", 0.0, 900.0, doubt_s=8.0) == "job CANCELLED"
+
+
 def test_reasons_that_no_node_can_help() -> None:
     assert held("JobHeldUser") and held("QOSMaxJobsPerUserLimit") and held("AssocGrpCpuLimit") and held("Dependency")
     assert not held("Resources") and not held("BeginTime") and not held("Priority") and not held("")

@@ -1,13 +1,32 @@
+"""What launchers and agents know of a step's attempts: joins, and the rank that is named."""
+
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.attempts import Known
+from gemini_hpc.core.attempts import NOTHING, End, Known
+from gemini_hpc.core.culprits import Cause
 
-known = st.builds(
-    Known, st.integers(0, 3), st.sampled_from(["", "a", "b"]), st.sampled_from(["", "x", "y"]), st.booleans()
+ends = st.builds(
+    End,
+    st.sampled_from(["", "a", "b"]),
+    st.sampled_from([Cause.CONSEQUENCE, Cause.RAISED]),
+    st.integers(0, 2),
+    key=st.sampled_from(["", "k"]),
+    memory=st.booleans(),
 )
+known = st.builds(
+    Known,
+    st.integers(0, 4),
+    ends,
+    ends,
+    st.sampled_from(["", "x", "y"]),
+    ends,
+    st.booleans(),
+    st.booleans(),
+)
+ONE = End("rank 1 ended", Cause.RAISED, 1)
 
 
 @given(known, known, known)
@@ -17,21 +36,42 @@ def test_in_whatever_order_it_is_heard_all_know_the_same(a: Known, b: Known, c: 
     assert a.join(a) == a and a.join(b).join(b) == a.join(b)
 
 
-@given(known, st.integers(0, 3), known)
-def test_what_is_known_only_grows(before: Known, attempt: int, other: Known) -> None:
-    for after in (before.join(other), before.failed(attempt, "rank 1 ended")):
+@given(known, st.integers(0, 3), ends, known)
+def test_what_is_known_only_grows(before: Known, attempt: int, end: End, other: Known) -> None:
+    for after in (before.join(other), before.failed(attempt, end), before.showed(attempt, end)):
         assert after.join(before) == after
 
 
 def test_two_ranks_of_an_attempt_that_fail_end_it_once() -> None:
-    first = Known().failed(0, "rank 1 ended")
+    first = Known().failed(0, ONE)
     assert (first.attempt, first.reason) == (1, "rank 1 ended")
-    assert first.failed(0, "rank 0 ended, too") == first
-    assert first.failed(1, "rank 1 ended").attempt == 2
-    assert Known().failed(0, "rank 1").join(Known().failed(0, "rank 2")).attempt == 1, "at two agents at once"
+    assert first.failed(0, End("rank 2 ended, too", Cause.RAISED, 2)) == first
+    assert first.failed(1, ONE).attempt == 2
+    other = Known().failed(0, End("rank 2", Cause.RAISED, 2))
+    assert first.join(other).attempt == 1, "at two agents at once"
+    assert first.join(other).first == ONE
+
+
+def test_who_failed_first_may_be_heard_last() -> None:
+    """A rank that fails of another one has told before, and the next attempt has begun."""
+    victim = End("rank 0 ended", Cause.CONSEQUENCE, 0)
+    begun = Known().failed(0, victim)
+    assert begun.first == victim and begun.failed(0, ONE) == begun.showed(0, ONE)
+    assert begun.failed(0, ONE).first == ONE and begun.failed(0, ONE).attempt == 1
+    later = begun.failed(1, victim).failed(0, ONE)
+    assert (later.attempt, later.first, later.before) == (2, victim, victim), "too late to count"
+    assert later.join(Known(1, ONE)).before == ONE
+    over = Known(1, ONE, over="it fails at step 6 each time", last=ONE, given_up=True).join(Known(2, victim))
+    assert over.first == over.ending == ONE and over.why_over == "rank 1 ended; it fails at step 6 each time"
 
 
 def test_without_a_rank_that_has_succeeded_there_is_no_other_attempt() -> None:
-    over = Known(2, done=True).failed(2, "rank 1 ended")
-    assert over.attempt == 2 and over.over == "rank 1 ended, and another rank has already ended with success"
-    assert over.failed(2, "again") == over
+    over = Known(2, done=True).failed(2, ONE)
+    assert over.attempt == 2 and over.why_over == "rank 1 ended; another rank has already ended with success"
+    assert over.failed(2, ONE) == over and not over.given_up
+
+
+def test_ends_that_repeat() -> None:
+    assert End(key="ValueError at t.py:3 at step 7").repeats(End(key="ValueError at t.py:3 at step 7", rank=3))
+    assert not End(key="ValueError at t.py:3 at step 7").repeats(End(key="ValueError at t.py:3 at step 9"))
+    assert not NOTHING.repeats(NOTHING)

@@ -166,3 +166,27 @@ def test_what_is_left_of_a_limit() -> None:
         memory_cgroup.left(1, "100\n", "70\n", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 5\n") == 55
     )
     assert memory_cgroup.left(2, "100\n", "170\n", "anon 3\ninactive_file 20\nactive_file 5\n") == 0
+
+
+def test_what_is_a_jobs_and_what_is_held_in_it() -> None:
+    def jobs(path: str, setting: str = "") -> bool:
+        return memory_cgroup.is_a_jobs(Place(2, "/sys/fs/cgroup", path, True), setting)
+
+    assert (
+        jobs("/gemini-hpc/7") and jobs("/site/agents/7", "/site/agents/") and jobs("/site/agents/7", "/site/agents")
+    )
+    assert jobs("/geminihpc.slice/geminihpc-7-4711.scope")
+    for other in ("/", "/7", "/gemini-hpc", "/gemini-hpc/x", "/user.slice/7", "/user.slice/geminihpc-7-4711.scope"):
+        assert not jobs(other), other
+    assert not jobs("/gemini-hpc/7", "/site/agents")
+    assert memory_cgroup.held(1, "shmem 1\ntotal_shmem 20\ntotal_inactive_file 7\n") == 20
+    assert memory_cgroup.held(2, "anon 5\nshmem 30\n") == 30
+    assert memory_cgroup.held(2, "") == 0
+    assert memory_cgroup.bound("max\n") is memory_cgroup.bound(f"{(1 << 63) - 4096}\n") is None
+    assert memory_cgroup.bound("4096\n") == 4096
+
+
+def test_systemd_is_asked_for_another_limit() -> None:
+    assert memory_cgroup.resize_call("/usr/bin/busctl", "geminihpc-7-4711.scope", 1 << 30)[-7:] == [
+        *("sba(sv)", "geminihpc-7-4711.scope", "true", "1", "MemoryMax", "t", str(1 << 30)),
+    ]

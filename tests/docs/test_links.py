@@ -30,7 +30,7 @@ FOREIGN = {
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),
-    *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert"),
+    *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert", "--exclusive", "--hint"),
     "--with-ft",  # Open MPI's
     *("--tiny", "--fake"),  # python -m benchmarks, benchmarks.gpu
 }

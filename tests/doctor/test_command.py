@@ -14,7 +14,6 @@ import pytest
 from gemini_hpc.cli.main import main
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
-from gemini_hpc.doctor.cgroups import limit
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.configuration import Configuration, Release
 from gemini_hpc.doctor.facts import Facts
@@ -22,6 +21,7 @@ from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok
 from gemini_hpc.doctor.leftovers import age_s
 from gemini_hpc.doctor.network import Range, free_of, listeners
 from gemini_hpc.doctor.units import files, setting
+from gemini_hpc.node.cgroup import lowest_limit
 from gemini_hpc.node.memory_cgroup import Place
 from gemini_hpc.slurm.text import parse_configuration, parse_ping
 
@@ -182,13 +182,13 @@ def test_cgroup_v2(tmp_path: Path) -> None:
     here.mkdir(parents=True)
     (here / "memory.max").write_text("max\n")
     place = Place(2, str(tmp_path), "/system.slice/slurmd.service", True)
-    assert limit(place) is None
+    assert lowest_limit(place) is None
     (tmp_path / "system.slice/memory.max").write_text(f"{GIB}\n")
-    assert limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
+    assert lowest_limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
     (here / "memory.max").write_text(f"{GIB // 2}\n")
-    assert limit(place) == (GIB // 2, str(here / "memory.max"))
-    assert memory.slurmd_limit(limit(place), 2 * GIB).status == "wrong"
-    assert memory.slurmd_limit(limit(place), GIB // 4).status == "ok"
+    assert lowest_limit(place) == (GIB // 2, str(here / "memory.max"))
+    assert memory.slurmd_limit(lowest_limit(place), 2 * GIB).status == "wrong"
+    assert memory.slurmd_limit(lowest_limit(place), GIB // 4).status == "ok"
 
 
 def test_systemd_units(tmp_path: Path) -> None:

@@ -321,9 +321,10 @@ def test_a_backup_slurmctld_takes_over(two_controllers: Cluster) -> None:
 def test_strangers_in_the_agents_cgroup(patient: Patient) -> None:
     """As root's ledger has it: a process that no prolog has put there."""
     group = "/sys/fs/cgroup/memory/gemini-hpc/4000000"
-    entry = {"job": 4000000, "uid": 5001, "restart": 0, "ended_s": None}
+    boot = patient.cluster.exec("n1", ["cat", "/proc/sys/kernel/random/boot_id"]).stdout.strip()
+    entry = {"job": 4000000, "uid": 5001, "restart": 0, "ended_s": None, "released": False, "boot": boot}
     text = json.dumps(entry | {"group": {"version": 1, "directories": [group]}})
-    top = "/run/gemini-hpc/.agents"
+    top = "/run/gemini-hpc.agents"
     made = patient.cluster.exec(
         "n1",
         ["bash", "-c", f"mkdir -p {group} {top}; chmod 700 {top}; echo '{text}' >{top}/4000000; "

@@ -1,4 +1,4 @@
-"""Every example runs: here by torchrun without an agent, or in the test that is named beside it."""
+"""Every example runs: here without an agent, alone and by torchrun and as by srun; or in the test beside it."""
 
 from __future__ import annotations
 
@@ -37,19 +37,33 @@ def test_each_example_has_a_test() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_it_trains(tmp_path: Path, name: str, world: int) -> None:
+@pytest.mark.parametrize("start", ["alone", pytest.param("torchrun", marks=pytest.mark.long), "srun"])
+def test_it_trains(tmp_path: Path, name: str, start: str) -> None:
     arguments, ends = HERE[name]
     argv = [str(ROOT / "examples" / name), *arguments.split()]
-    if world > 1:
-        launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--log-dir={tmp_path}"]
+    if start == "torchrun":
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={tmp_path}"]
         argv = [*launch, f"--master-port={free_port()}", *argv]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_", "PMI"))}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert ends in done.stdout, done.stdout[-2000:]
-    said = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
+    tasks = [env | srun_task(k) for k in range(2)] if start == "srun" else [env]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    processes = [subprocess.Popen([sys.executable, *argv], env=task, **pipes) for task in tasks]  # type: ignore[call-overload]
+    try:
+        done = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    out, err = ("".join(parts) for parts in zip(*done, strict=True))
+    assert [process.returncode for process in processes] == [0] * len(tasks), err[-4000:]
+    assert ends in done[0][0], out[-2000:]
+    said = [line for line in err.splitlines() if "gemini-hpc" in line]
     assert len(said) == 1 and "not protected: no agent here" in said[0], said
+
+
+def srun_task(task: int) -> dict[str, str]:
+    """Return what Slurm tells a task of `srun -n2` on one node, in a job without option and plugin."""
+    of_step = {"JOB_ID": str(os.getpid()), "STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NODELIST": "localhost"}
+    of_task = {"STEP_TASKS_PER_NODE": "2", "NODEID": "0", "PROCID": str(task), "LOCALID": str(task)}
+    return {f"SLURM_{name}": value for name, value in (of_step | of_task).items()}

@@ -99,7 +99,7 @@ def test_not_enough_memory_for_the_replicas(site: Site) -> None:
     try:
         until(lambda: out.exists() and "step " in out.read_text(), 40, 0.1, what="the step ends")
         said = [line for line in out.read_text().splitlines() if "not enough memory for the replicas" in line]
-        assert said and "wanted 128 MiB" in said[0] and "cap is 32 MiB" in said[0], out.read_text()
+        assert said and "wanted 128 MiB" in said[0] and "its cap of 32 MiB" in said[0], out.read_text()
 
         def noted() -> Any:
             done = site.gemini("inspect", str(job), "--json")
@@ -210,18 +210,19 @@ def test_bad_settings_cost_protection_and_not_the_job(site: Site, settings_file:
 
 
 def test_a_prolog_that_cannot_protect_says_so_in_the_jobs_output(site: Site) -> None:
-    """The installation is missing on one node: its reason, and what its peers made of it."""
+    """The installation is missing on one node: its reason, and what its peers made of it, which name that node."""
     cluster, out = site.cluster, site.cluster.home("alice") / "unprotected-out"
     assert cluster.exec("n2", ["mount", "-t", "tmpfs", "none", "/opt/gemini-hpc"]).returncode == 0
     try:
         script = "#!/bin/sh\nsrun sh -c 'echo $SLURMD_NODENAME has: $GEMINI_UNPROTECTED'\n"
-        job = cluster.sbatch(["-N2", "-wn1,n2", "--gemini-replicas=2", f"--output={out}"], script=script)
+        job = cluster.sbatch(["-N3", "-wn1,n2,n3", "--gemini-replicas=2", f"--output={out}"], script=script)
         until(lambda: _over(site, job), 60, 0.1, what="the job ends")
         log = cluster.exec("n2", ["cat", "/run/gemini-hpc.unprotected/log"]).stdout
     finally:
         cluster.exec("n2", ["umount", "/opt/gemini-hpc"])
     text = out.read_text()
     assert "this job is not protected on n2: /opt/gemini-hpc/venv/bin/python3 is missing on this node" in text
-    assert text.count("this job is not protected on n1: ") == 1
-    assert "n2 has: /opt/gemini-hpc/venv/bin/python3 is missing" in text and "n1 has: the agent" in text
+    assert text.count("gemini-hpc: ") == 2 and "this job is not protected: no agent can be reached on n2\n" in text
+    assert "n2 has: /opt/gemini-hpc/venv/bin/python3 is missing" in text
+    assert "n1 has: no agent can be reached on n2" in text and "n3 has: the agents of the job's nodes did not" in text
     assert f"job={job} restart=0 /opt/gemini-hpc/venv/bin/python3 is missing on this node" in log

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ Fault = tuple[int, int, int, str | int]
 class Command:
     """A launcher that begins with Python itself, as users start it; otherwise as `Process`."""
 
-    def __init__(self, env: dict[str, str], arguments: Sequence[str], output: Path) -> None:
+    def __init__(self, env: dict[str, str], arguments: Sequence[str], output: Path, group: Path | None) -> None:
+        """group: a cgroup to begin in."""
         usual = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_"))}
         usual |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._output = output
         argv = [sys.executable, "-m", "gemini_hpc.launch", *arguments]
+        if group is not None:
+            argv = ["sh", "-c", f'echo 0 >{group}/cgroup.procs; exec "$@"', "sh", *argv]
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 argv, env={**usual, **env}, cwd=output.parent, stdout=subprocess.DEVNULL, stderr=file
@@ -65,11 +68,12 @@ class Launchers:
         words: Sequence[str] = (),
         script: Path = TOY,
         fresh: bool = False,
+        groups: Mapping[int, Path] | None = None,
         faults: Sequence[Fault] = (),
         **options: Any,
     ) -> None:
-        """words: options of the launcher; fresh: not forked from a process that has torch already; faults: rank,
-        attempt, step and what happens."""
+        """words: options of the launcher; fresh: not forked from a process that has torch already; groups: cgroups of
+        ranks; faults: rank, attempt, step and what happens."""
         directory.mkdir()
         self.job, self.world, self._directory = job, world, directory
         told = [dict(zip(("rank", "attempt", "step", "how"), fault, strict=True)) for fault in faults]
@@ -81,7 +85,7 @@ class Launchers:
                 node = job.nodes[rank * len(job.nodes) // world]
                 env |= {"GEMINI_SOCKET": node.path, "GEMINI_STEP": "7.0"}
             self.processes.append(
-                Command(env, arguments, directory / f"output{rank}")
+                Command(env, arguments, directory / f"output{rank}", (groups or {}).get(rank))
                 if fresh
                 else Process(env, module="gemini_hpc.launch", arguments=arguments)
             )

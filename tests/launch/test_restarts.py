@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 Launch = Callable[..., Launchers]
 Undisturbed = Callable[..., list[str]]
 RELAUNCHES = ("rank_failed", "relaunch", "not_relaunched")
+MISTAKE = 1 + TOY.read_text().splitlines().index('            raise ValueError(f"a mistake at step {step}")')
 
 
 def events(launchers: Launchers, node: int = 0) -> list[str]:
@@ -37,9 +38,10 @@ def test_all_ranks_go_on_when_one_has_failed(launch: Launch, undisturbed: Undist
     assert ranks.attempts() == 2 and ranks.repeated(1) in (0, 1), ranks.story()
     assert all(line["state"] != "unprotected" for line in ranks.lines("resumed")), ranks.story()
     assert ranks.digests() == undisturbed(), ranks.story()
-    ended = "SIGKILL" if how == "kill" else "status 1"
+    ended = "SIGKILL" if how == "kill" else f"status 1 (ValueError at toy.py:{MISTAKE})"
     assert f"rank 1 ended with {ended}; starting all ranks again: restart 1 of 3" in ranks.output(1)
     assert ("ValueError: a mistake at step 8" in ranks.output(1)) == (how == "raise"), ranks.output(1)
+    assert "gemini_hpc/launch" not in ranks.output(1) and "runpy" not in ranks.output(1), ranks.output(1)
     assert events(ranks) == ["relaunch"] and events(ranks, 1) == ["rank_failed"]
     assert ranks.job is not None
     shows = "was killed or crashed" if how == "kill" else "ended with an error"
@@ -50,11 +52,34 @@ def test_restarts_are_used_up(launch: Launch) -> None:
     """The second attempt fails where the first did."""
     ranks = launch(words=["--max-restarts", "1"], faults=[(1, attempt, 6, 9) for attempt in range(5)])
     codes = ranks.wait()
-    assert ranks.attempts() == 2 and codes[1] == 9 and codes[0] != 0, ranks.story()
+    assert ranks.attempts() == 2 and codes == [9, 9], ranks.story()
     both = ranks.output(0) + ranks.output(1)
     assert both.count("not starting the ranks again: 1 restarts are used up") == 1, ranks.story()
-    assert "fails at step 6 each time" in ranks.output(1) and "rank 0: ending: rank 1 ended" in ranks.output(0)
+    assert "rank 0: ending: rank 1 ended with status 9 (exit 9 at toy.py:" in ranks.output(0)
     assert events(ranks) == ["relaunch", "not_relaunched"] and events(ranks, 1) == ["rank_failed"] * 2
+
+
+@pytest.mark.parametrize("step", [0, 6])
+def test_a_mistake_is_tried_once_more(launch: Launch, step: int) -> None:
+    """Both ranks of a node raise it in each attempt; its traceback is shown once."""
+    ranks = launch(4, faults=[(rank, attempt, step, "raise") for rank in (0, 1) for attempt in range(5)])
+    assert ranks.wait() == [1] * 4, ranks.story()
+    assert {line["attempt"] for line in ranks.lines("fault")} == {0, 1}, ranks.story()
+    said = "".join(map(ranks.output, range(4)))
+    assert said.count("Traceback") == said.count(f"ValueError: a mistake at step {step}") == 1, said
+    where = f"at step {step}" if step else "before its first step is saved"
+    ended = f"ended with status 1 (ValueError at toy.py:{MISTAKE})"
+    assert f"{ended}; not starting the ranks again: it fails {where} each time" in said, said
+    assert said.count(f"{ended}; starting all ranks again: restart 1 of 3") == 1, said
+    assert events(ranks).count("relaunch") == events(ranks).count("not_relaunched") == 1, ranks.story()
+
+
+def test_the_same_exception_at_other_steps_is_no_pattern(launch: Launch, undisturbed: Undisturbed) -> None:
+    ranks = launch(
+        words=["--max-restarts", "1"], faults=[(1, attempt, 4 * attempt + 4, "raise") for attempt in range(3)]
+    )
+    assert ranks.wait() == [0, 0] and ranks.attempts() == 4, ranks.story()
+    assert ranks.digests() == undisturbed(), ranks.story()
 
 
 def test_a_newer_sealed_version_begins_the_count_again(launch: Launch, undisturbed: Undisturbed) -> None:
@@ -71,7 +96,7 @@ def test_no_attempt_follows_where_a_rank_has_ended_with_success(launch: Launch) 
     until(lambda: len(ranks.lines("fault")) == 2, 40, 0.01, what="both at their end")
     os.kill(ranks.pid(2), signal.SIGKILL)
     assert ranks.wait() == [0, 137, 137] and ranks.attempts() == 1, ranks.story()
-    why = "rank 2 ended with SIGKILL, and another rank has already ended with success"
+    why = "rank 2 ended with SIGKILL; another rank has already ended with success"
     assert f"not starting the ranks again: {why}" in ranks.output(2), ranks.story()
     assert f"rank 1: ending: {why}" in ranks.output(1), ranks.story()
 

@@ -91,3 +91,22 @@ def test_nothing_is_left_when_the_launcher_dies(step: Step) -> None:
     until(
         lambda: not Path(f"/proc/{witness}/cmdline").exists() or not Path(f"/proc/{witness}/cmdline").read_bytes(), 10
     )
+
+
+def test_a_launcher_that_ends_keeps_its_status() -> None:
+    """srun ends the others with SIGTERM when one has failed, also those that are about to end."""
+    program = (
+        "import atexit, os, signal\n"
+        "from gemini_hpc.launch.signals import Signals\n"
+        "signals = Signals()\n"
+        "signals.begin()\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
+        "        kill(pid, 15)\n"
+        "signals.end()\n"
+        "signals.close()\n"
+        "atexit.last = Last()\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+        "raise SystemExit(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7

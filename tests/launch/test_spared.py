@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.launch.launcher import Launcher
 from gemini_hpc.wire import local
+
+RANK: Any = SimpleNamespace(cause=Cause.CONSEQUENCE, raised=None, status=1, killed=False)
 
 
 class Agents:
     """Stands where the agent does: in which attempt the ranks of the step are to be, and what it has been told."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.attempt, self.failed = path, 0, list[str]()
+        self.path, self.attempt, self.failed = path, 0, 0
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.bind(path)
         self._sock.listen(8)
@@ -38,8 +41,7 @@ class Agents:
     def _answer(self, request: local.Request) -> local.Message:
         if not isinstance(request, local.LaunchRequest):
             return local.Verdict(alive=("n1", "n3"), sealed=(1, 5), begun=5)
-        if request.failed:
-            self.failed.append(request.failed)
+        self.failed += bool(request.failed)
         return local.LaunchState(self.attempt)
 
     def close(self) -> None:
@@ -64,12 +66,10 @@ def launcher(agents: Agents, most: int) -> Launcher:
 
 def test_a_loss_is_no_failure_of_the_rank(agents: Agents) -> None:
     """No restart is left, and none is needed: the agents have begun the next attempt by themselves."""
-    rank: Any = SimpleNamespace(cause=None)
     agents.attempt = 1
-    assert launcher(agents, most=0)._after(1, rank) is None and not agents.failed
+    assert launcher(agents, most=0)._after(1, RANK) is None and not agents.failed
 
 
 def test_a_failure_is_one(agents: Agents, capfd: pytest.CaptureFixture[str]) -> None:
-    rank: Any = SimpleNamespace(cause=None)
-    assert launcher(agents, most=0)._after(1, rank) == 1
+    assert launcher(agents, most=0)._after(1, RANK) == 1
     assert "0 restarts are used up" in capfd.readouterr().err

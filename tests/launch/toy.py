@@ -2,8 +2,8 @@
 
 log: a directory, in which each rank appends lines of JSON to a file of its own; steps, pause_s; workers: of the data
 loader; faults: what a rank does to itself, each {"rank", "attempt", "step", "how"}. At step 0 that is before
-`Checkpointer` is made, at step -1 when the training has succeeded. sigterm: seconds and status with which each rank
-ends on SIGTERM.
+`Checkpointer` is made, at step -1 when the training has succeeded. leaks: rank and MiB that it loses with each step.
+sigterm: seconds and status with which each rank ends on SIGTERM.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def train() -> str:
     checkpointer = gemini.Checkpointer(model, optimizer, loader=loader)
     start = checkpointer.resume()
     say("resumed", step=start, state=checkpointer.report()["state"])
+    lost: list[bytes] = []
     batches = iter(loader.forever()) if loader is not None else None
     for step in range(start + 1, OPTIONS["steps"] + 1):
         data = torch.full((4, 32), step / 60.0) if batches is None else next(batches)[0]
@@ -88,6 +89,8 @@ def train() -> str:
         loss.backward()
         optimizer.step()
         time.sleep(OPTIONS["pause_s"])
+        if OPTIONS.get("leaks", (-1, 0))[0] == RANK:
+            lost.append(b"x" * (OPTIONS["leaks"][1] << 20))
         say("step", step=step, workers=workers(loader))
         stumble(step)
         checkpointer.step()

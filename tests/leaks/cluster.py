@@ -13,7 +13,6 @@ from pathlib import Path
 
 from gemini_hpc.devcluster import slurm
 from gemini_hpc.devcluster.cluster import Cluster
-from gemini_hpc.node import ledger
 
 from . import Found, assert_nothing_new
 from .machine import charged
@@ -187,9 +186,7 @@ def _job_directories(inits: dict[str, int]) -> Found:
     found: Found = {}
     for node, init in inits.items():
         run = f"/proc/{init}/root/run/gemini-hpc"
-        for directory, below, files in os.walk(run):  # what goes meanwhile is passed over
-            # Root's notes: a node that got no epilog keeps one until the next prolog there. Agents themselves: above.
-            below[:] = [name for name in below if name != ledger.NAME]
+        for directory, _, files in os.walk(run):  # what goes meanwhile is passed over
             for name in files:
                 if name not in JOB_FILES:
                     inside = os.path.join(directory, name).replace(run, "/run/gemini-hpc", 1)

@@ -52,7 +52,7 @@ def test_detached_agent_gives_way(site: Site) -> None:
     site.configure(memory_floor_bytes=free - BELOW_MIB * MIB, retention_s=60.0)
     on = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
     on.reach(3)
-    over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2",))
+    over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2", "-c2"))
     over.reach(3)
     hosts = detached(site, over)  # last: from here on the controller's own retention time runs
     out = site.cluster.home("bob") / "hog"
@@ -96,7 +96,7 @@ def test_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how: str) -
     if how == "CANCELLED":
         site.cluster.run(["scancel", str(job.id)])
     until(lambda: job.state == how, 90, 0.1, what=how)
-    until(lambda: not any(job.agent_pid(h) for h in hosts), 8, 0.1, what="let go")
+    until(lambda: not any(job.agent_pid(h) for h in hosts), 20, 0.1, what="let go")
     assert f"controller: job {how}" in job.agent_log(hosts[0]), job.agent_log(hosts[0])
 
 

@@ -11,7 +11,8 @@ from harness import LiteJob
 from waiting import until
 
 from gemini_hpc.devcluster import cgroups
-from gemini_hpc.node.memory_cgroup import AGENTS_ROOM_BYTES
+from gemini_hpc.node import oom
+from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES
 
 from .conftest import CAP_BYTES, MIB, Site
 
@@ -37,9 +38,11 @@ def test_agent_has_left_slurmds_cgroup(site: Site) -> None:
         assert site.cgroup(node, task) == "slurmd"
         own = f"{OWN}/{job.id}"
         assert {site.cgroup(node, pid) for pid in agents(job, node)} == {own}
-        assert {site.sh(node, f"cat /proc/{pid}/oom_score_adj") for pid in agents(job, node)} == {"1000"}
-        for group in (OWN, own):
-            assert site.memory(node, group, "limit_in_bytes") == CAP_BYTES + AGENTS_ROOM_BYTES
+        scores = {site.sh(node, f"cat /proc/{pid}/oom_score_adj") for pid in agents(job, node)}
+        assert scores == {str(oom.NEWEST), str(oom.SUPERVISOR)}
+        assert site.memory(node, own, "limit_in_bytes") == CAP_BYTES // 4 + AGENT_ROOM_BYTES, "one of four CPUs"
+        rooms = site.memory(node, OWN, "limit_in_bytes") - CAP_BYTES
+        assert rooms >= 2 * AGENT_ROOM_BYTES and not rooms % AGENT_ROOM_BYTES, "its own, and the reaper's"
         assert f"memory counted in /{own}" in job.agent_log(node)
     node = job.hosts()[1]
     site.sh(node, f"kill -9 {job.agent_pid(node)}")
@@ -54,7 +57,7 @@ def test_replicas_are_not_charged_to_slurmd(site: Site) -> None:
     limit = site.memory(node, "slurmd", "usage_in_bytes") + 64 * MIB
     site.sh(node, f"echo {limit} >/sys/fs/cgroup/memory/slurmd/memory.limit_in_bytes")
     try:
-        job = site.job(nodes=2, steps=20, size=32 * MIB, options=("-wn1,n2",), pause_s=0.05)
+        job = site.job(nodes=2, steps=20, size=32 * MIB, options=("-wn1,n2", "-c4"), pause_s=0.05)
         job.reach(3)
         taken = site.memory(node, OWN, "usage_in_bytes")
         job.finish()
@@ -66,32 +69,46 @@ def test_replicas_are_not_charged_to_slurmd(site: Site) -> None:
 
 
 def test_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: Site, inspect: Inspect) -> None:
-    job = site.job(nodes=2, steps=5, size=60 * MIB)
+    job = site.job(nodes=2, steps=5, size=60 * MIB, options=("-c4",))
     until(lambda: "not enough memory for the replicas" in job.output(), 30, what="the refusal")
     assert "wanted 120 MiB beside 120 MiB already held, the node's cap is 200 MiB (memory_cap_bytes)" in job.output()
     told = [e["detail"] for e in inspect(job.id)["events"] if e["name"] == "refused"]
     assert told and "the node's cap is 200 MiB" in told[0], told
 
 
+def test_a_job_has_its_share_of_the_cap(site: Site, inspect: Inspect) -> None:
+    """A job with one of four CPUs, which comes first, leaves the others theirs; and hears of it."""
+    small = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c1"))
+    until(lambda: "not enough memory for the replicas" in small.output(), 30, what="the refusal")
+    assert "the job's share of the node (1 of 4 CPUs) is 50 MiB of its cap of 200 MiB" in small.output()
+    assert "more CPUs or GPUs of the node, or --exclusive, raise it" in small.output()
+    large = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c3"))
+    large.reach(3)
+    nodes = inspect(large.id)["nodes"]
+    assert [node["memory_cap_bytes"] for node in nodes] == [150 * MIB] * 2, nodes
+
+
 def test_agents_of_a_node_share_the_cap(site: Site) -> None:
-    first = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c1"))
+    """A job that has ended keeps its copies, and another one has its CPUs."""
+    first = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c4"), prefix="set -e; ")
     first.reach(2)
-    second = site.job(nodes=2, steps=5, size=30 * MIB, options=("-wn1,n2", "-c1"))
+    site.sh("n1", f"pkill -KILL -f '{first.directory}/lite[.]py'")
+    until(lambda: first.state == "FAILED", 30, what="the first job's end")
+    second = site.job(nodes=2, steps=5, size=30 * MIB, options=("-wn1,n2", "-c4"))
     until(lambda: "left for all agents of this node" in second.output(), 30, what="the refusal")
     assert f"the memory cgroup /{OWN}/{second.id} has" in second.output()
-    at = max(line["version"] for line in first.lines("sealed"))
-    first.reach(at + 3)
+    assert all(first.agent_pid(node) for node in ("n1", "n2"))
 
 
 def test_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
     """Somebody who is in the agents' cgroup takes more than there is: the kernel looks for a victim in there only."""
-    job = site.job(nodes=2, steps=1000, size=20 * MIB)
+    job = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-c4",))
     job.reach(3)
     node = job.hosts()[1]
     before = site.slurmd(node)
     hog = (
         f"echo 0 >/sys/fs/cgroup/memory/{OWN}/cgroup.procs; "
-        "exec python3 -c 'import mmap; m = mmap.mmap(-1, 600 << 20); m.write(bytes(600 << 20))'"
+        "exec python3 -c 'import mmap; m = mmap.mmap(-1, 1200 << 20); m.write(bytes(1200 << 20))'"
     )
     assert site.cluster.exec(node, ["bash", "-c", hog], timeout_s=20).returncode != 0
     assert site.slurmd(node) == before
@@ -128,7 +145,7 @@ def test_ready_needs_no_memory(site: Site) -> None:
 
 def test_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
     cluster = site.cluster
-    job = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-wn1,n2", "--no-requeue"))
+    job = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-wn1,n2", "-c2", "--no-requeue"))
     job.reach(2)
     cluster.power_off("n2")
     cluster.power_on("n2")

@@ -17,6 +17,10 @@ NAMES = "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GEM
 SHOW = (
     f'bash -c \'echo TASK=$SLURM_PROCID NODE=$SLURM_NODEID $(env | grep -E "^({NAMES})=" | sort | tr "\\n" " ") END\''
 )
+OF_EACH_STEP = {
+    *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT"),
+    *("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),
+}
 Task = dict[str, str]
 
 
@@ -32,6 +36,11 @@ def run(site: Site, script: str, *options: str) -> list[Task]:
     assert tasks, out.read_text()
     until(lambda: site.cluster.job(job).get("JobState") == "COMPLETED", 20, 0.1, what="the end")
     return tasks
+
+
+def names(line: str) -> str:
+    """Return the name in a line of an environment."""
+    return line.partition("=")[0]
 
 
 def unranked(task: Task) -> bool:
@@ -107,7 +116,47 @@ def broken(site: Site) -> Iterator[str]:
 
 
 def test_one_node_without_an_agent_and_no_map_anywhere(site: Site, broken: str) -> None:
+    """Ranks as Slurm counts, the same on all nodes, and a port of its own for each step; no agent's socket."""
     site.configure(attach_timeout_s=2.0)
-    tasks = run(site, f"ls /run/gemini-hpc/$SLURM_JOB_ID\nsrun -n3 --ntasks-per-node=1 {SHOW}", f"-wn1,{broken},n3")
-    assert len(tasks) == 3 and all(set(t) == {"TASK", "NODE"} for t in tasks), "plain Slurm, on all nodes alike"
+    whole = f"srun -n5 -m cyclic {SHOW}\nsrun -n6 --ntasks-per-node=2 {SHOW}"
+    others = f"srun -N1 -n1 {SHOW}\nMASTER_PORT=29500 srun -n3 --ntasks-per-node=1 {SHOW}"
+    tasks = run(site, f"{whole}\n{others}", f"-wn1,{broken},n3")
+    five, six, rest = tasks[:5], tasks[5:11], tasks[11:]
+    for step, world in ((five, "5"), (six, "6")):
+        assert all(t["RANK"] == t["TASK"] and t["WORLD_SIZE"] == world for t in step), step
+        assert sorted(t["RANK"] for t in step) == [str(k) for k in range(int(world))]
+        (place,) = {(t["MASTER_ADDR"], t["MASTER_PORT"]) for t in step}
+        assert place[0] == "n1"
+        assert {t["NODE"] for t in step if t["LOCAL_WORLD_SIZE"] == "1"} == ({"2"} if step is five else set())
+        assert len({(t["NODE"], t["LOCAL_RANK"]) for t in step}) == int(world)
+    assert {t["MASTER_PORT"] for t in five} != {t["MASTER_PORT"] for t in six}
+    assert unranked(rest[0]), "on a part of the nodes"
+    assert [t.get("MASTER_PORT") for t in rest[1:]] == ["29500"] * 3
+    assert all(set(t) == {"TASK", "NODE", "MASTER_PORT"} for t in rest[1:]), "never beside what is set"
+    assert not any("GEMINI_SOCKET" in t for t in tasks)
     assert "drain" not in site.cluster.node_state(broken)
+
+
+def test_a_step_of_a_job_that_asked_for_nothing_is_as_without_the_plugin(site: Site) -> None:
+    """Byte for byte, but for what differs between any two steps."""
+    out, fixed = site.cluster.home("alice") / "plain-env", ["-N2", "--ntasks-per-node=1"]
+    step = 'srun sh -c \'tr "\\0" "\\n" </proc/self/environ >env-$0-$SLURM_PROCID\' '
+    script = f"#!/bin/bash\n{step} with\necho over\n"
+    plugstack = site.cluster.directory / "etc" / "slurm" / "plugstack.conf"
+    line = plugstack.read_text()
+    shown: list[list[list[str]]] = []
+    try:
+        for text in (line, "\n"):
+            plugstack.write_text(text)
+            out.unlink(missing_ok=True)
+            site.cluster.sbatch([*fixed, f"--output={out}"], script=script)
+            until(lambda: out.exists() and "over" in out.read_text(), 40, 0.1, what="the script's end")
+            files = [site.cluster.home("alice") / f"env-with-{task}" for task in range(2)]
+            shown.append([sorted(file.read_text().splitlines()) for file in files])
+    finally:
+        plugstack.write_text(line)
+    for with_it, without in zip(*shown, strict=True):
+        assert [names(x) for x in with_it] == [names(x) for x in without]
+        assert not {names(x) for x in with_it} & set(NAMES.split("|"))
+        differ = {names(x) for x in set(with_it) ^ set(without)}
+        assert differ <= OF_EACH_STEP, differ

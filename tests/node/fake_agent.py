@@ -2,8 +2,9 @@
 `fake_mode` beside it says at that moment, and writes down what it was given.
 
 Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
-refuse, hangup, exit, doubt and detach-doubt (its node is to be checked), hold JSON (the epilog is to hold the
-survivors of this restart), never (runs, but opens no socket), slow (opens its socket late).
+refuse, hangup, exit, doubt and detach-doubt (its node is to be checked), ready JSON (what it answers), hold JSON (the
+epilog is to hold the survivors of this restart), never (runs, but opens no socket), slow (opens its socket late),
+moves (as detach; like the real one it finds the job's next directory).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from gemini_hpc.agent.own_directory import OwnDirectory
 from gemini_hpc.node import privileges, spawn
 
 
@@ -68,6 +70,16 @@ def write_map(directory: str, attach: dict[str, object]) -> None:
     os.rename(f"{directory}/map.new", f"{directory}/map")
 
 
+def listening(path: str) -> socket.socket:
+    if os.path.lexists(path):
+        os.unlink(path)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(path)
+    server.listen(4)
+    server.settimeout(60)
+    return server
+
+
 def main() -> None:
     options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     directory = options["--dir"]
@@ -84,14 +96,21 @@ def main() -> None:
     if mode == "slow":
         time.sleep(0.4)
     path = f"{directory}/agent.sock"
-    if os.path.lexists(path):
-        os.unlink(path)
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.bind(path)
-    server.listen(4)
-    server.settimeout(60)
+    own = OwnDirectory(directory, int(options["--uid"]))
+    own.hold()
+    server = listening(path)
+    if mode == "moves":
+        server.settimeout(0.1)
     while True:
-        peer, _ = server.accept()
+        try:
+            peer, _ = server.accept()
+        except TimeoutError:
+            if mode == "moves" and own.look() in ("moved", "silent"):
+                server = listening(path)
+                server.settimeout(0.1)
+            elif mode != "moves":
+                raise
+            continue
         request = peer.recv(1 << 17)
         mode = told()
         if request and json.loads(request)["op"] == "verdict?":
@@ -106,12 +125,13 @@ def main() -> None:
             f.write(json.dumps({"message": message, "agent": seen}) + "\n")
         reply: dict[str, object] = {"op": "ready", "state": "mapped"}
         if message["op"] == "epilog":
-            reply = {"op": "ok", "state": "detached" if mode.startswith("detach") else "released"}
+            keeps = mode.startswith("detach") or mode == "moves"
+            reply = {"op": "ok", "state": "detached" if keeps else "released"}
             if mode.endswith("doubt"):
                 reply["check"] = True
             if mode.startswith("hold "):
                 reply = {"op": "ok", "state": "hold", "restart": json.loads(mode.removeprefix("hold "))}
-        elif mode in ("ok", "detach", "hung") or mode.startswith("hold "):
+        elif mode in ("ok", "detach", "moves", "hung") or mode.startswith("hold "):
             write_map(directory, message)
         if mode == "silent":
             time.sleep(60)
@@ -121,6 +141,8 @@ def main() -> None:
             peer.send(b'{"op":"ready","state":"' + b"x" * 100_000 + b'"}')
         elif mode == "refuse":
             peer.send(json.dumps({"op": "error", "error": "two\nlines\x1b[31m"}).encode())
+        elif mode.startswith("ready "):
+            peer.send(mode.removeprefix("ready ").encode())
         elif mode != "hangup":
             peer.send(json.dumps(reply).encode())
         if message["op"] == "epilog" and mode == "ok":

@@ -124,7 +124,7 @@ def test_end_is_entered_whatever_its_owner_has_done_to_the_directory(node: Node)
     (agent,) = node.agents()
     node.sh(f"kill -STOP {agent}; umount -l /run/gemini-hpc/7; rmdir /run/gemini-hpc/7")
     assert silent(node.epilog())
-    assert '"ended_s": null' not in node.sh("cat /run/gemini-hpc/.agents/7")
+    assert '"ended_s": null' not in node.sh("cat /run/gemini-hpc.agents/7")
     node.sh(f"kill -KILL {agent}")
 
 
@@ -201,3 +201,24 @@ def test_root_runs_no_check_that_others_can_write(node: Node) -> None:
     assert silent(node.epilog())
     until(lambda: no_check_runs(node), 20, what="the helper has ended")
     assert not checks(node)
+
+
+@pytest.mark.parametrize("unmount", ["umount -l /run/gemini-hpc/7", "umount -l /run/gemini-hpc"])
+def test_an_agent_whose_directory_is_unmounted_hears_of_its_jobs_end(node: Node, unmount: str) -> None:
+    node.mode("moves")
+    assert silent(node.prolog())
+    before = node.agents()
+    node.sh(unmount)
+    assert silent(node.epilog())
+    assert node.agents() == before and [r["message"]["op"] for r in node.records()] == ["attach", "epilog"]
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert node.agents() == before
+
+
+def test_an_agent_that_does_not_come_into_its_new_directory_keeps_no_epilog(node: Node) -> None:
+    assert silent(node.prolog())
+    node.sh("umount -l /run/gemini-hpc/7")
+    began = time.monotonic()
+    assert silent(node.epilog())
+    assert time.monotonic() - began < LIMIT_S + nobody_asked_s(node)
+    assert '"ended_s": null' not in node.sh("cat /run/gemini-hpc.agents/7"), "the reaper ends it"

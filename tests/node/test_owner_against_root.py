@@ -237,7 +237,7 @@ def test_file_system_that_never_answers(node: Node, where: str, mounted: bool) -
 
 def test_epilog_of_a_job_that_the_ledger_does_not_know_asks_no_file_system_of_its_owner(node: Node) -> None:
     assert silent(node.prolog())
-    node.sh("rm -f /run/gemini-hpc/.agents/7; test -e /dev/fuse || mknod /dev/fuse c 10 229")
+    node.sh("rm -f /run/gemini-hpc.agents/7; test -e /dev/fuse || mknod /dev/fuse c 10 229")
     enter = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "--"]
     argv = [*enter, "/usr/bin/python3", "-c", FUSE, DIRECTORY, str(ALICE)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from gemini_hpc.node.meminfo import meminfo
 
 from .conftest import ALICE, ALICE_EXTRA_GID, ALICE_GID, BOB, ROOT, Node
 from .expect import one_line, silent
@@ -101,7 +104,12 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "cluster": "north",
     }
     agent = record["agent"]
-    assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
+    cap = agent["argv"].pop(-3)
+    assert agent["argv"] == [
+        *("--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"),
+        *("--share-bytes", "--share", ""),
+    ]
+    assert int(cap) == int(meminfo()["MemTotal"] * 0.5), "all of it, where its share is not known"
     assert agent["uids"] == [ALICE] * 3
     assert agent["gids"] == [ALICE_GID] * 3
     assert agent["groups"] == [ALICE_GID, ALICE_EXTRA_GID]
@@ -429,6 +437,28 @@ def test_no_value_of_a_users_fails_a_strict_prolog(node: Node) -> None:
         assert node.epilog(env).returncode == 0, env
 
 
+def test_share_of_the_cap_follows_the_share_of_the_node(node: Node) -> None:
+    node.site("memory_cap_bytes = 1000")
+    node.sh("echo 'NodeName=n[1-9] CPUs=8' >/run/slurm.conf")
+    told = {"SLURM_CONF": "/run/slurm.conf", "SLURM_JOB_CPUS_PER_NODE": "8,2,1"}
+    assert silent(node.prolog(told))
+    assert node.records()[0]["agent"]["argv"][-4:] == ["--share-bytes", "250", "--share", "2 of 8 CPUs"]
+    told["SLURM_CONF"] = "/run/missing.conf"
+    assert silent(node.prolog(told, job=8)), "read by slurmd, and away now"
+    assert node.records(8)[0]["agent"]["argv"][-4:] == ["--share-bytes", "1000", "--share", ""]
+
+
+def test_no_agent_is_started_without_room(node: Node) -> None:
+    """Told to the job's user; users can fill a node, so it is no error of the node's, strict or not."""
+    node.site("strict_prolog = true\nmemory_floor_bytes = 99999999999999")
+    assert "job=7 not protected: no memory for its agent: it needs 96 MiB, " in one_line(node.prolog())
+    assert node.agents() == []
+    assert node.sh("cat /run/gemini-hpc.unprotected/7").startswith("0 no memory for its agent")
+    node.site("strict_prolog = true")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert len(node.agents()) == 1
+
+
 def test_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:
     """A memory hierarchy that cannot be written to: the agent stays in slurmd's cgroup, and is started."""
     done = node.run(["/bin/sh", "-c", "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && "
@@ -526,6 +556,29 @@ def test_why_is_left_by_the_owners_side_too(node: Node) -> None:
     assert "ermission denied" in node.as_user(ALICE, f"echo x >{NOTES}/7")
 
 
+UNAGREED = "the agents of the job's nodes did not agree in time"
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        (["n2"], "no agent can be reached on n2"),
+        ([f"n{k}" for k in range(2, 14)], "no agent can be reached on n2, n3, n4, n5, n6, n7, n8, n9 and 4 more"),
+        ([], UNAGREED),
+        (None, UNAGREED),
+        ("n2", UNAGREED),
+        ({"n2": 1}, UNAGREED),
+        ([1, None, ["n2"], "", "n2;reboot", "n2\n9 other words", "x" * 65], UNAGREED),
+        (["$(id)", "n3"], "no agent can be reached on n3"),
+    ],
+)
+def test_a_disagreement_names_the_nodes_without_an_agent(node: Node, absent: object, words: str) -> None:
+    """This node is in order: its administrator hears nothing, and the plugin does not blame it."""
+    node.mode("ready " + json.dumps({"op": "ready", "state": "unmapped", "absent": absent}))
+    assert silent(node.prolog())
+    assert node.sh(f"cat {NOTES}/7") == f"0 elsewhere: {words}\n"
+
+
 def test_what_an_earlier_incarnation_left_goes(node: Node) -> None:
     node.sh(f"mkdir -m 755 {NOTES}; echo '0 of before' >{NOTES}/7; ln -s /etc/passwd {NOTES}/.7")
     assert node.prolog().returncode == 0
@@ -540,3 +593,62 @@ def test_a_place_for_reasons_that_is_not_roots_is_left_alone(node: Node) -> None
         assert done.returncode == 0 and "uid 61234 is not known" in done.stderr, make
         assert not node.exists("/etc/7") and not node.exists("/etc/log"), make
         node.sh(f"rm -rf {NOTES}")
+
+
+# ---- the agent lives, and its directory is gone --------------------------------------------------------------
+
+UNMOUNTED = {"of the job": "umount -l /run/gemini-hpc/7", "of all jobs": "umount -l /run/gemini-hpc"}
+
+
+@pytest.mark.parametrize("unmount", UNMOUNTED.values(), ids=UNMOUNTED.keys())
+def test_an_agent_whose_directory_is_unmounted_is_found_again(node: Node, unmount: str) -> None:
+    node.mode("moves")
+    assert silent(node.prolog())
+    before = node.agents()
+    node.sh(unmount)
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert node.agents() == before and len(before) == 1
+    first, second = [record["message"] for record in node.records()]
+    assert (first["restart"], second["restart"]) == (0, 1) and "bereft" not in second
+    assert node.sh("stat -c '%u %a' /run/gemini-hpc/7") == f"{ALICE} 700\n"
+
+
+@pytest.mark.parametrize("how", ["it hangs", "it has died"])
+def test_an_agent_that_is_lost_with_its_directory_is_replaced_and_told(node: Node, how: str) -> None:
+    """There are never two: what does not come into the new directory is ended."""
+    assert silent(node.prolog())
+    (before,) = node.agents()
+    if how == "it has died":
+        node.sh(f"kill -9 {before}")
+    node.sh("umount -l /run/gemini-hpc/7")
+    assert "held here is lost" in one_line(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    (now,) = node.agents()
+    (record,) = node.records()
+    assert now != before and record["message"]["bereft"] is True
+    node.mode("detach")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="2")) and node.agents() == [now]
+
+
+def test_an_agent_that_has_let_go_is_not_taken_for_one_that_is_lost(node: Node) -> None:
+    """It completes a version on the tier, and its directory has been removed: nobody ends it, nothing is told."""
+    assert silent(node.prolog())
+    node.sh("umount -l /run/gemini-hpc/7")
+    node.sh('sed -i \'s/"released": false/"released": true/\' /run/gemini-hpc.agents/7')
+    (before,) = node.agents()
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert before in node.agents() and len(node.agents()) == 2
+
+
+def test_processes_that_only_call_themselves_the_agent_keep_no_job_from_one(node: Node) -> None:
+    """Where agents have no cgroup: the owner's own is waited for and ended, another user's is nobody's."""
+    assert silent(node.prolog())
+    node.sh(f"kill -9 {node.agents()[0]}; umount -l /run/gemini-hpc/7")
+    for uid in (ALICE, BOB):
+        node.sh(
+            f"setsid -f setpriv --reuid={uid} --regid={uid + 100} --clear-groups /usr/bin/python3 "
+            f"-c 'import time; time.sleep(60)' gemini_hpc.agent --job 7 --uid {ALICE} x </dev/null >/dev/null 2>&1"
+        )
+    assert "is lost" in one_line(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    (record,) = node.records()
+    assert record["message"]["restart"] == 1 and record["agent"]["pid"] in node.agents()
+    assert node.sh(f"pgrep -u {ALICE} -f time.sleep || :") == "" != node.sh(f"pgrep -u {BOB} -f time.sleep || :")

@@ -28,6 +28,7 @@ from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 SET = os.environ.get("LITE_SET", "default")
+FAILS = int(os.environ.get("LITE_FAILS", "0"))  # the step at which all ranks have a mistake; 0: none
 LEAST = version.OLDEST
 MOST = int(os.environ.get("LITE_PROTOCOL", version.CURRENT))
 
@@ -176,6 +177,8 @@ def main() -> int:
         os.pwrite(together, (version + 1).to_bytes(8, "little"), 8 * rank)  # the collective: nobody runs ahead
         while any(int.from_bytes(os.pread(together, 8, 8 * r), "little") <= version for r in range(world)):
             time.sleep(0.001)
+        if version + 1 == FAILS:
+            raise ZeroDivisionError(f"at step {FAILS}")
         version += 1  # the optimizer step of the program: only now is v-1's state overwritten
         lineage.append(welcome.epoch)
         for r in states:

@@ -28,8 +28,8 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Agents may take 420 MiB of a node: enough for the 256 MiB of one job's copies, not for twice that."""
-    settings = {**SETTINGS, "memory_cap_bytes": 420 << 20}
+    """Agents may take 376 MiB of a node: enough for the 256 MiB of one job's copies, not for twice that."""
+    settings = {**SETTINGS, "memory_cap_bytes": 376 << 20}
     with (
         Shared("full", RETENTION_S + LET_GO_S, nodes=2, settings=settings) as shared,
         shared.lent(request) as cluster,
@@ -175,9 +175,10 @@ def test_what_is_no_job(cluster: Cluster) -> None:
 
 def test_where_both_do_not_fit(full: Cluster) -> None:
     """The memory of a copy passes from one agent to the other, where there is no room for a second one."""
-    first = LiteJob(full, nodes=2, size=64 << 20, pause_s=0.5, prefix="set -e\n").submit()
+    whole: dict[str, Any] = {"nodes": 2, "size": 64 << 20, "pause_s": 0.5, "options": ("-c4",)}
+    first = LiteJob(full, **whole, prefix="set -e\n").submit()
     reached = stopped(first)
-    second = successor(first, nodes=2, size=64 << 20, pause_s=0.5)
+    second = successor(first, **whole)
     second.reach(reached + 3)
     assert second.resumed(0) in (reached, reached - 1), second.story()
     assert len(named(first, "handed_over")) == 4, second.story()

@@ -61,3 +61,23 @@ def test_a_rank_then_a_launcher_then_a_node(lite: Lite) -> None:
     job.finish()
     assert job.slurm()["Restarts"] == "1" and attempts(job, 1) == [f"{job.id}.0"], job.story()
     assert job.resumed(1) > 10 and job.repeated(1) in (0, 1), job.story()
+
+
+def test_a_mistake_is_tried_once_more_by_launchers_and_run_together(lite: Lite) -> None:
+    """Each of the two would try it twice."""
+    run = "env LITE_FAILS=8 gemini-hpc run -- srun --kill-on-bad-exit=1"
+    job: LiteJob = lite(run=run, python="python -m gemini_hpc.launch")
+    until(lambda: "\nstep ended with 1" in job.output(), 60, what=f"the end\n{job.story()}")
+    assert attempts(job) == [f"{job.id}.0", f"{job.id}.0+1"], job.story()
+    said = job.output()
+    again = "ended with status 1 (ZeroDivisionError at lite.py:"
+    assert "starting all ranks again: restart 1 of 3" in said and again in said, said
+    assert "run: the step ended with status 1; not restarted: rank " in said, said
+    assert "fails at step 8 each time" in said and "on healthy nodes" not in said, said
+
+
+def test_a_mistake_without_launchers_is_tried_once_more(lite: Lite) -> None:
+    job: LiteJob = lite(run="env LITE_FAILS=8 gemini-hpc run -- srun")
+    until(lambda: "\nstep ended with 1" in job.output(), 90, what=f"the end\n{job.story()}")
+    assert attempts(job) == [f"{job.id}.0", f"{job.id}.1"], job.story()
+    assert "not restarted: it fails at step 8 each time" in job.output(), job.output()

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from gemini_hpc.agent.daemon import Agent
-from gemini_hpc.controller import give_back, recovery, requeue
+from gemini_hpc.controller import give_back, job_watch, recovery, requeue
 from gemini_hpc.controller.fencing import Act, Case, Verdict, Veto
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.reservation import Held
-from gemini_hpc.slurm.facts import CANCELLED
+from gemini_hpc.slurm.facts import CANCELLED, FAILED, NODE_FAIL
 
 from .slurm import SimSlurm
 
@@ -92,7 +92,20 @@ def takes_drains_for_ours() -> None:
 def sends_back_the_cancelled() -> None:
     """A job that ends in mid-recovery is sent back, whatever it has ended by."""
     there: Any = requeue
-    there.FAILED = CANCELLED
+    there.CUT_SHORT = frozenset((CANCELLED,))
+
+
+def leaves_the_completed() -> None:
+    """A script that ends with 0 has done its work, whatever its training says, as up to November 2026."""
+    there: Any = requeue
+    there.CUT_SHORT = frozenset((FAILED, NODE_FAIL))
+
+
+def frees_the_completed() -> None:
+    """Copies of a job that is COMPLETED go at once, as up to November 2026."""
+    there: Any = job_watch
+    why = there.release_reason
+    there.release_reason = lambda state, ended_s, kept_s, doubt_s: why(state, ended_s, kept_s)
 
 
 BROKEN: dict[str, Callable[[], None]] = {
@@ -110,5 +123,7 @@ BROKEN: dict[str, Callable[[], None]] = {
         anybodys_candidates,
         takes_drains_for_ours,
         sends_back_the_cancelled,
+        leaves_the_completed,
+        frees_the_completed,
     )
 }

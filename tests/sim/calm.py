@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gemini_hpc.slurm.facts import FAILED, PENDING
+from gemini_hpc.slurm.facts import COMPLETED, FAILED, PENDING
 
 from .jobs import Wrong
 from .slurmctld import SLOW, JobRecord
@@ -116,7 +116,7 @@ class Calm:
         witnesses were hindered, or too few. A controller that dies is no excuse: the agents tell the next one."""
         job = self.site.ctld.state.jobs[number]
         # Until slurmctld has heard of it the job counts as running; it may complete for long after that.
-        left_s = FAILED_S - (self.site.ctld.now - job.end if job.state == FAILED else 0.0)
+        left_s = FAILED_S - (self.site.ctld.now - job.end if job.state in (FAILED, COMPLETED) else 0.0)
         if job.restarts == restart and left_s > 0.0:
             self.site.at(left_s + 0.1, lambda: self._still_failed(number, restart))
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
@@ -125,8 +125,8 @@ class Job:
         """The job's nodes that have power."""
         return [h for h in self.hosts if self.nodes[h].host.up]
 
-    def allocate(self, hosts: Iterable[str]) -> dict[str, str]:
-        """A new incarnation, on these nodes: all prologs have run; what they said."""
+    def allocate(self, hosts: Iterable[str], without: Collection[str] = ()) -> dict[str, str]:
+        """A new incarnation, on these nodes: all prologs have run; what they said. without: nodes that have none."""
         self.restart += 1
         self.hosts = list(hosts)
         nodelist = ",".join(self.hosts)
@@ -136,7 +136,7 @@ class Job:
             attach = local.Attach(JOB, self.restart, nodelist, name, self.replicas, *tier)
             return self.nodes[name].prolog(attach)
 
-        return self._everywhere("prolog", prolog)
+        return self._everywhere("prolog", prolog, without)
 
     def end(self, exit_code: str, *, late: str = "", late_s: float = 0.0) -> dict[str, str]:
         """The epilogs of this incarnation; what they said. An agent that has not answered is ended by root, later.
@@ -162,9 +162,9 @@ class Job:
                 seat.process.kill()
             del self.nodes[host].seats[JOB]
 
-    def _everywhere(self, name: str, what: Callable[[str], str]) -> dict[str, str]:
+    def _everywhere(self, name: str, what: Callable[[str], str], without: Collection[str] = ()) -> dict[str, str]:
         said: dict[str, str] = {}
-        for host in self.up:
+        for host in [h for h in self.up if h not in without]:
             process = Process(self.loop, name, host)
             self.nodes[host].processes.append(process)
 
@@ -173,7 +173,7 @@ class Job:
                 self.world.tell(f"{host} {name}: {said[host]}")
 
             self.loop.thread(process, run, self.rng.uniform(0.0, 0.2))
-        self.wait(lambda: said.keys() >= set(self.up), 60.0, f"{name}s end")
+        self.wait(lambda: said.keys() >= set(self.up) - set(without), 60.0, f"{name}s end")
         return said
 
     # ---- srun ------------------------------------------------------------------------------------------

@@ -132,7 +132,9 @@ class Node:
                 reply, _ = Connection(f"{seat.directory}/agent.sock").ask(
                     attach, timeout_s=deadline - self.world.loop.now
                 )
-                return reply.state if isinstance(reply, local.Ready) else f"refused: {reply}"
+                if isinstance(reply, local.Ready):
+                    return " ".join((reply.state, *reply.absent))
+                return f"refused: {reply}"
             except ConnectionError:
                 self.world.clock.sleep(0.05)
             except TimeoutError:

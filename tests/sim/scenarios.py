@@ -83,6 +83,35 @@ def ends_early(seed: int) -> Site:
     return site
 
 
+def ends_well(seed: int) -> Site:
+    """The same, and the script ends with 0: the job is COMPLETED, and comes back all the same, once."""
+    site = ends_early(seed)
+    site.training.ends_with = 0
+    site.checks.append(lambda: _requeued_once(site))
+    return site
+
+
+def _requeued_once(site: Site) -> None:
+    if site.training.restart != 1:
+        raise Wrong(f"restart {site.training.restart}")
+
+
+def no_kill(seed: int) -> Site:
+    """--no-kill: Slurm takes the dead node from the job and ends its step, and the script ends with 0. In half of the
+    seeds Slurm is faster than the agents."""
+    site = Site(seed)
+    site.training.ends_with, site.training.fails_after_s = 0, None
+    site.ctld.state.jobs[site.training.number].no_kill = True
+
+    def also() -> None:
+        (name,) = (name for name in site.training.names if not site.nodes[name].host.up)
+        site.at(site.rng.uniform(0.05, 1.0), lambda: site.ctld.set_down(name))
+
+    _loses_power(site, also if seed % 2 else lambda: None)
+    site.checks.append(lambda: _requeued_once(site))
+    return site
+
+
 def fails(seed: int) -> Site:
     """The script fails for a reason of its own: it stays so, no node is suspected, and all is freed."""
     site = Site(seed)
@@ -327,6 +356,8 @@ SCENARIOS: dict[str, Callable[[int], Site]] = {
     "success": success,
     "power": power,
     "ends-early": ends_early,
+    "ends-well": ends_well,
+    "no-kill": no_kill,
     "fails": fails,
     "controller-killed": controller_killed,
     "slurmctld-killed": slurmctld_killed,

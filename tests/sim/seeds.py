@@ -50,6 +50,8 @@ _SITES = [
     ("no-user-budget", "budgets", "Wrong: budget of a user"),
     ("anybodys-candidates", "neighbours", "Wrong: candidates"),
     ("takes-drains-for-ours", "drained-dies", "Wrong: administrator"),
+    ("leaves-the-completed", "ends-well", "Wrong: ended"),
+    ("frees-the-completed", "no-kill", "Wrong: ended"),
     ("sends-back-the-cancelled", "cancels", "Wrong: administrator"),
 ]
 # the same where no scenario leads there: what is drawn does

@@ -133,7 +133,7 @@ class Site:
         self.back_s = 0.0  # from the power cut until the job ran again
         self.trainings: dict[int, Training] = {}
         self.calm = Calm(self)
-        self.ctld.job_begins = self.calm.begins
+        self.ctld.job_begins, self.ctld.node_taken = self.calm.begins, self._node_taken
         self._submit(self.training, "training", self.rng.choice((0, 10)))
         self._fillers = fillers
         self.at(1.0, self._fill)
@@ -278,14 +278,21 @@ class Site:
     def _over(self, raw_id: int, state: str) -> None:
         if raw_id not in self.trainings:
             return
-        if state != COMPLETED and raw_id not in self.ended_by_admin:
+        well = state == COMPLETED and not self.trainings[raw_id].cut_short
+        if not well and raw_id not in self.ended_by_admin:
             # a survivor's script may end before anybody has noticed: then it is sent back
-            self.at(60.0, lambda: self._given_up(raw_id, state))
+            restart = self.ctld.state.jobs[raw_id].restarts
+            self.at(60.0, lambda: self._given_up(raw_id, restart, state))
             return
         self.over.add(raw_id)
         self.at(self._held_s(raw_id), lambda: self._all_free(raw_id))
         if self.done:
             self.at(RESERVED_S, self._ended)
+
+    def _node_taken(self, raw_id: int) -> None:
+        """Of a job with --no-kill: its step is ended, and its script goes on to its end."""
+        training = self.trainings[raw_id]
+        self.at(self.rng.uniform(0.01, 0.3), lambda restart=training.restart: training._fails(restart))  # type: ignore[misc]
 
     def _held_s(self, raw_id: int) -> float:
         """Nothing is held for this job so long after its end. A failed one may be sent back by its user."""
@@ -298,8 +305,9 @@ class Site:
         """Whether all protected jobs have ended."""
         return self.over == self.trainings.keys()
 
-    def _given_up(self, raw_id: int, state: str) -> None:
-        if self.ctld.state.jobs[raw_id].state == state:
+    def _given_up(self, raw_id: int, restart: int, state: str) -> None:
+        job = self.ctld.state.jobs[raw_id]
+        if (job.restarts, job.state) == (restart, state):
             if state == FAILED and self.send_back is not None and self.calm.excuses_failed(raw_id):
                 self.send_back(raw_id)
                 return

@@ -44,8 +44,9 @@ ON = {"IGNORE_JOBS", "FLEX", "NO_HOLD_JOBS_AFTER"}
 
 @dataclass
 class JobRecord:
-    """One job. kind: who runs its script; runs_s: how long that takes, or its limit; `after`: the state that follows
-    COMPLETING; `ended`: the incarnation that completes; `held`: why it may not start."""
+    """One job. kind: who runs its script; runs_s: how long that takes, or its limit; no_kill: it runs on without
+    nodes that are DOWN; `after`: the state that follows COMPLETING; `ended`: the incarnation that completes; `held`:
+    why it may not start."""
 
     raw_id: int
     user_id: int
@@ -53,6 +54,7 @@ class JobRecord:
     kind: str
     priority: int = 0
     requeue: bool = True
+    no_kill: bool = False
     runs_s: float = 86400.0
     state: str = PENDING
     reason: str = ""
@@ -133,6 +135,7 @@ class Slurmctld:
         self.boot_time = self.now - 3600.0
         self.changed_by_us: Callable[[str, str], None] = lambda what, name: None
         self.job_over: Callable[[int, str], None] = lambda raw_id, state: None
+        self.node_taken: Callable[[int], None] = lambda raw_id: None
         self.job_begins: Callable[[JobRecord], None] = lambda job: None
         self.doubtful: set[str] = set()  # reservations that were there when a slurmctld died, or that an epilog made
         self.kills, self.slow = 0, SLOW
@@ -281,6 +284,9 @@ class Slurmctld:
                 job.completing.remove(name)
                 job.nodes = list(job.completing)
                 self._completed(job)
+            elif name in job.nodes and job.state == RUNNING and job.no_kill:
+                job.nodes.remove(name)
+                self.node_taken(job.raw_id)
             elif name in job.nodes and job.state in ACTIVE:
                 self.kill_job(job, PENDING if job.requeue else NODE_FAIL)
         self.changed()

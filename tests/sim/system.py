@@ -398,7 +398,13 @@ class _Room:
 
     path = ""
 
-    def left_bytes(self) -> int | None:
+    def __init__(self, settings: Any) -> None:
+        pass
+
+    def share_bytes(self) -> int | None:
+        return None
+
+    def left_bytes(self) -> tuple[int, str] | None:
         return None
 
 
@@ -419,6 +425,24 @@ def flock(file: int | IO[str], operation: int) -> None:
         world().handles[key] = file
 
 
+class OwnDirectory:
+    """In place of the agent's: nobody unmounts anything here."""
+
+    def __init__(self, path: str, uid: int) -> None:
+        self._path = path
+
+    def hold(self) -> bool:
+        held = os.open(self._path, os.O_RDONLY)
+        try:
+            flock(held, 0)
+        except BlockingIOError:
+            return False
+        return True
+
+    def look(self) -> str:
+        return "here"
+
+
 def _put(file: Any, data: bytes) -> None:
     if current().host in world().full:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -436,7 +460,7 @@ def install(made: World) -> None:
     link.Link.block = _block  # type: ignore[method-assign]
     link.BlockingLink.connect = staticmethod(_connect)  # type: ignore[assignment, method-assign]
     agent_module.LocalServer = LocalServer  # type: ignore[assignment, misc]
-    agent_module.fcntl = SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)  # type: ignore[assignment]
+    agent_module.OwnDirectory = OwnDirectory  # type: ignore[assignment, misc]
     shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock)
     threads.threading = push_sender.threading = shim
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})

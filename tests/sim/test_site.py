@@ -7,7 +7,7 @@ import pytest
 from .program import run_program
 from .scenarios import SCENARIOS
 
-_SAMPLE = ("power", "ends-early")
+_SAMPLE = ("power", "ends-early", "ends-well", "no-kill")
 _WITNESS = pytest.mark.witness(
     "Slurm, controller, agents and nodes fail at drawn moments, and the job comes to its end"
 )

@@ -370,6 +370,21 @@ def rejected(job: Job) -> None:
 
 
 _LEFT: dict[str, object] = {"nodes": 4, "tier_salvage_s": 3.0, "retention_s": 900.0, "interval_s": 4}
+
+
+def ill_nodes(job: Job) -> None:
+    """Three nodes are ill when the job begins, one of them without power: the prologs name no other node, and that of
+    the first node names all of them."""
+    hosts = list(job.nodes)
+    ill = sorted(job.rng.sample(hosts, 3), key=hosts.index)
+    job.nodes[ill[0]].power_off()
+    said = {host: answer.split() for host, answer in job.allocate(hosts, ill).items()}
+    job.check(all(words[0] == "unmapped" for words in said.values()), f"the prologs said {said}")
+    named = {name for words in said.values() for name in words[1:]}
+    job.check(named and named <= set(ill), f"{ill} are ill, the prologs said {said}")
+    job.check(hosts[0] in ill or said[hosts[0]][1:] == ill, f"{ill} are ill, the first node's prolog said {said}")
+
+
 STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
     "power": (power, {}),
     "agents_die": (agents_die, {}),
@@ -381,6 +396,7 @@ STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
     "succeeds": (succeeds, {}),
     "kept": (kept, {}),
     "rejected": (rejected, {}),
+    "ill_nodes": (ill_nodes, {"nodes": 20}),
 }
 
 

@@ -54,6 +54,8 @@ class Training(Job):
         # How long the script of a job that has lost a node goes on, if it ends by itself: before or after the agents
         # have noticed (a connection that is reset, or that nobody answers on).
         self.fails_after_s: tuple[float, float] | None = world.rng.choice((None, (0.0, 3.0), (4.0, 12.0)))
+        self.ends_with = 1  # its exit code then
+        self.cut_short = False  # it has ended so
         self.on_excuse: Callable[[], bool] = lambda: False  # whether copies may be out of reach of this incarnation
         self.on_failed: Callable[[int], None] = lambda restart: None
         self.script: Process | None = None
@@ -69,7 +71,7 @@ class Training(Job):
     def begin(self, raw_id: int, restart: int, nodes: tuple[str, ...], ended: Callable[[int], None]) -> None:
         self.restart, self.nodes, self._ended = restart, [self.all[n] for n in sorted(nodes)], ended
         self.dead = {node.name for node in self.nodes if not node.host.up}
-        self.state, self._saved = "running", self.on_tier()
+        self.state, self._saved, self.cut_short = "running", self.on_tier(), False
         script = self.script = Process(self.world.loop, f"batch-{raw_id}", self.nodes[0].name)
         self.nodes[0].processes.append(script)
 
@@ -143,7 +145,7 @@ class Training(Job):
     def _end(self, how: str, exit_code: str) -> None:
         if self._runs:
             self.state = "completing"
-            self._ended(0 if how == "completed" else 1)
+            self._ended(0 if how == "completed" else self.ends_with)
 
     def _clear(self, launch: Launch) -> None:
         if self._runs:  # who has no srun any more hears of nothing
@@ -160,8 +162,9 @@ class Training(Job):
 
     def _fails(self, restart: int) -> None:
         if restart == self.restart:
+            self.cut_short = self._runs
             self.on_failed(restart)
-            self._end("failed", "1")
+            self._end("failed", str(self.ends_with))
 
     def lost(self, node: Node) -> None:
         """A node has lost power, and all that it had in memory."""

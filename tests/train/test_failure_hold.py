@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gemini_hpc.core.communication_error import is_communication_error
-from gemini_hpc.train.failure_hold import hold
+from gemini_hpc.train.failure_hold import Hold, hold
 from gemini_hpc.wire.local import Verdict
 
 ALIVE = Verdict(alive=("a", "b"))
@@ -75,3 +75,18 @@ def test_a_silent_agent_is_bounded() -> None:
 
 def test_no_holding_at_all() -> None:
     assert run(lambda t: DEAD, hold_s=0.0)[:2] == ("expired", 0.0)
+
+
+def test_an_exception_of_its_own_is_told_once() -> None:
+    """By `Checkpointer.__exit__`, and by the hook behind it."""
+    told: list[BaseException] = []
+    held = Hold("", 0.0, lambda text: None, told.append)
+    try:
+        mistake, lost = ValueError("a mistake"), RuntimeError("Connection closed by peer")
+        for error in (mistake, mistake, lost, KeyboardInterrupt()):
+            held.error(error)
+        assert told == [mistake]
+    finally:
+        held.end()
+    held.error(KeyError("later"))
+    assert told == [mistake]

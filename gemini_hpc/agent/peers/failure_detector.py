@@ -77,6 +77,12 @@ class FailureDetector:
         self._back: dict[str, float] = {}  # who counted as dead, and was heard again: when
         self._doubted: dict[str, float] = {}  # whose death was looked into once more: when
         self.watching = True
+        self._ended_at: float | None = None  # when the job's script had
+
+    def job_ended(self, now: float) -> None:
+        """The job has ended here. Whoever is heard of from now on was not lost before; where nobody was, no loss
+        matters any more. Where one was, the job is on its way back: who else is lost meanwhile is news, too."""
+        self._ended_at = now
 
     def silent(self, links: Collection[str]) -> set[str]:
         """Partners that are suspected, or whose link is lost."""
@@ -106,6 +112,8 @@ class FailureDetector:
             return []
         last = {**self._comes, **self.heard}
         late = [host for host in self.partners - self.left if now - last.get(host, now) > self._silence_s]
+        if self._ended_at is not None and not self.dead:
+            late = [host for host in late if last[host] <= self._ended_at]
         fresh = [host for host in late if host not in self.dead and host not in self.suspects]
         self.suspects.update(fresh)
         return [self._probe(host, links) for host in fresh]

@@ -67,6 +67,11 @@ class Incarnation:
         silent = [host for host in kin if now - mesh.heard.get(host, 0.0) > silent_s]
         return bool(mesh.dead) or bool(set(silent) - mesh.left)
 
+    async def absent(self, limit_s: float) -> tuple[str, ...]:
+        """Name the hosts that the round waits for, and whose agents cannot be reached within `limit_s`: the
+        coordinator of the whole tree, another agent of its parent."""
+        return await self.mesh.unreached(self.rounds.awaited, limit_s)
+
     def close(self) -> None:
         """The next one begins: no link, and no answer any more."""
         self.mesh.close()

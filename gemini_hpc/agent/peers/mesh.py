@@ -8,7 +8,7 @@ the earlier one. Who counts as dead is decided in `failure_detector`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 
 from gemini_hpc import clock
@@ -282,6 +282,12 @@ class Mesh:
             async with asyncio.timeout(limit_s):
                 await searches
         return found.is_set()
+
+    async def unreached(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+        """Return those of these hosts, of the first 64, whose agents cannot be reached."""
+        names = names[:_PARALLEL_SEARCHES]
+        answers = await asyncio.gather(*(self._reach(name, timeout_s) for name in names))
+        return tuple(name for name, answer in zip(names, answers, strict=True) if not answer)
 
     async def _ask(self, other: str, name: str, timeout_s: float) -> bool | None:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -139,6 +139,7 @@ class RecoveryRounds:
         fanout: int = FANOUT,
     ) -> None:
         self._host, self._name, self.hosts, self._spawn = host, name, hosts, spawn
+        self._fanout = fanout
         position = hosts.index(name)
         above = parent(position, fanout)
         self.parent = None if above is None else hosts[above]
@@ -218,9 +219,26 @@ class RecoveryRounds:
             if self.trouble != said:
                 self._host.log("unprotected", detail=self.trouble)
 
+    def _missing(self) -> tuple[str, ...]:
+        """Return the children that have not answered."""
+        heard = {"collect": set(self._records), "planned": self._acks}.get(self.stage, set(self.children))
+        return tuple(child for child in self.children if child not in heard)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Name the hosts that the round may wait for. Of the coordinator: the children without an answer, and all
+        below them; of another agent: its parent."""
+        if self.parent is not None:
+            return (self.parent,)
+        found = [self.hosts.index(child) for child in self._missing()]
+        for position in found:
+            found.extend(children(position, len(self.hosts), self._fanout))
+        return tuple(self.hosts[position] for position in found)
+
     def _waits(self) -> str:
-        below = {"collect": set(self._records), "planned": self._acks}.get(self.stage, set(self.children))
-        missing = ", ".join(child for child in self.children if child not in below)[:300]
+        missing = ", ".join(self._missing())[:300]
+        if missing and len(self.awaited) > len(self._missing()):
+            missing += " or of a node below"
         if self._misfit is not None:
             what = f"{self.parent} to report that round {self._misfit} does not fit"
         elif self.stage == "idle":

@@ -120,15 +120,24 @@ def adopt(fd: int, size_bytes: int) -> Memfd:
 class Budget:
     """How much of the node one agent may fill, and its cgroup with it (requirement memory)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, share_bytes: int = 0, share: str = "") -> None:
+        """share_bytes: this job's share of the node's cap when its agent began, 0: all; share: in words, for its
+        user. Where the job has a cgroup of its own, that has the share."""
         self._settings = settings
         self._floor_bytes = settings.memory_floor_bytes
-        self._room = cgroup.Room()
+        self._room = cgroup.Room(settings)
+        self._share_bytes, self._share = share_bytes, share
         self.taken_bytes = 0
 
     @property
     def cap_bytes(self) -> int:
-        """The most that this agent may ever take."""
+        """The most that this agent may take."""
+        share = self._room.share_bytes()
+        share = (self._share_bytes or None) if share is None else share
+        return self._node_cap_bytes if share is None else min(share, self._node_cap_bytes)
+
+    @property
+    def _node_cap_bytes(self) -> int:
         return cgroup.cap_bytes(self._settings, meminfo()["MemTotal"])
 
     @property
@@ -140,7 +149,7 @@ class Budget:
         """What can be reserved now, of the node's free memory and of the cgroup's."""
         free = meminfo()["MemAvailable"] - self._floor_bytes
         left = self._room.left_bytes()
-        return max(0, free if left is None else min(free, left))
+        return max(0, free if left is None else min(free, left[0]))
 
     def take(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
         """Count a reservation. Raises `NoMemory` with the numbers where it does not fit.
@@ -151,24 +160,30 @@ class Budget:
         if self.taken_bytes + wanted_bytes > cap:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)} beside "
-                f"{_mib(self.taken_bytes)} already held, the node's cap is {_mib(cap)} "
-                f"({self._source()})"
+                f"{_mib(self.taken_bytes)} already held, {self._cap_in_words(cap)}"
             )
         if not present and wanted_bytes > available - self._floor_bytes:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, available "
                 f"{_mib(available)} less the floor of {_mib(self._floor_bytes)}"
             )
-        if not present and left is not None and wanted_bytes > left:
+        if not present and left is not None and wanted_bytes > left[0]:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, the memory cgroup "
-                f"{self._room.path} has {_mib(left)} left for all agents of this node"
+                f"{self._room.path} has {_mib(left[0])} left{left[1] and f' for {left[1]}'}"
             )
         self.taken_bytes += wanted_bytes
 
-    def _source(self) -> str:
-        s = self._settings
-        return "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
+    def _cap_in_words(self, cap: int) -> str:
+        s, all_of_it = self._settings, self._node_cap_bytes
+        source = "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
+        if cap == all_of_it:
+            return f"the node's cap is {_mib(cap)} ({source})"
+        part = f" ({self._share})" if self._share else ""
+        return (
+            f"the job's share of the node{part} is {_mib(cap)} of its cap of {_mib(all_of_it)} ({source}); more CPUs "
+            "or GPUs of the node, or --exclusive, raise it"
+        )
 
     def give(self, given_bytes: int) -> None:
         """A reservation has been freed."""

@@ -66,12 +66,16 @@ class SealNotes:
                 found[line.set] = line.sealed
         return found
 
-    def remove(self) -> None:
-        """Nobody is to go on from here."""
+    def moved(self) -> None:
+        """The job's directory is another one, with a copy of the file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
         self._places.clear()
+
+    def remove(self) -> None:
+        """Nobody is to go on from here."""
+        self.moved()
         with suppress(OSError):
             os.unlink(self._path)
 

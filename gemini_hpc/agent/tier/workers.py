@@ -62,10 +62,10 @@ class Channel:
 class Workers:
     """The supervisor's end: all workers of one agent."""
 
-    def __init__(self, work: Callable[[int], int]) -> None:
+    def __init__(self, work: Callable[[int], int], fork: Callable[[], int] = os.fork) -> None:
         """work: what a worker does, with the descriptors in place, given its parent's pid; its exit status."""
         self.sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._work = work
+        self._work, self._start = work, fork
         self._pidfds: dict[int, int] = {}
         self._fds: dict[int, int] = {}
 
@@ -97,7 +97,7 @@ class Workers:
         try:
             if len(self._pidfds) >= WORKERS_MAX:
                 raise OSError(f"{WORKERS_MAX} tier processes are already running")
-            pid = os.fork()
+            pid = self._start()
             if pid == 0:
                 self._become(fds, parent)
             pidfd = self._pidfds[pid] = os.pidfd_open(pid)

@@ -105,5 +105,5 @@ def _fold_in(
     try:
         pull.fetch_part(part, one.start, end, source, take, stop)
     except (OSError, HandshakeError, LinkClosed, FrameError, pull.PullFailed) as exc:
-        raise pull.PullFailed(f"{source.host}: {exc or type(exc).__name__}") from None
+        raise pull.PullFailed(f"{source.host}: {str(exc) or type(exc).__name__}") from None
     return end - one.start

@@ -91,7 +91,7 @@ def fetch(
             _fetch_patiently(copy, memory, source, stop)
             return source.host, "; ".join(failures)
         except (OSError, HandshakeError, LinkClosed, FrameError, PullFailed) as exc:
-            failures.append(f"{source.host}: {exc or type(exc).__name__}")
+            failures.append(f"{source.host}: {str(exc) or type(exc).__name__}")
     raise PullFailed("; ".join(failures) or "no node holds the copy")
 
 

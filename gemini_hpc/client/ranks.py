@@ -1,0 +1,102 @@
+"""RANK and its companions where nobody has set them, from what Slurm says of the step.
+
+The plugin exports them in protected jobs (`slurm/ranks.c`), and torchrun to its own ranks. `set_ranks` serves all
+other starts, so that one script serves them all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from gemini_hpc.client.joining import ATTEMPT_ENV
+from gemini_hpc.core import hostlist
+from gemini_hpc.wire import ports
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANKS_OF_ENV = "GEMINI_RANKS_OF"  # "job.restart.step" for which they were set: a nested srun inherits them
+# Of a rank of mpirun: Slurm's variables speak of the daemon that has started it.
+MPIRUN_ENV = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+_OTHERS_ENV = ("PMI_SIZE", "PMIX_RANK")  # outside of Slurm: somebody has started several
+_MOST_STEPS = 0xFFFFFFF0  # Slurm's numbers for batch scripts and interactive shells lie above
+_TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?")
+# With port 0 the kernel chooses one; nobody else has to know it.
+_ALONE = dict(zip(NAMES, ("0", "1", "0", "1", "127.0.0.1", "0"), strict=True))
+
+
+def set_ranks() -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, each where it is not set.
+
+    Call it before `torch.distributed.init_process_group`, or before whatever else reads these variables. In a Slurm
+    step the ranks are SLURM_PROCID, and the step's first host is the master. A process that nobody has started beside
+    others becomes a world of one. Nothing changes where the plugin or a launcher has set them, where RANK or
+    WORLD_SIZE are set to something else, and under mpirun, of whose ranks Slurm does not know.
+    """
+    environ, step = os.environ, _step(os.environ)
+    if environ.get(RANKS_OF_ENV, step) != step:
+        for name in (RANKS_OF_ENV, *NAMES):
+            environ.pop(name, None)
+    found = ranks(environ)
+    others = any(environ.get(name, found.get(name)) != found.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if others or any(name in environ for name in MPIRUN_ENV):
+        return
+    if step and "RANK" in found.keys() - environ.keys():
+        environ[RANKS_OF_ENV] = step
+    for name, value in found.items():
+        environ.setdefault(name, value)
+
+
+def ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what `set_ranks` sets in this environment. Nothing where Slurm's variables do not fit together, and in
+    heterogeneous jobs; no master in a step with an arbitrary distribution, where task 0 may be on any host."""
+    if not _step(environ):
+        return {} if any(name in environ for name in _OTHERS_ENV) else _ALONE
+    rank, world = (number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    node, local_rank = (number(environ.get(name, ""), -1) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
+    here = _tasks_of(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if not (0 <= rank < world and 0 <= local_rank < here <= world) or "SLURM_HET_SIZE" in environ:
+        return {}
+    if world == 1:
+        return _ALONE
+    base = ports.master_port(number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", "")))
+    port = ports.of_attempt(
+        ports.of_step(base, number(environ.get("SLURM_STEP_ID", ""))), number(environ.get(ATTEMPT_ENV, ""))
+    )
+    found = (str(value) for value in (rank, world, local_rank, here, _first_host(environ), port))
+    return {name: value for name, value in zip(NAMES, found, strict=True) if value}
+
+
+def number(text: str, otherwise: int = 0) -> int:
+    """Return a number of Slurm's, or `otherwise` for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else otherwise
+
+
+def _step(environ: Mapping[str, str]) -> str:
+    """Return "job.restart.step" of the srun that has started this process; "" where none has."""
+    step = number(environ.get("SLURM_STEP_ID", ""), -1)
+    if not 0 <= step <= _MOST_STEPS or "SLURM_STEP_NUM_TASKS" not in environ:
+        return ""
+    return f"{environ.get('SLURM_JOB_ID', '')}.{number(environ.get('SLURM_RESTART_COUNT', ''))}.{step}"
+
+
+def _tasks_of(node: int, text: str) -> int:
+    """Return the tasks of a node, from Slurm's list: "2(x3),1" is 2 for the first three; 0 where it has none."""
+    for part in text.split(","):
+        found = _TASKS.fullmatch(part)
+        if found is None or node < 0:
+            return 0
+        repeat = int(found[2] or "1")
+        if node < repeat:
+            return int(found[1])
+        node -= repeat
+    return 0
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        return ""
+    try:
+        return next(iter(hostlist.expand(environ.get("SLURM_STEP_NODELIST", ""))), "")
+    except ValueError:
+        return ""

@@ -1,0 +1,122 @@
+"""A job's share of a node, which is also its share of the memory for copies there.
+
+slurmctld's credential has the job's CPUs and GPUs, and slurmd tells them to the prolog; slurm.conf has the node's.
+The larger of the two parts counts. A job's memory is told to no prolog, so it does not count.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gemini_hpc.core import conf_text, hostlist
+
+MAX_NODES = 65536
+
+_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
+_RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+_IN_PARENTHESES = re.compile(r"\([^()]*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What jobs can have of a node; 0: not known.
+
+    cpus: the fewest that are all of it: its cores, where Slurm counts each thread of a core, for a job with
+    `--hint=nomultithread` is told of one thread a core.
+    """
+
+    cpus: int = 0
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """part: from 0 to 1; words: what it is of, for the user."""
+
+    part: float
+    words: str
+
+
+WHOLE = Share(1.0, "")
+
+
+def shape(text: str, node: str) -> Shape:
+    """Return the shape of a node by the text of slurm.conf, its includes put in. The last line that names it counts;
+    a line that cannot be read names none."""
+    defaults: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for _, line in conf_text.lines(text):
+        values = dict(conf_text.pair(word) for word in line.split() if "=" in word)
+        names = values.get("nodename", "")
+        if names.lower() == "default":
+            defaults |= values
+        elif names and _names(names, node):
+            found = defaults | values
+    sockets = _number(found, "sockets", 0) or _number(found, "boards", 1) * _number(found, "socketsperboard", 1)
+    threads = max(1, _number(found, "threadspercore", 1))
+    threads_of_all = sockets * _number(found, "corespersocket", 1) * threads
+    cpus = _number(found, "cpus", 0) or _number(found, "procs", 0) or (threads_of_all if threads_of_all > 1 else 0)
+    if cpus == threads_of_all:
+        cpus //= threads
+    return Shape(max(0, cpus - _number(found, "corespeccount", 0)), _gpus(found.get("gres", "")))
+
+
+def _names(text: str, node: str) -> bool:
+    try:
+        return node in hostlist.expand(text, MAX_NODES)
+    except ValueError:
+        return False
+
+
+def _number(values: dict[str, str], key: str, default: int) -> int:
+    text = values.get(key, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else default
+
+
+def _gpus(gres: str) -> int:
+    """Of Gres=gpu:a100:4(S:0),gpu:v100:2."""
+    count = 0
+    for item in _IN_PARENTHESES.sub("", gres).split(","):
+        name, *more = item.split(":")
+        if name == "gpu":
+            last = more[-1] if more else "1"
+            count += int(last) if last.isascii() and last.isdecimal() and len(last) < 8 else 1
+    return count
+
+
+def of_job(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
+    """Return the share of a job that has a part of a node. cpus: SLURM_JOB_CPUS_PER_NODE; gpus: SLURM_JOB_GPUS.
+    What cannot be known is the whole."""
+    mine = _at(cpus, node, nodelist)
+    if not mine or not there.cpus:
+        return WHOLE
+    parts = [Share(mine / there.cpus, f"{mine} of {there.cpus} CPUs")]
+    if gpus:
+        count = sum(_indices(item) for item in gpus.split(","))
+        if not there.gpus:
+            return WHOLE
+        parts.append(Share(count / there.gpus, f"{count} of {there.gpus} GPUs"))
+    largest = max(parts, key=lambda share: share.part)
+    return largest if largest.part < 1 else WHOLE
+
+
+def _at(cpus: str, node: str, nodelist: str) -> int:
+    """The count of this node in a text such as 4(x2),2, which follows the list; 0: not known."""
+    try:
+        at = hostlist.expand(nodelist, MAX_NODES).index(node)
+    except ValueError:
+        return 0
+    for item in cpus.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            return 0
+        at -= int(match[2] or 1)
+        if at < 0:
+            return int(match[1])
+    return 0
+
+
+def _indices(item: str) -> int:
+    match = _RANGE.fullmatch(item)
+    return max(1, int(match[2]) - int(match[1]) + 1) if match else 1

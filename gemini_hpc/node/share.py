@@ -1,0 +1,48 @@
+"""A job's share of this node, as root's prolog learns it: slurmd has said what the job has, slurm.conf says what the
+node has."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gemini_hpc.core import conf_text, node_share
+from gemini_hpc.core.node_share import Share
+
+MAX_BYTES = 8 << 20
+MAX_FILES = 32
+
+
+def of_job(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
+    """Return a job's share of the node; the whole where it cannot be known. slurm_conf: path; the rest: see
+    `core.node_share.of_job`. Raises `OSError`."""
+    if not cpus or not slurm_conf:
+        return node_share.WHOLE
+    return node_share.of_job(node_share.shape(_read(slurm_conf), node), node, nodelist, cpus, gpus)
+
+
+def _read(path: str) -> str:
+    """Return the text of slurm.conf, with the files that it includes in their places. Raises `OSError`."""
+    text: list[str] = []
+    _add(text, path, [path])
+    return "\n".join(text)
+
+
+def _add(text: list[str], path: str, seen: list[str]) -> None:
+    for _, line in conf_text.lines(_text(path)):
+        word, _, name = line.partition(" ")
+        if word.lower() != "include":
+            text.append(line)
+            continue
+        below = os.path.join(os.path.dirname(path), name.strip())
+        if below not in seen and len(seen) < MAX_FILES:
+            seen.append(below)
+            _add(text, below, seen)
+
+
+def _text(path: str) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(22, "not a file", path)
+        return file.read(MAX_BYTES).decode(errors="replace")

@@ -1,0 +1,130 @@
+"""The README's promise that a script runs unprotected, and says so in one line: the README's own script, by srun."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
+
+PYTHON = "/opt/gemini-hpc/venv/bin/python"
+README = Path(__file__).resolve().parents[2] / "README.md"
+CALL = "gemini.set_ranks()"
+THEIRS = """
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(1)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+place = {"rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size()}
+loader, steps = gemini.StatefulLoader([torch.ones(4)] * 64, 2, seed=1, **place), 4
+batches = iter(loader)
+
+
+def train_one(step):
+    optimizer.zero_grad()
+    model(next(batches)).sum().backward()
+
+
+"""
+ENDS = """
+print("rank {rank} of {world} has ended".format(**place), flush=True)
+del model, optimizer, scheduler, ckpt  # before the process group, or torch may wait for gloo's threads for ever
+torch.distributed.destroy_process_group()
+"""
+
+
+def write(cluster: Cluster, name: str, *, call: bool) -> Path:
+    """Write the README's script, with a user's model in its place; call: with its `set_ranks`."""
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (line,) = [line for line in block.splitlines(keepends=True) if line.startswith(CALL)]
+    path = cluster.home("alice") / name
+    path.write_text(block.replace(line, (line if call else "") + THEIRS) + ENDS)
+    path.chmod(0o644)
+    return path
+
+
+def output(cluster: Cluster, name: str, options: list[str], script: str, *, hold: bool = False) -> str:
+    """Submit a job of two nodes, and return what it has printed in the end."""
+    out = cluster.home("alice") / name
+    out.unlink(missing_ok=True)
+    fixed = ["-N2", "-wn1,n2", "--ntasks-per-node=1", f"--output={out}", *options]
+    job = cluster.sbatch([*fixed, *(["--hold"] if hold else [])], script=f"#!/bin/bash\n{script}\necho over\n")
+    if hold:
+        take_plugin_away(cluster)
+        cluster.run(["scontrol", "release", str(job)])
+    until(lambda: out.exists() and "over" in out.read_text(), 60, 0.2, what="the script's end")
+    return out.read_text()
+
+
+def take_plugin_away(cluster: Cluster) -> None:
+    """Leave plugstack.conf empty."""
+    (cluster.directory / "etc" / "slurm" / "plugstack.conf").write_text("\n")
+
+
+def ends_well(text: str, why: str) -> None:
+    """Assert that all ranks have ended, and that one line says why they were not protected."""
+    for rank in range(2):
+        assert text.count(f"rank {rank} of 2 has ended") == 1, text
+    assert re.findall(r"gemini-hpc: this training is not protected: (.*)", text) == [f"no agent here ({why})"], text
+
+
+@pytest.fixture
+def plugstack(cluster: Cluster) -> Iterator[None]:
+    """The plugin is back after the test."""
+    path = cluster.directory / "etc" / "slurm" / "plugstack.conf"
+    before = path.read_text()
+    yield
+    path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            [],
+            marks=pytest.mark.witness("without an agent the README's script runs, and says so in one line"),
+            id="no option",
+        ),
+        pytest.param(["--gemini-replicas=2"], id="the plugin is taken away"),
+    ],
+)
+def test_the_readmes_script_runs_unprotected(cluster: Cluster, plugstack: None, options: list[str]) -> None:
+    path = write(cluster, "readme.py", call=True)
+    text = output(cluster, "unprotected", options, f"srun {PYTHON} {path}", hold=bool(options))
+    ends_well(text, "GEMINI_SOCKET is not set")
+    assert text.count("gemini-hpc:") == 1, text
+
+
+@pytest.fixture
+def ill(cluster: Cluster) -> Iterator[str]:
+    """A node whose prolog fails; the others do not wait for it as long as on this cluster otherwise."""
+    settings = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    before = settings.read_text()
+    settings.write_text(re.sub("(?m)^attach_timeout_s = .*", "attach_timeout_s = 5.0", before))
+    cluster.exec("n2", ["mount", "-t", "tmpfs", "-o", "ro", "none", "/run/gemini-hpc"])
+    yield "n2"
+    cluster.exec("n2", ["umount", "/run/gemini-hpc"])
+    settings.write_text(before)
+
+
+def test_one_node_is_ill(cluster: Cluster, ill: str) -> None:
+    """Two steps, the second of a script without the call: the plugin has exported ranks. The lines name that node."""
+    steps = [f"srun {PYTHON} {write(cluster, f'call-{call}.py', call=call)}" for call in (True, False)]
+    text = output(cluster, "ill", ["--gemini-replicas=2"], "\necho next\n".join(steps))
+    for part in text.split("next\n"):
+        ends_well(part, f"no agent can be reached on {ill}")
+    assert text.count(f"gemini-hpc: this job is not protected: no agent can be reached on {ill}") == 1, text
+    assert f"gemini-hpc: this job is not protected on {ill}: /run/gemini-hpc must belong to root" in text
+    assert "not protected on n1" not in text
