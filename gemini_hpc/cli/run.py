@@ -75,7 +75,7 @@ def _nodes_healthy(path: str, ended: threading.Event) -> bool:
         dead = bool(verdict.dead)
         if dead and clock.monotonic() - looked > LOOK_EVERY_S:
             looked = clock.monotonic()
-            if sendback.is_smaller():
+            if sendback.nodes_left():
                 _send_back("Slurm lets this job run on without its lost node (--no-kill)", ended)
                 return False
         if verdict.dead or verdict.suspect:
@@ -117,6 +117,20 @@ def _fit_tasks(environ: MutableMapping[str, str]) -> None:
     if tasks > nodes * most > 0:
         _say(f"the job now has {nodes} nodes: {nodes * most} tasks instead of {tasks}")
         environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(nodes * most)
+
+
+def _fit_nodes(environ: MutableMapping[str, str]) -> None:
+    """Have the next step fit the nodes that a job with spares goes on with: srun refuses the number it had before."""
+    left = sendback.nodes_left()
+    if not left:
+        return
+    names, had, tasks = ",".join(left), int(os.environ["SLURM_JOB_NUM_NODES"]), os.environ.get("SLURM_NTASKS", "")
+    environ["SLURM_JOB_NODELIST"] = environ["SLURM_NODELIST"] = names
+    environ["SLURM_JOB_NUM_NODES"] = environ["SLURM_NNODES"] = str(len(left))
+    if tasks.isascii() and tasks.isdigit():
+        environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(int(tasks) * len(left) // had)
+    environ.pop("SLURM_TASKS_PER_NODE", None)
+    _say(f"the job goes on with {len(left)} of its {had} nodes: so does its next step")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -169,6 +183,7 @@ def run(args: argparse.Namespace) -> int:
             _say(f"{told}; not restarted: {why_not}")
             return status
         _say(f"{told} on healthy nodes: restart {attempts.restarts} of {args.max_restarts}")
+        _fit_nodes(env)
 
 
 def _reached(path: str) -> Reached | None:

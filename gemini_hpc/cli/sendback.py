@@ -11,14 +11,20 @@ from gemini_hpc.slurm.facts import RUNNING
 TIMEOUT_S = 15.0
 
 
-def is_smaller() -> bool:
-    """Whether Slurm has taken a lost node out of the running job (`sbatch --no-kill`); False: not known."""
+def nodes_left() -> tuple[str, ...]:
+    """Return the nodes of the running job where Slurm has taken lost ones out of it (`sbatch --no-kill`).
+
+    Returns:
+        () where it has taken none, or where that is not known.
+    """
     raw_id, nodes = _number("SLURM_JOB_ID"), _number("SLURM_JOB_NUM_NODES")
+    if not raw_id or nodes < 2:
+        return ()
     try:
         job = asyncio.run(Slurm(TIMEOUT_S).job(raw_id))
     except SlurmError:
-        return False
-    return job.state == RUNNING and 0 < len(job.nodes) < nodes
+        return ()
+    return job.nodes if job.state == RUNNING and 0 < len(job.nodes) < nodes else ()
 
 
 def requeue() -> str:

@@ -71,6 +71,23 @@ def test_a_job_with_fewer_nodes_than_it_was_submitted_with_has_fewer_tasks(
     assert nothing == {}
 
 
+def test_a_step_fits_the_nodes_that_a_job_with_spares_goes_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun refuses more nodes and tasks than Slurm has left to the job."""
+    before = {"SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "4", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8"}
+    before |= {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "2(x4)"}
+    for name, text in before.items():
+        monkeypatch.setenv(name, text)
+    for left in ((), ("n1", "n3", "n4"), ("n1", "n4")):
+        monkeypatch.setattr(sendback, "nodes_left", lambda left=left: left)
+        environ = dict(before)
+        for _ in range(2):  # before each further step
+            verb._fit_nodes(environ)
+        count, names = str(len(left)), ",".join(left)
+        fewer = {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count, "SLURM_NTASKS": str(2 * len(left))}
+        fewer |= {"SLURM_NPROCS": str(2 * len(left)), "SLURM_JOB_NODELIST": names, "SLURM_NODELIST": names}
+        assert environ == (fewer if left else before)
+
+
 def test_the_command_has_the_tasks_that_fit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
