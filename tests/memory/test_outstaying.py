@@ -127,7 +127,7 @@ def test_an_agent_that_answers_is_left_its_time(site: Site) -> None:
     job.reach(3, restart=1)
     for node in set(before) & set(job.hosts()):
         assert job.agent_pid(node) == before[node]
-        ended = f"grep -o '\"ended_s\".*' /run/gemini-hpc/.agents/{job.id}"
+        ended = f"grep -o '\"ended_s\".*' /run/gemini-hpc.agents/{job.id}"
         until(lambda node=node, ended=ended: "null" in site.sh(node, ended), 10, 0.2, what="entered again")
 
 
@@ -148,10 +148,10 @@ def test_nothing_outstays_a_job_that_got_no_epilog(site: Site) -> None:
     finally:
         site.sh("n3", f"ip link set eth0 up; kill -CONT {slurmd}")
     site.cluster.restore()
-    assert '"ended_s": null' in site.sh("n3", f"cat /run/gemini-hpc/.agents/{job.id}"), "no epilog"
+    assert '"ended_s": null' in site.sh("n3", f"cat /run/gemini-hpc.agents/{job.id}"), "no epilog"
     assert job.agent_pid("n3") == agent
     other = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
     other.reach(3)
     until(lambda: not job.agent_pid("n3"), 2 * reaper.GRACE_S, what="the stopped agent is ended")
-    until(lambda: not site.sh("n3", f"ls /run/gemini-hpc/.agents/{job.id} 2>&- || :"), 10, what="struck out")
+    until(lambda: not site.sh("n3", f"ls /run/gemini-hpc.agents/{job.id} 2>&- || :"), 10, what="struck out")
     assert other.agent_pid("n3"), "who trains keeps what it has"
