@@ -17,7 +17,7 @@ from gemini_hpc import clock
 
 # What people and batch systems send.
 SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-LATER_S = 0.3  # within which a signal to all processes of the step has reached the last of them
+LATER_S = 1.0  # within which a signal to all processes of the step has reached the last of them
 _PR_SET_PDEATHSIG = 1
 
 

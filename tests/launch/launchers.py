@@ -26,7 +26,9 @@ Fault = tuple[int, int, int, str | int]
 class Command:
     """A launcher that begins with Python itself, as users start it; otherwise as `Process`."""
 
-    def __init__(self, env: dict[str, str], arguments: Sequence[str], output: Path, group: Path | None) -> None:
+    def __init__(
+        self, env: dict[str, str], arguments: Sequence[str], output: Path, group: Path | None = None
+    ) -> None:
         """group: a cgroup to begin in."""
         usual = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_"))}
         usual |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from gemini_hpc.launch.signals import LATER_S
+
 pytestmark = pytest.mark.slow
 
 LAUNCHER = """
@@ -80,7 +82,7 @@ def test_each_signal_reaches_the_rank_once(step: Step, send: Callable[[Step, sig
         send(step, number)
         wanted.append(number.name)
         until(lambda: len(step.got()) >= len(wanted), 10, what=f"{number.name} at the rank")
-    time.sleep(1.0)  # for one that would come twice
+    time.sleep(LATER_S + 1.0)  # for one that would come twice
     assert step.got() == wanted
 
 
