@@ -102,6 +102,8 @@ deps-stacks: deps $(VENV)/.stacks
 
 $(VENV)/.installed: $(SOURCES) | deps $(VENV)/.python
 	@echo "installing gemini-hpc into $(VENV)"
+	@# The package has the plugin's objects along, where there are any: never of older sources.
+	@[ ! -d slurm/build ] || $(MAKE) -s -C slurm >/dev/null 2>&1 || rm -rf slurm/build slurm/gemini_spank.so
 	@$(PY) -m pip install -q --no-build-isolation --no-deps --force-reinstall .
 	@touch $@
 
