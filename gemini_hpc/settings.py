@@ -261,8 +261,7 @@ class Settings:
         return self.heartbeat_s * self.heartbeat_missed
 
     def afterwards_s(self) -> float:
-        """How long after a script's end a node may be found to have been lost before it, in seconds: its silence, and
-        the probes."""
+        """Return for how long after a script's end a loss before it may still be found, in seconds."""
         return 4.0 * self.heartbeat_timeout_s()
 
     def address_of(self, host: str) -> str:

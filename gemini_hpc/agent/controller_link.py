@@ -50,7 +50,7 @@ class Listener(Protocol):
 
     @property
     def finished(self) -> bool | None:
-        """Whether all ranks that train here have closed their checkpointers; None: none has trained here."""
+        """Return whether all ranks that train here have closed their checkpointers, None where none has trained."""
 
     def deaths_matter(self, now: float) -> bool:
         """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending

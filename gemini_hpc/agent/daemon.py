@@ -297,7 +297,7 @@ class Agent:
             self._retention.runs(now)
 
     def _look_at_directory(self) -> None:
-        """Whoever unmounts or empties it takes away the way to this agent: it listens in the one that root makes."""
+        """Listen in the directory that root has made anew, where the old one was unmounted or emptied."""
         found = self._place.look()
         if found == "gone":
             if not self._told_gone:
@@ -620,7 +620,7 @@ class Agent:
 
     @property
     def finished(self) -> bool | None:
-        """Whether all ranks that train here have closed their checkpointers; None: none has trained here."""
+        """Return whether all ranks that train here have closed their checkpointers, None where none has trained."""
         trained = [training for training in self.trainings if training.greeted]
         return all(training.succeeded for training in trained) if trained else None
 

@@ -107,11 +107,11 @@ class Launches:
         return None
 
     def watches(self, launch: str) -> bool:
-        """Whether launchers have started the ranks of this launch here."""
+        """Return whether launchers have started the ranks of this launch here."""
         return launch in self._watched or launch.rpartition("+")[0] in self._watched
 
     def ended(self, step: str, end: End) -> None:
-        """A rank has ended so that no launcher watches."""
+        """Record the end of a rank that no launcher watches."""
         incarnation = self._membership.incarnation
         if incarnation is None:
             return
@@ -159,7 +159,7 @@ class Launches:
         self._wake()
 
     def hung(self, launch: str, rank: int, what: str) -> bool:
-        """A rank of this launch hangs, on this node: the next attempt begins. False: no launchers have started it."""
+        """Begin the next attempt, for a rank of this node hangs; return False where no launchers have started it."""
         step, mark, attempt = launch.rpartition("+")
         if not mark or not (attempt.isascii() and attempt.isdigit()):
             step, attempt = launch, "0"

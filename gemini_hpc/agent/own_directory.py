@@ -39,9 +39,11 @@ class OwnDirectory:
         return _lock(self._fd)
 
     def look(self) -> Found:
-        """Whether it is where it is to be. silent: it is, without a socket; gone: nothing is there, or nothing of
-        root's; moved: another one was, in which this agent is now, with its files, and without a socket. Raises
-        nothing."""
+        """Return the state of the directory, after a move into a new one of root's. Raises nothing.
+
+        silent: it is in its place, without a socket; gone: nothing is there, or nothing of root's; moved: the agent
+        is in a new one now, with its files, and without a socket.
+        """
         try:
             seen = os.open(self.path, _PATH)
         except OSError:
@@ -61,8 +63,10 @@ class OwnDirectory:
             os.close(seen)
 
     def _is_roots(self, fd: int) -> bool:
-        """Whether the prolog has mounted what a descriptor is in, or nobody has: a user's file system need not
-        answer, and only the mount is looked at. Raises OSError."""
+        """Return whether a descriptor is in a mount of the prolog's, or in none of its own. Raises OSError.
+
+        Only the mount is looked at: a user's file system need not answer.
+        """
         number = _mount(fd)
         if number < 0:  # Linux before 5.14 shows a process that is closed to its owner nothing of itself
             real = os.path.join(os.path.realpath(os.path.dirname(self.path)), os.path.basename(self.path))
@@ -130,7 +134,7 @@ def _has_socket(fd: int) -> bool:
 
 
 def _copy(name: str, source: int, mount: int, target: int) -> None:
-    """A regular file of this mount; a file system of 16 MiB bounds it. Raises OSError."""
+    """Copy a regular file of this mount; a file system of 16 MiB bounds it. Raises OSError."""
     seen = os.open(name, _NAME, dir_fd=source)
     try:
         if mount < 0 or mounts.number(seen) != mount or not stat.S_ISREG(os.fstat(seen).st_mode):

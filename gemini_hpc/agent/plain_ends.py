@@ -1,4 +1,4 @@
-"""How ranks end that no launcher watches: for `gemini-hpc run`, which starts their step again.
+"""Record how ranks end that no launcher watches: `gemini-hpc run` starts their step again.
 
 A rank that has said hello, and whose connection ends without its success, may have been ended for want of memory: the
 kernel counts that, and the limit is known here. Of an exception the rank tells by itself, while it ends.
@@ -17,7 +17,7 @@ _KILLED = 137
 
 
 class PlainEnds:
-    """Of one agent."""
+    """The ranks of one agent without launchers."""
 
     def __init__(self, node: str, launches: Launches) -> None:
         self._node, self._launches = node, launches

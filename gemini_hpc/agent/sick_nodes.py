@@ -26,7 +26,7 @@ _STEP_CHARS = 64
 
 
 class SickNodes:
-    """Of one agent. found: called at the root with a node that the job is to leave, and why."""
+    """The failures that one agent knows of. found: called at the root with a node to leave, and why."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SickNodes:
 
     @property
     def suspects_this_node(self) -> bool:
-        """Whether a check of this node by root is worth its time."""
+        """Return whether a check of this node by root is worth its time."""
         return self._is_red or self._tally.count(self._node) > 0
 
     def known(self) -> list[str]:

@@ -207,7 +207,7 @@ class _Failure:
 
 
 def _last(path: str) -> StepEnd | None:
-    """What is known of the end of the newest step."""
+    """Return what the agent knows of the end of the newest step."""
     verdict = ask_verdict(path) if path else None
     return verdict.last if verdict is not None else None
 

@@ -1,4 +1,4 @@
-"""What an exception that ends a script tells its user: kind, place in the user's own code, traceback."""
+"""Describe an exception that ends a script: its kind, its place in the user's own code, its traceback."""
 
 from __future__ import annotations
 

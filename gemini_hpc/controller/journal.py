@@ -127,10 +127,10 @@ class Journal:
         counted = {d.node for d in self._fenced if d.t >= since and user_id in (None, d.user_id)}
         return len(counted - {without})
 
-    def drained(self, window_s: float, *, user_id: int | None = None) -> int:
-        """Nodes drained (or begun to be) within the last `window_s`, for jobs of one user if given."""
+    def drained(self, window_s: float) -> int:
+        """Return how many nodes were drained (or begun to be) within the last `window_s`."""
         since = clock.time() - window_s
-        return len({d.node for d in self._drained if d.t >= since and user_id in (None, d.user_id)})
+        return len({d.node for d in self._drained if d.t >= since})
 
     def fenced_at(self) -> dict[str, float]:
         """When each node was last fenced, Unix seconds, as far as the journal goes back."""

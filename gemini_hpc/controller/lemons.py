@@ -25,7 +25,7 @@ _WHY_CHARS = 150
 
 
 class Visit(msgspec.Struct, frozen=True):
-    """What happened once. t: Unix time; what: fenced, failed, hung, unhealthy; job: whose, as Slurm numbers it."""
+    """One entry of a node. t: Unix time; what: fenced or unhealthy; job: that ran there, as Slurm numbers it."""
 
     t: float
     what: str
@@ -64,7 +64,7 @@ class Lemons:
         return clock.time() - self._days * DAY_S
 
     def add(self, node: str, what: str, job: int, why: str) -> None:
-        """It happened. What a job's agents say of one node counts once for that job."""
+        """Note an entry. A node that is found red after several lives of one job counts once for that job."""
         visits = self._visits.get(node, [])
         if not self._days or (what != "fenced" and any((v.what, v.job) == (what, job) for v in visits)):
             return

@@ -393,8 +393,10 @@ class Recoveries:
         return any(n in nodes and nodes[n].down for n in begun)
 
     async def _unfinished(self, raw_id: int, restart: int) -> bool:
-        """Whether agents say, within a while, that the training of this incarnation has not finished: a controller
-        that is new has to wait until they call."""
+        """Return whether agents report that the training of this incarnation has not finished.
+
+        A new controller waits for a while until they call.
+        """
         deadline = clock.monotonic() + SPEAK_S
         while (track := self.registry.jobs.get(raw_id)) is not None and clock.monotonic() < deadline:
             if (finished := track.finished(restart)) is not None:

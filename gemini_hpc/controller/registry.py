@@ -147,13 +147,15 @@ class Track:
         return any(a.connected and a.restart == restart and a.rescuing for a in self.agents.values())
 
     def finished(self, restart: int) -> bool | None:
-        """Whether the training of this incarnation has succeeded: by the last word of all agents where ranks trained,
-        of those that are gone too. None: no agent has spoken."""
+        """Return whether the training of this incarnation has succeeded, None while no agent has reported.
+
+        The last report of each agent whose ranks trained counts, also of an agent that is gone.
+        """
         words = {a.finished for a in self.agents.values() if a.restart == restart}
         return (True in words and False not in words) if words else None
 
     def lacks(self, restart: int, host: str) -> bool:
-        """Whether the job goes on without this node, or needs it no more, and Slurm has taken it away."""
+        """Return whether Slurm has taken this node away, and the job goes on without it or needs it no more."""
         out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
         return out and (self.goes_on(restart, [host]) or bool(self.finished(restart)))
 

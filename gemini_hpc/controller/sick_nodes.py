@@ -22,7 +22,7 @@ from gemini_hpc.wire.controller import HealthVerdict, RedNode
 log = logging.getLogger("gemini_hpc.controller")
 
 DAY_S = 86400.0
-REASON = "gemini-hpc: sick"  # of nodes that we have drained, as their Reason begins
+REASON = "gemini-hpc: sick"  # begins the Reason of the nodes that are drained here
 _WORDS = {
     HealthVerdict.RED: "the health check is red",
     HealthVerdict.HANGS: "the health check does not end",

@@ -24,7 +24,7 @@ Status = Annotated[int, msgspec.Meta(ge=0, le=255)]
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a rank, or a node, has ended an attempt.
+    """The end of an attempt by one rank or node.
 
     text: for people, "" where nothing is known; status: the rank's, as a shell has it; host: its node.
     key: the same for two ends that have one cause in the program, such as an exception at one place and step; ""

@@ -77,7 +77,7 @@ class Blame(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether the node may be the cause: a bug of the program also raises, and it crashes before any step."""
+        """Return whether the node may be the cause. Exceptions, and crashes before any step, are the program's."""
         if self.cause in (Cause.CONSEQUENCE, Cause.RAISED):
             return False
         return self.step > 0 or self.cause is Cause.DEVICE

@@ -1,4 +1,4 @@
-"""A job's share of a node, which is also its share of the memory for copies there.
+"""Compute a job's share of a node, which is also its share of the memory for copies there.
 
 slurmctld's credential has the job's CPUs and GPUs, and slurmd tells them to the prolog; slurm.conf has the node's.
 The larger of the two parts counts. A job's memory is told to no prolog, so it does not count.
@@ -20,7 +20,7 @@ _IN_PARENTHESES = re.compile(r"\([^()]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What jobs can have of a node; 0: not known.
+    """The parts of a node that jobs can have; 0: not known.
 
     cpus: the fewest that are all of it: its cores, where Slurm counts each thread of a core, for a job with
     `--hint=nomultithread` is told of one thread a core.
@@ -75,7 +75,7 @@ def _number(values: dict[str, str], key: str, default: int) -> int:
 
 
 def _gpus(gres: str) -> int:
-    """Of Gres=gpu:a100:4(S:0),gpu:v100:2."""
+    """Return the number of GPUs in a value such as gpu:a100:4(S:0),gpu:v100:2."""
     count = 0
     for item in _IN_PARENTHESES.sub("", gres).split(","):
         name, *more = item.split(":")

@@ -228,12 +228,12 @@ class Launcher:
         return None
 
     def _end_of(self, rank: RankProcess, reached: Reached | None = None) -> End:
-        """What the end of the rank in this attempt shows."""
+        """Describe the end of the rank in this attempt."""
         host = self._environ.get("SLURMD_NODENAME", "")
         return describe(rank, number(self._rank), host, reached or self._reached(), self._memory, spares=self._spares)
 
     def _named(self, attempt: int) -> tuple[End, End]:
-        """How an attempt has ended first, as far as the agents know, and the one before it."""
+        """Return how an attempt ended first, as far as the agents know, and how the one before it did."""
         state = self._ask(local.LaunchRequest(self._step, attempt))
         if state is None:
             return NOTHING, NOTHING
@@ -252,7 +252,7 @@ class Launcher:
             clock.sleep(LEAVE_S)
 
     def _said(self, end: End | None) -> local.LaunchRequest:
-        """What this launcher tells of the attempt."""
+        """Return a request that reports this attempt."""
         cause = end.cause if end is not None else None
         return local.LaunchRequest(self._step, self._attempt, rank=number(self._rank), cause=cause, end=end)
 
@@ -377,7 +377,7 @@ class Launcher:
 
 
 def _ending(state: local.LaunchState) -> End:
-    """How the last attempt has ended: another one may have begun before that was judged."""
+    """Return how the last attempt ended; another one may have begun before that was judged."""
     return state.last if state.last.text else state.first
 
 

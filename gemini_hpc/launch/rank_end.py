@@ -1,4 +1,4 @@
-"""How a rank has ended: for the agents, and for its user, who reads of the rank that failed first, and once."""
+"""Describe how a rank has ended: to the agents, and once to the user, for the rank that failed first."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ class _Left:
 
 
 class Report:
-    """What one launcher has to say of its ranks' ends. named: how an attempt has ended first, as the agents know it
-    now, and the one before it; say: prints a line."""
+    """The lines of one launcher about its ranks' ends.
+
+    named: returns how an attempt ended first, as the agents know it now, and how the one before it did; say: prints a
+    line.
+    """
 
     def __init__(self, named: Callable[[int], tuple[End, End]], say: Callable[[str], None]) -> None:
         self._named, self._say = named, say

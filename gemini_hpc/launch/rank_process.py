@@ -23,8 +23,10 @@ _NOTE_BYTES = 1 << 16
 
 
 class _Note:
-    """What a rank leaves for its launcher, in memory that both have: [0] the cause and 1, [1] whether memory was
-    wanting; behind that a few words, and its traceback, each with its length before it."""
+    """A rank's note for its launcher, in memory that both have.
+
+    [0] is the cause and 1, [1] whether memory was wanting. Words and a traceback follow, each behind its length.
+    """
 
     _WORDS_AT, _TEXT_AT = 2, 1024
 
@@ -179,7 +181,7 @@ def note_error(error: BaseException) -> None:
 
 
 def leave_traceback(error: BaseException) -> None:
-    """In the rank: have the traceback shown once, by the launcher of the rank that failed first; without one here."""
+    """Leave the traceback in the rank's note, for the launcher to show; show it here where there is no launcher."""
     note = _notes.get(os.getpid())
     if note is None:
         mistake.show(error)

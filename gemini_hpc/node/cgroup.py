@@ -76,8 +76,10 @@ def cap_bytes(settings: Settings, total_bytes: int) -> int:
 
 
 def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
-    """By root: choose, and make the cgroup where it is made of files. agents: how many have room in it beside the
-    cap; root counts them, and sets the limit, while no other prolog does."""
+    """Choose the agents' cgroup, and make it where it is made of files. By root.
+
+    agents: how many have room in it beside the cap; root counts them and sets the limit while no other prolog does.
+    """
     here = place()
     choice = memory_cgroup.choose(here, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if here is None or choice.how not in ("v1", "v2"):
@@ -89,7 +91,7 @@ def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
 
 
 def no_room(choice: Choice, settings: Settings) -> str:
-    """By root: why one more agent would take others' memory, which may be the training's; "" where it would not."""
+    """Return why one more agent would take memory of others, perhaps of the training; "" where it would not."""
     here, needed = place(), memory_cgroup.AGENT_ROOM_BYTES
     free = meminfo()["MemAvailable"] - settings.memory_floor_bytes
     if free < needed:
@@ -106,8 +108,10 @@ def no_room(choice: Choice, settings: Settings) -> str:
 
 
 def resize(group: Group, limit_bytes: int) -> str:
-    """By root: give the cgroup of an agent that is there already another limit, never below what is taken; what went
-    wrong, or ""."""
+    """Set another limit for the cgroup of a running agent, never below what is taken; return what failed, or "".
+
+    By root.
+    """
     if not group.version:
         return ""
     directory, name = group.directories[0], memory_cgroup.limit_file(group.version)
@@ -296,7 +300,7 @@ def _ask(call: list[str]) -> None:
 
 
 class Room:
-    """What the cgroups of this process can still take of copies."""
+    """The room for copies in the cgroups of this process."""
 
     def __init__(self, settings: Settings) -> None:
         here = place()
@@ -325,8 +329,10 @@ class Room:
         return min(found, default=None)
 
     def _left(self, at: int, directory: str) -> tuple[int, str] | None:
-        """Of the job's cgroup, of that of all agents, of one that holds others, too. What agents take for themselves
-        comes from their room, as far as that goes."""
+        """Return the bytes left in one cgroup above this process, and whose room that is; None without a limit.
+
+        What agents take for themselves comes from their own room, as far as that goes.
+        """
         free = _left(self._version, directory)
         if at >= self._ours:
             return None if free is None else (max(0, free - memory_cgroup.AGENT_ROOM_BYTES), "")

@@ -92,14 +92,14 @@ def _end(
 
 
 def _lives(run_dir: str, job: int, uid: int) -> bool:
-    """Whether an agent of this job is here, and holds something."""
+    """Return whether an agent of this job is here, and holds something."""
     with ledger.opened(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)
     return entry is not None and entry.uid == uid and not entry.released and bool(reaper.inside(entry))
 
 
 def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float) -> int:
-    """What the agent says to it. patience_s: so long nobody may answer."""
+    """Report the end to the agent; return its answer as a status. patience_s: for so long no answer may come."""
     answer_by = min(clock.monotonic() + ANSWER_TIMEOUT_S, deadline - GONE_TIMEOUT_S - OWNER_GRACE_S)
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 

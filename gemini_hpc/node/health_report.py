@@ -11,7 +11,6 @@ Exit status: 0, always.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import sys
@@ -29,7 +28,7 @@ RETRY_S = 2.0
 
 
 def start(settings: Settings, job: int, restart: int, node: str) -> None:
-    """By root, in an epilog: begin the check, where the site has one. Never raises."""
+    """Begin the check, where the site has one. By root, in an epilog; never raises."""
     if not settings.health_check:
         return
     argv = [sys.executable, "-I", "-m", "gemini_hpc.node.health_report", str(job), str(restart), node]
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
         job = parse_number("job id", argv[0], 1, 2**32 - 1)
         restart = parse_number("restart count", argv[1], 0, 2**32 - 1)
         settings = load()
-        lock = _lock(settings)
+        lock = ledger.lock(settings.run_dir, LOCK)
         if lock < 0:
             return 0  # another job's epilog has begun the check
         problem = _check(settings, job)
@@ -59,18 +58,6 @@ def main(argv: list[str]) -> int:
     except (ValueError, ConfigError, ImportError, OSError) as exc:
         complain("health", job, f"this node's health is not known: {exc}")
     return 0
-
-
-def _lock(settings: Settings) -> int:
-    """Return the lock of the one check, -1 where another process has it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(f"{ledger.place(settings.run_dir)}/{LOCK}", flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return -1
-    return fd
 
 
 def _check(settings: Settings, job: int) -> Problem | None:

@@ -130,8 +130,26 @@ class Ledger:
 
 
 def place(run_dir: str) -> str:
-    """Where the ledger of a run directory is."""
+    """Return the directory of the ledger of a run directory."""
     return run_dir.rstrip("/") + SUFFIX
+
+
+def lock(run_dir: str, name: str) -> int:
+    """Take a lock beside the ledger, for a process that runs once on a node.
+
+    Returns:
+        Its descriptor, -1 where another process has it.
+
+    Raises:
+        OSError: there is no ledger yet.
+    """
+    fd = os.open(f"{place(run_dir)}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return -1
+    return fd
 
 
 @contextmanager

@@ -20,13 +20,13 @@ _COPIES_BYTES = 1 << 20  # more than the log of an agent that holds nothing
 
 
 def offer() -> None:
-    """By root: have what this process starts be ended before training is. slurmd may be exempt from the killer."""
+    """Have the kernel end what this process starts before it ends training. By root; slurmd may be exempt."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(NEWEST))
 
 
 class OwnScore:
-    """A supervisor's, opened while it is root's."""
+    """The score of a supervisor, opened while it is root's."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -55,7 +55,7 @@ class OwnScore:
 
 
 def rank(groups: Iterable[Group]) -> None:
-    """By root: agents that were there before come after the one that has just been started."""
+    """Lower the scores of agents that were there before the newest one. By root."""
     for group in groups:
         score = WITH_COPIES if cgroup.held_bytes(group) > _COPIES_BYTES else WITHOUT_COPIES
         for pid in cgroup.members(group):

@@ -1,4 +1,4 @@
-"""Whether the kernel has ended a process of a rank for want of memory, and which limit that was.
+"""Find whether the kernel has ended a process of a rank for want of memory, and at which limit.
 
 The kernel counts such ends for the cgroup of who was ended: the rank, or what the rank has started.
 """

@@ -421,8 +421,15 @@ def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
 
 
 def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None, bool]:
-    """A pidfd of the agent that root has started; None: wait for one that lives. And whether an earlier one has gone
-    with its directory. Raises `LaunchError`."""
+    """Ask root for an agent.
+
+    Returns:
+        A pidfd of the new agent, None where a living one is to be waited for; and whether an earlier one has gone
+        with its directory.
+
+    Raises:
+        LaunchError: root has started none.
+    """
     try:
         root.settimeout(max(0.01, deadline - clock.monotonic()))
         root.send(b"!")

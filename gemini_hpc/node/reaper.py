@@ -11,7 +11,6 @@ does not answer and whose job has no step here, from the first time that it is f
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -58,27 +57,14 @@ def ensure(settings: Settings, where: str, job: int) -> None:
 
 
 def _idle(run_dir: str) -> bool:
-    lock = _lock(run_dir)
+    lock = ledger.lock(run_dir, LOCK)
     if lock >= 0:
         os.close(lock)
     return lock >= 0
 
 
-def _lock(run_dir: str) -> int:
-    """The one reaper's lock; -1: another one has it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(f"{ledger.place(run_dir)}/{LOCK}", flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return -1
-    return fd
-
-
 def home(settings: Settings) -> Choice:
-    """By root: make the cgroup of all agents, with room for those in the ledger and for the reaper. Raises
-    `OSError`."""
+    """Make the cgroup of all agents, with room for those in the ledger and the reaper. By root; raises OSError."""
     with ledger.opened(settings.run_dir) as entries:  # who counts last also sets the limit last
         return cgroup.prepare(settings, meminfo()["MemTotal"], sum(1 for _ in entries) + 1)
 
@@ -345,7 +331,7 @@ def main() -> int:
     try:
         settings = load()
         run_dir = settings.run_dir
-        lock = _lock(run_dir)
+        lock = ledger.lock(run_dir, LOCK)
         if lock < 0:
             return 0
         wait_s, sweeps = LOOK_S, SWEEPS

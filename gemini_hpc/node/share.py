@@ -1,5 +1,4 @@
-"""A job's share of this node, as root's prolog learns it: slurmd has said what the job has, slurm.conf says what the
-node has."""
+"""Read a job's share of this node in root's prolog: slurmd names the job's part, slurm.conf the whole."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class VerdictRequest(Message, frozen=True, tag="verdict?"):
 
 
 class StepEnd(msgspec.Struct, frozen=True):
-    """How a step has ended first, where that is known; given_up: why its launchers start nothing like it again."""
+    """The first end of a step, where it is known; given_up: why its launchers start nothing like it again."""
 
     step: StepName
     end: End = NOTHING

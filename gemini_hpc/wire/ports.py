@@ -1,4 +1,4 @@
-"""Where agents listen and ranks meet: ports that follow from the job id, so that nobody has to ask a third party."""
+"""Derive the ports of agents and ranks from the job id, so that no third party has to be asked."""
 
 from __future__ import annotations
 

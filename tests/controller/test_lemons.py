@@ -33,22 +33,22 @@ def later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
 def test_it_outlives_the_controller(kept: Lemons, tmp_path: Path) -> None:
     kept.add("n2", "fenced", 7, "no answer")
     kept.add("n2", "fenced", 7, "no answer")
-    kept.add("n3", "hung", 8, "rank 2")
+    kept.add("n3", "unhealthy", 8, "the health check is red")
     again = Lemons(str(tmp_path), 30)
     assert (again.count("n2"), again.count("n3"), again.count("n1")) == (2, 1, 0)
     assert [(row.host, row.count, row.what) for row in again.rows(("n1", "n3", "n2"))] == [
         ("n2", 2, ("fenced", "fenced")),
-        ("n3", 1, ("hung",)),
+        ("n3", 1, ("unhealthy",)),
     ]
 
 
 def test_it_ages_out(kept: Lemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept.add("n2", "fenced", 7, "no answer")
     later(monkeypatch, 29)
-    kept.add("n2", "failed", 8, "rank 1")
+    kept.add("n2", "unhealthy", 8, "the health check is red")
     assert kept.count("n2") == 2
     later(monkeypatch, 31)
-    assert kept.count("n2") == 1 and Lemons(str(tmp_path), 30).rows(("n2",))[0].what == ("failed",)
+    assert kept.count("n2") == 1 and Lemons(str(tmp_path), 30).rows(("n2",))[0].what == ("unhealthy",)
     later(monkeypatch, 99)
     assert not kept.rows(("n2",)) and Lemons(str(tmp_path), 30).count("n2") == 0
 
