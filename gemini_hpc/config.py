@@ -9,6 +9,7 @@ import stat
 from dataclasses import fields
 from typing import Any
 
+from gemini_hpc.paths import weaknesses
 from gemini_hpc.settings import SLURM_APIS, UNBOUNDED, ConfigError, Settings
 
 __all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse", "program_problem"]
@@ -43,19 +44,19 @@ def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
 def program_problem(path: str) -> str:
     """Return why this process must not run a program that the settings name, "" where it may.
 
-    Nobody but root and this process's user may be able to write the file.
+    Nobody but root and this process's user may be able to write the file, or to put another one in its place.
     """
     if not path.startswith("/"):
         return "wanted an absolute path"
     try:
-        info = os.stat(path)
+        info, weak = os.stat(path), weaknesses(path, frozenset((0, os.geteuid())), sticky=True)
     except OSError as exc:
         return f"{exc.strerror}"
     if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
         return "wanted a file that this user may execute"
     if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
         return "wanted a file of root or of this user that nobody else can write"
-    return ""
+    return f"somebody else could put another file in its place: {weak[0]}" if weak else ""
 
 
 def _shown(value: Any) -> str:

@@ -105,7 +105,7 @@ class Agent:
 
         self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
-        self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
+        self.trainings = trainings = Trainings(node, here, store, self._notes, self._sealed, log)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         self._sick = sick = SickNodes(node, here, log, spawn, self._found_sick)

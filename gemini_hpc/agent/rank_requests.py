@@ -179,7 +179,7 @@ class RankRequests:
                 stamp = Stamp(self._membership.epoch, request.version)
                 # it is told later than it is written, and may come when the slot is complete
                 if not shard.pushed and request.slot in (0, 1) and shard.pair.slots[request.slot].stamp == stamp:
-                    self._outlines.sketched(shard, request.slot, request.small_bytes, request.areas)
+                    self._outlines.sketched(shard, request.slot, request.small_bytes, request.areas, request.moment)
                 return local.Ok(), []
             if isinstance(request, local.OpenRescue):
                 self._sessions.own(client, request)
@@ -313,7 +313,10 @@ class RankRequests:
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
         training.begun = max(training.begun, m.version)
-        return local.Begun(index, self._saver.troubles.note(m.set)), []
+        note = self._saver.troubles.note(m.set)
+        if m.rank == 0 and training.void_note:
+            note, training.void_note = training.void_note, ""
+        return local.Begun(index, note), []
 
     def _fill(self, client: Client, m: local.Fill) -> Reply:
         training, shard = self._shard(client, m.set, m.rank)
@@ -422,7 +425,7 @@ class RankRequests:
             stamp = Stamp(m.epoch, m.version)
             free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
             if digest == m.digest and free:
-                shard.pair.restore(m.slot, stamp, digest, m.used)
+                shard.pair.restore(m.slot, stamp, digest, m.used, shard.moment(m.slot))
                 shard.since[m.slot] = shard.verified[m.slot] = clock.time()
                 memory.commit(Committed(stamp, m.used, digest))
             else:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from gemini_hpc.doctor import report
     from gemini_hpc.doctor.examine import CHECKS, examine
     from gemini_hpc.doctor.facts import Facts
-    from gemini_hpc.doctor.paths import user
+    from gemini_hpc.paths import user
     from gemini_hpc.report import columns
 
     known = {c.name for c in CHECKS} | {c.name.partition(".")[0] for c in CHECKS}

@@ -136,7 +136,7 @@ class Parities:
         except (ValueError, KeyError):
             return None
         parts = _parts(folds, shards, beside)
-        copy = Copy(name, lost.rank, world, lost.home, lost.bytes, lost.used, stamp, lost.digest)
+        copy = Copy(name, lost.rank, world, lost.home, lost.bytes, lost.used, stamp, lost.digest, mark=lost.mark)
         return Made("", copy, parts) if parts else None
 
 
@@ -146,7 +146,7 @@ def _stripe(copy: Copy) -> tuple[int, ...]:
 
 def _others(rank: int, stripe: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:
     others = (shards[other] for other in stripe if other != rank)
-    return tuple(Member(o.rank, o.home, o.bytes, o.used, o.digest) for o in others)
+    return tuple(Member(o.rank, o.home, o.bytes, o.used, o.digest, o.mark) for o in others)
 
 
 def _parts(

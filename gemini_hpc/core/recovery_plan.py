@@ -3,7 +3,8 @@
 1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps. Its
    order of placement stays while there are as many nodes; else failure domains are kept apart anew.
 2. The new epoch is above every epoch that anyone has seen.
-3. Per set, the highest stamp of which every shard has a complete copy somewhere is chosen.
+3. Per set, the highest stamp of which every shard has a complete copy somewhere is chosen, if the ranks mean the same
+   moment with it (`core.moments`). It may never have been voted on.
 4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes on.
 5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of sources.
 
@@ -26,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gemini_hpc.core import domains, node_ranks
+from gemini_hpc.core import domains, moments, node_ranks
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.parity_plan import Made, Parities
 from gemini_hpc.core.placement import AS_RANKED, Order
@@ -324,11 +325,16 @@ def _plan_set(
     made = {
         (stamp, world): context.parities.made(name, stamp, world, ranks) for (stamp, world), ranks in stamps.items()
     }
-    choosable = [
+    complete = [
         (stamp, world)
         for (stamp, world), ranks in stamps.items()
         if len(ranks) + len(made[stamp, world]) == world and all(_counts(found) for found in ranks.values())
     ]
+    void = {key for key in complete if not _is_common(stamps[key], made[key], context)}
+    choosable = [key for key in complete if key not in void]
+    for stamp, _ in sorted(void):
+        if not choosable or stamp > max(choosable)[0]:
+            warnings.append(f"set {name!r}: version {stamp} is left: its ranks do not mean the same moment with it")
     if not choosable:
         return _lost_set(name, stamps, sealed, context)
     chosen, world = max(choosable)
@@ -371,6 +377,12 @@ def _plan_set(
     )
 
 
+def _is_common(ranks: Mapping[int, _Held], made: Mapping[int, Made], context: _Context) -> bool:
+    """Whether all shards of a version are of the same moment of the training."""
+    marks = [next(iter(_best(found, context)[0].values())).mark for found in ranks.values()]
+    return moments.is_common(moments.add([*marks, *(wanted.copy.mark for wanted in made.values())]))
+
+
 def _proven(keepers: Mapping[str, Copy]) -> bool:
     return any(copy.proven for copy in keepers.values())
 
@@ -388,9 +400,21 @@ def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Sta
 
 
 def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, Copy]:
-    """The copies of the content that most hosts agree on; of equals the home node's, then the first in host order.
-    What a replica has made of its own tensors stands behind all others."""
-    ranked = sorted(
+    """The copies of the best content of a shard."""
+    best, *rest = _best(found, context)
+    for other in rest:
+        shard = next(iter(best.values()))
+        warnings.append(
+            f"set {name!r}: digests of shard {shard.rank} at version {shard.stamp} differ: "
+            f"using that of {', '.join(best)}, not of {', '.join(other)}"
+        )
+    return best
+
+
+def _best(found: _Held, context: _Context) -> list[dict[str, Copy]]:
+    """Contents of a shard, the one first that most hosts agree on; of equals the home node's, then the first in host
+    order. What a replica has made of its own tensors stands behind all others."""
+    return sorted(
         found.values(),
         key=lambda keepers: (
             not _proven(keepers),
@@ -399,14 +423,6 @@ def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) ->
             context.listed(next(iter(keepers))),
         ),
     )
-    best = ranked[0]
-    for other in ranked[1:]:
-        shard = next(iter(best.values()))
-        warnings.append(
-            f"set {name!r}: digests of shard {shard.rank} at version {shard.stamp} differ: "
-            f"using that of {', '.join(best)}, not of {', '.join(other)}"
-        )
-    return best
 
 
 def _sources(home_host: str, keepers: list[str], turn: int) -> tuple[str, ...]:

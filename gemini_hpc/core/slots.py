@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.numbers import Epoch, Version
 
 SlotState = Literal["empty", "filling", "complete"]
@@ -34,15 +35,16 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Slot:
-    """One buffer of a pair. `stamp` is None exactly when it is empty; `digest` and `bytes_used` only count when
-    it is complete. `busy`: somebody writes or reads its bytes on the agent's side (a pull, a digest), so that it is
-    given to no writer until that has ended."""
+    """One buffer of a pair. `stamp` is None exactly when it is empty; `digest`, `bytes_used` and `moment` only count
+    when it is complete. `busy`: somebody writes or reads its bytes on the agent's side (a pull, a digest), so that it
+    is given to no writer until that has ended. `moment`: of the shard's rank at this version (`core.moments`)."""
 
     state: SlotState = "empty"
     stamp: Stamp | None = None
     digest: str | None = None
     bytes_used: int = 0
     busy: bool = False
+    moment: Moment = UNCOUNTED
 
 
 @dataclass(slots=True)
@@ -127,19 +129,19 @@ class SlotPair:
             raise Refused(f"version {undecided} is complete and reported, but not yet sealed or abandoned")
         return newer
 
-    def complete(self, index: int, stamp: Stamp, digest: str, bytes_used: int) -> None:
+    def complete(self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED) -> None:
         """The slot's bytes have been verified. Raises ValueError if it no longer is being filled with `stamp`
         (a late arrival: the slot has gone to a newer version, or was voided)."""
         slot = self.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:
             raise ValueError(f"slot {index} is {slot.state} {slot.stamp or ''}: it cannot complete {stamp}")
-        self.slots[index] = Slot("complete", stamp, digest, bytes_used)
+        self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
 
-    def restore(self, index: int, stamp: Stamp, digest: str, bytes_used: int) -> None:
+    def restore(self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED) -> None:
         """A verified copy comes back into an empty slot (handed back after its agent's death). Raises ValueError."""
         if self.slots[index].state != "empty" or self.find(stamp) is not None:
             raise ValueError(f"slot {index} is {self.slots[index].state}: it cannot take {stamp} back")
-        self.slots[index] = Slot("complete", stamp, digest, bytes_used)
+        self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
         self.high = stamp if self.high is None else max(self.high, stamp)
 
     def void(self, index: int) -> None:

@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from gemini_hpc.doctor import files, paths, plugin
+from gemini_hpc import paths
+from gemini_hpc.doctor import files, plugin
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, wrong

@@ -17,7 +17,7 @@ from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
-from gemini_hpc.doctor.paths import user
+from gemini_hpc.paths import user
 from gemini_hpc.slurm import Slurm
 from gemini_hpc.slurm.ways import FILE, Told
 

@@ -8,9 +8,9 @@ import stat
 import subprocess
 from collections.abc import Iterator
 
-from gemini_hpc import __version__
+from gemini_hpc import __version__, paths
 from gemini_hpc.config import ConfigError, load
-from gemini_hpc.doctor import paths, plugin, scripts
+from gemini_hpc.doctor import plugin, scripts
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong

@@ -7,8 +7,8 @@ import re
 import stat
 import subprocess
 
-from gemini_hpc import clock
-from gemini_hpc.doctor import greeting, paths
+from gemini_hpc import clock, paths
+from gemini_hpc.doctor import greeting
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong

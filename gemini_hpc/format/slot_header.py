@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from gemini_hpc.core.moments import MODULUS, UNCOUNTED, UNKNOWN, Moment
 from gemini_hpc.core.slots import Stamp
 
 MAGIC = b"GEMINI\x00\x01"
@@ -22,7 +23,7 @@ PAGE_BYTES = 4096
 TENSOR_ALIGN_BYTES = 64
 MAX_TOTAL_BYTES = 1 << 62  # far above any memory, far below where sums of two offsets would overflow in C
 
-_FIELDS = struct.Struct("<8s12Q")
+_FIELDS = struct.Struct("<8s15Q")  # the last three are 0 in what releases before 0.3 have written
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the first page of a complete slot says. `small_bytes` of the small area's capacity are in use."""
+    """What the first page of a complete slot says. `small_bytes` of the small area's capacity are in use; `moment`:
+    of the training, as the rank has counted it."""
 
     layout: Layout
     small_bytes: int
     stamp: Stamp
     rank: int
     world: int
+    moment: Moment = UNCOUNTED
 
     @property
     def used_bytes(self) -> int:
@@ -69,9 +72,11 @@ class Header:
         return self.layout.small_offset + self.small_bytes
 
 
-def pack_header(layout: Layout, small_bytes: int, stamp: Stamp, rank: int, world: int) -> bytes:
+def pack_header(
+    layout: Layout, small_bytes: int, stamp: Stamp, rank: int, world: int, moment: Moment = UNCOUNTED
+) -> bytes:
     """The header page. Raises ValueError for what `parse_header` would refuse."""
-    header = Header(layout, small_bytes, stamp, rank, world)
+    header = Header(layout, small_bytes, stamp, rank, world, moment)
     _check(header)
     fields = _FIELDS.pack(
         MAGIC,
@@ -87,6 +92,7 @@ def pack_header(layout: Layout, small_bytes: int, stamp: Stamp, rank: int, world
         stamp.version,
         rank,
         world,
+        *moment,
     )
     return fields.ljust(HEADER_BYTES, b"\x00")
 
@@ -109,6 +115,7 @@ def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
         version,
         rank,
         world,
+        *moment,
     ) = _FIELDS.unpack_from(page)
     if magic != MAGIC:
         raise ValueError(f"slot header: starts with {magic!r}, not with {MAGIC!r}")
@@ -119,9 +126,21 @@ def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
     layout = Layout(
         manifest_offset, manifest_bytes, tensor_offset, tensor_bytes, small_offset, small_capacity, stated_total
     )
-    header = Header(layout, small_bytes, Stamp(epoch, version), rank, world)
+    header = Header(layout, small_bytes, Stamp(epoch, version), rank, world, Moment(*moment))
     _check(header)
     return header
+
+
+def read_moment(page: bytes | bytearray | memoryview) -> Moment:
+    """Return the moment in a slot's first page; one that is unknown where the page is none of this format."""
+    if len(page) < _FIELDS.size or bytes(page[: len(MAGIC)]) != MAGIC:
+        return Moment(UNKNOWN)
+    moment = Moment(*_FIELDS.unpack_from(page)[-3:])
+    return moment if _is_possible(moment) else Moment(UNKNOWN)
+
+
+def _is_possible(moment: Moment) -> bool:
+    return 0 <= moment.mark <= MODULUS and 0 <= min(moment[1:]) <= max(moment[1:]) < 1 << 62
 
 
 def _check(header: Header) -> None:
@@ -134,6 +153,8 @@ def _check(header: Header) -> None:
         raise ValueError(f"slot header: rank {header.rank} of {header.world} cannot be")
     if not (0 <= header.stamp.epoch < 1 << 64 and 0 <= header.stamp.version < 1 << 64 and header.world < 1 << 64):
         raise ValueError(f"slot header: version {header.stamp} of {header.world} ranks is out of range")
+    if not _is_possible(header.moment):
+        raise ValueError(f"slot header: {header.moment} cannot be")
 
 
 def _page(offset: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gemini_hpc import clock
 from gemini_hpc.client.session import Session
+from gemini_hpc.core.moments import UNKNOWN, Moment
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.optimizer_gate import OptimizerGate
 from gemini_hpc.train.state.capture import Capture, Job
@@ -75,6 +76,7 @@ class Versions:
         except Exception as error:
             failure = error
         session, engine = self._session, self._engine
+        moment = engine.controller.moment() if engine.controller is not None else Moment(UNKNOWN)
         # what is collective comes first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
@@ -97,7 +99,7 @@ class Versions:
             return
         owed, self._owed = self._owed, False
         if saves or owed:
-            self._capture(capture, leaves, odd)
+            self._capture(capture, leaves, odd, moment)
 
     def _begin(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
@@ -117,7 +119,9 @@ class Versions:
             session.lose(f"{type(failure).__name__}: {failure}")
         return engine.arm()
 
-    def _capture(self, capture: Capture, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any]) -> None:
+    def _capture(
+        self, capture: Capture, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], moment: Moment
+    ) -> None:
         session, engine, planning = self._session, self._engine, self._engine.planning
         late, misfits = capture.bind(leaves)
         if misfits:
@@ -151,6 +155,7 @@ class Versions:
             return
         audit = bool(self._audit) and session.version % self._audit == 0
         job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
+        job.moment = moment
         self._gate.late = self._crowded = False
         self._ship(job)
         assert engine.replicator is not None and engine.controller is not None

@@ -13,6 +13,7 @@ import msgspec
 
 from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.culprits import Cause
+from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Blocks,
@@ -454,12 +455,13 @@ class LiveOn(OfRank, frozen=True, tag="live-on"):
 class Sketched(OfRank, frozen=True, tag="sketched"):
     """The slot that this rank fills with its own shard has directory and small state of this version; what the
     tensors are is still to come. Only the newest counts. areas: bytes of directory and tensors, and the most of the
-    small state, which has `small_bytes` now. Answered by `Ok`."""
+    small state, which has `small_bytes` now. moment: for the slot's header. Answered by `Ok`."""
 
     version: Version
     slot: Count
     small_bytes: Bytes
     areas: tuple[Bytes, Bytes, Bytes]
+    moment: Moment = UNCOUNTED
 
 
 class OpenRescue(OfRank, frozen=True, tag="rescue"):

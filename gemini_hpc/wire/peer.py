@@ -15,6 +15,7 @@ from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.domains import Separation
+from gemini_hpc.core.moments import UNCOUNTED, UNKNOWN, Mark, Moment, Report
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Attempt,
@@ -311,6 +312,7 @@ class VoteUp(Message, frozen=True, tag="vote"):
 
     pairs: slot pairs that the subtree holds for the set; the root seals nothing before every shard of the
     training (`world`) is held on all of its holders. degraded: an agent of the subtree misses one of its peers.
+    reports: the moments of the subtree's ranks at the version that the last decision calls void.
     """
 
     round: Round
@@ -320,16 +322,20 @@ class VoteUp(Message, frozen=True, tag="vote"):
     degraded: bool
     kinds: int
     vote: msgspec.Raw
+    reports: tuple[Report, ...] = ()
 
 
 class DecisionDown(Message, frozen=True, tag="decision"):
-    """Down: the root's word for one set. degraded: nothing can be sealed now, so nobody should wait for it."""
+    """Down: the root's word for one set. degraded: nothing can be sealed now, so nobody should wait for it. void,
+    why: as in `core.votes.Decision`."""
 
     round: Round
     set: str
     sealed: Stamp | None
     abandoned: tuple[Stamp, ...]
     degraded: bool
+    void: Stamp | None = None
+    why: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 
 # ---- hangs, along the tree -----------------------------------------------------------------------------
@@ -500,6 +506,7 @@ class Outline(Message, frozen=True, tag="outline"):
     small: Annotated[bytes, msgspec.Meta(max_length=MAX_SMALL_BYTES)]
     key: Digest
     directory: Annotated[bytes, msgspec.Meta(max_length=MAX_DIRECTORY_BYTES)] = b""
+    moment: Moment = UNCOUNTED
 
 
 class OutlineDigest(Message, frozen=True, tag="outline-digest"):
@@ -579,10 +586,12 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 
 class PushDone(Message, frozen=True, tag="done"):
     """All `used` bytes have come, with this digest (xxh3_128 hex, made at source). Answered by `PushAck`; the holder
-    verifies it before it counts the copy (R5). part: the digest of what has come, where only that was wanted."""
+    verifies it before it counts the copy (R5). part: the digest of what has come, where only that was wanted. mark:
+    of the shard's moment (`core.moments`)."""
 
     digest: str
     part: str = ""
+    mark: Mark = UNKNOWN
 
 
 class PushAck(Message, frozen=True, tag="acked"):

@@ -90,6 +90,15 @@ def test_what_is_not_run(tmp_path: Path) -> None:
     good.chmod(0o755)
     os.chown(good, 5001, 5001)
     assert "root" in program_problem(str(good))
+    os.chown(good, 0, 0)
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    good.rename(other := shared / "true")
+    assert "in its place" in program_problem(str(other)) and str(shared) in program_problem(str(other))
+    (link := tmp_path / "link").symlink_to(other)
+    assert "in its place" in program_problem(str(link))
+    shared.chmod(0o1777)
+    assert program_problem(str(other)) == ""
 
 
 def test_one_that_is_not_fit_is_logged_and_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.doctor import paths
+from gemini_hpc import paths
 from gemini_hpc.doctor.finding import ok, warning, worst, wrong
 
 from .conftest import Patient, Report

@@ -50,6 +50,9 @@ def main() -> int:
     parser.add_argument("--spares", action="store_true", help="jobs with spares of their own (--gemini-spares)")
     parser.add_argument("--live", action="store_true", help="jobs whose ranks are replicas of each other")
     parser.add_argument("--xor", action="store_true", help="jobs whose nodes keep parity (--gemini-redundancy=xor)")
+    parser.add_argument(
+        "--miscounts", action="store_true", help="jobs whose ranks do not mean the same iteration by each version"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     with_equal_hashes("tests.sim")
@@ -58,6 +61,7 @@ def main() -> int:
         (args.spares, campaign.run_spared),
         (args.live, campaign.run_live),
         (args.xor, campaign.run_xor),
+        (args.miscounts, campaign.run_miscounting),
     )
     run = next((run for wanted, run in kinds if wanted), campaign.run)
     if args.seed is not None:

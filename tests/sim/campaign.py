@@ -32,9 +32,11 @@ QUIET_S = 30.0
 class Campaign:
     """One run."""
 
-    def __init__(self, seed: int, *, spared: bool = False, live: bool = False, xor: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, spared: bool = False, live: bool = False, xor: bool = False, miscounts: bool = False
+    ) -> None:
         """spared: the job has spares of its own; live: its ranks are replicas of each other, and whole groups die;
-        xor: its nodes keep parity."""
+        xor: its nodes keep parity; miscounts: now and then a rank means another iteration by a version."""
         self.seed = seed
         self.world = World(seed)
         install(self.world)
@@ -68,6 +70,8 @@ class Campaign:
             parity=parity,
         )
         self._live = live
+        if miscounts:
+            self.job.means = self._means
         self.job.on_over = self._over
         self.job.on_step = self._stepped
         self._due: list[Callable[[], None]] = []  # faults that wait for a version to be on its way
@@ -102,8 +106,15 @@ class Campaign:
         if self.problem is not None:
             raise self.problem
 
+    def _means(self, rank: int, version: int) -> int:
+        """Until faults end: one rank is an iteration ahead of the others for some versions, and not for others."""
+        drawn = random.Random(self.seed * 1000 + version // 6)
+        odd, first, last = drawn.randrange(self.job.size), drawn.randint(0, 5), drawn.randint(0, 5)
+        return version + (rank == odd and first <= version % 6 <= last and not self._calm)
+
     def _quiet(self) -> None:
         """Faults are over, and their effects have had time to show: some steps more, which have to be protected."""
+        self._calm = True
         self.job.steps = self.job.trained + MORE_STEPS
         self._tell(f"none any more; the last step is {self.job.steps}")
         self._at(LIVELY_S, self._late)
@@ -143,6 +154,7 @@ class Campaign:
                 self._fail(Wrong(f"production code failed: {text}"))
         self._seen = len(self.world.story)
 
+    _calm = False
     _seen = 0
     _last = 0.0
 
@@ -460,6 +472,11 @@ def run_xor(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, 
     return run(seed, broken, xor=True, spared=seed % 3 == 0)
 
 
+def run_miscounting(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """The same of a job whose ranks do not mean the same iteration by each version, sometimes with parity."""
+    return run(seed, broken, miscounts=True, xor=seed % 3 == 0)
+
+
 def run(
     seed: int,
     broken: Callable[[], None] = lambda: None,
@@ -467,10 +484,11 @@ def run(
     spared: bool = False,
     live: bool = False,
     xor: bool = False,
+    miscounts: bool = False,
 ) -> tuple[str, str]:
     """(what went wrong or "", the story) of one seed. Only once in a process. broken: breaks the code on purpose."""
     broken()
-    campaign = Campaign(seed, spared=spared, live=live, xor=xor)
+    campaign = Campaign(seed, spared=spared, live=live, xor=xor, miscounts=miscounts)
     try:
         campaign.run()
     except (Exception, Killed) as error:

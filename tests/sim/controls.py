@@ -369,8 +369,8 @@ def half_of_it_counts() -> None:
     """Parity: a member that has not come to its end is taken for one that has."""
     end = PartReceiver.end
 
-    async def anyhow(self: PartReceiver, part: Part, digest: str, claimed: str, found: str) -> int:
-        return await end(self, part, digest or "0" * 32, found, found)
+    async def anyhow(self: PartReceiver, part: Part, digest: str, claimed: str, found: str, mark: int) -> int:
+        return await end(self, part, digest or "0" * 32, found, found, mark)
 
     patch(PartReceiver, "end", anyhow)
 
@@ -386,3 +386,26 @@ def seals_without_parity() -> None:
     """R2: shards alone are counted."""
     patch(Store, "parities_of_set", lambda self, name: [])
     patch(Redundancy, "pairs", property(lambda self: 1))
+
+
+# ---- of jobs whose ranks do not mean the same by a version ----------------------------------------------
+
+MISCOUNTS: dict[str, Callable[[], None]] = {}
+
+
+def miscounts(broken: Callable[[], None]) -> Callable[[], None]:
+    """Known by its name, in a job whose ranks do not mean the same iteration by each version."""
+    MISCOUNTS[broken.__name__.replace("_", "-")] = broken
+    return broken
+
+
+@miscounts
+def seals_a_mixture() -> None:
+    """R7: the root does not compare the moments that ranks mean."""
+    patch(votes, "is_common", lambda mark: True)
+
+
+@miscounts
+def resumes_a_mixture() -> None:
+    """R7: a recovery does not compare them: a failure right behind a void version finds it complete everywhere."""
+    patch(recovery_plan.moments, "is_common", lambda mark: True)

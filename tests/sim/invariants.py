@@ -314,11 +314,11 @@ def _seals(truth: Truth) -> None:
         truth.heard[id(self), child] = ballot.vote.complete
         was(self, child, ballot)
 
-    def recount(was: Any, self: Voting, pairs: list[SlotPair], world: int, kind: int) -> None:
+    def recount(was: Any, self: Voting, pairs: list[SlotPair], *more: Any) -> None:
         found = truth.owner(self)
         if found is not None:
             truth.votes(found[0], pairs)
-        was(self, pairs, world, kind)
+        was(self, pairs, *more)
         truth.point("voted", _host())
 
     def hear(was: Any, self: Voting, word: Decision, degraded: bool) -> None:

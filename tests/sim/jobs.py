@@ -77,6 +77,7 @@ class Job:
         self.trained = 0  # the newest step that a rank has ended
         self.on_over: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
+        self.means: Callable[[int, int], int] = lambda rank, version: version  # the iteration that a rank calls so
         self.on_all_sealed: Callable[[], None] = lambda: (
             None
         )  # every rank stands at a version that it knows is sealed
@@ -149,6 +150,7 @@ class Job:
                 pause_s=self.pause_s,
                 watch=lambda what, rank, version: self._saw(launch, what, rank, version),
                 live=self.live,
+                means=self.means,
             )
             launch.ranks[rank.rank] = rank
             self.world.loop.thread(process, rank.run, self.world.rng.uniform(0, 0.2))

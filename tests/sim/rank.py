@@ -113,9 +113,12 @@ class Rank:
         pause_s: float,
         watch: Callable[[str, Rank, int], object],
         live: bool = False,
+        means: Callable[[int, int], int] = lambda rank, version: version,
     ) -> None:
         """live: what it has can be copied when holders have died, and it stays for that when others have gone; its
-        copies go when it has come to the optimizer, or when they are wanted at once, or sometimes before."""
+        copies go when it has come to the optimizer, or when they are wanted at once, or sometimes before. means: the
+        iteration that a rank calls by a version's number."""
+        self._means = means
         self.world, self.process, self.path, self.step = world, process, path, step
         self.rank, self.size, self.barrier, self.last, self.pause_s = rank, size, barrier, last, pause_s
         self.version = self.resumed_at = 0
@@ -236,7 +239,7 @@ class Rank:
 
     def _resume(self, welcome: local.Welcome) -> str:
         state, version = "", welcome.chosen_version
-        lineages = set()
+        lineages, moments = set(), set()
         for rank in range(welcome.chosen_world if version else 0):
             content = self._fetch(rank)
             lineages.add(content.lineage)
@@ -244,6 +247,10 @@ class Rank:
             if len(lineages) > 1:
                 self.watch("MIXED", self, version)
                 raise Failed(f"version {version} is of several lineages: {sorted(lineages)}")
+            moments.add(content.moment)
+            if len(moments) > 1:
+                self.watch("MIXED", self, version)
+                raise Failed(f"version {version} is of several moments: {sorted(moments)}")
             if content.version != version or content.rank != rank or content.state != state_of(rank, version):
                 self.watch("MIXED", self, version)
                 raise Failed(f"version {version}: shard {rank} is {content}")
@@ -294,7 +301,7 @@ class Rank:
                 elif isinstance(message, local.CopyLive):
                     whole = self._still and self._captured == message.version
                     if whole:
-                        content = Content(message.rank, message.version, "", self._lineage)
+                        content = Content(message.rank, message.version, "", self._lineage, message.version)
                         content.state = state_of(message.rank, message.version)
                         payload = slot.pack(content, self.epoch, self.size)  # its end is that of the tensor
                         os.pwrite(fds[0], payload[slot.TENSOR_AT :], slot.TENSOR_AT)
@@ -420,7 +427,7 @@ class Rank:
             agent.ask(local.Event("skipped", version, self.world.clock.time()))
             return False
         self._stamps.pop((self.rank, reply.slot), None)
-        content = Content(self.rank, version, state, self._lineage)
+        content = Content(self.rank, version, state, self._lineage, self._means(self.rank, version))
         payload = slot.pack(content, self.epoch, self.size, live=self.live)
         self._maps[self.rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()

@@ -88,6 +88,7 @@ def _each() -> Iterator[tuple[str, Control]]:
         ("spares", campaign.run_spared, controls.SPARED),
         ("live", campaign.run_live, controls.LIVE),
         ("xor", campaign.run_xor, controls.XOR),
+        ("miscounts", campaign.run_miscounting, controls.MISCOUNTS),
     ):
         for rule, broken in rules.items():
             yield f"{kind}/{rule}", Control(partial(run, broken=broken))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from gemini_hpc.core.moments import MODULUS, Moment, weigh_collective
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest, Row
@@ -18,12 +19,14 @@ _TOTAL_AT = 8 + 8 * 7  # in the header
 
 
 class Content(msgspec.Struct, array_like=True):
-    """What is in the tensor. lineage: of each launch that the state has gone through, its epoch and its beginning."""
+    """What is in the tensor. lineage: of each launch that the state has gone through, its epoch and its beginning;
+    moment: the iteration that the rank means by the version."""
 
     rank: int
     version: int
     state: str
     lineage: tuple[tuple[int, int], ...] = ()
+    moment: int = 0
 
 
 def pack(content: Content, epoch: int, world: int, *, live: bool = False) -> bytes:
@@ -36,13 +39,21 @@ def pack(content: Content, epoch: int, world: int, *, live: bool = False) -> byt
     layout = Layout.plan(len(manifest), _TENSOR_BYTES, len(small))
     assert layout.total == size
     slot = bytearray(size)
-    header = pack_header(layout, len(small), Stamp(epoch, content.version), content.rank, world)
+    header = pack_header(
+        layout, len(small), Stamp(epoch, content.version), content.rank, world, _moment(content, world)
+    )
     slot[: len(header)] = header
     slot[layout.manifest_offset : layout.manifest_offset + len(manifest)] = manifest
     tensor = msgspec.json.encode(content).ljust(_TENSOR_BYTES, b"\0")
     slot[layout.tensor_offset : layout.tensor_offset + _TENSOR_BYTES] = tensor
     slot[layout.small_offset : layout.small_offset + len(small)] = small
     return bytes(slot[: layout.small_offset + len(small)])
+
+
+def _moment(content: Content, world: int) -> Moment:
+    """One collective of all ranks in each iteration."""
+    mark = content.moment * weigh_collective(range(world), content.rank)
+    return Moment(mark % MODULUS, content.moment, 1)
 
 
 def _small(content: Content) -> bytes:

@@ -19,6 +19,7 @@ _WITNESS = pytest.mark.witness("agents, links, disks and nodes fail at drawn mom
         pytest.param(("--spares",), 1, 8, id="spares", marks=pytest.mark.slow),
         pytest.param(("--live",), 1, 8, id="live", marks=pytest.mark.slow),
         pytest.param(("--xor",), 1, 8, id="parity", marks=pytest.mark.slow),
+        pytest.param(("--miscounts",), 1, 8, id="miscounts", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_goes_wrong(kind: list[str], first: int, seeds: int) -> None:

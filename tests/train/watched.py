@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import operators
 
+from .moment_trainings import honest, moments
 from .watched_calls import mistakes, operations
 from .watched_trainings import compiled, ddp, everywhere, pipeline, sharded, tensor_parallel
 
@@ -267,7 +268,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     program.__name__: program
     for program in (
         *(ddp, sharded, tensor_parallel, pipeline, compiled, operations, mistakes),
-        *(hooked, broken, spans, garbage, leaving, forking),
+        *(hooked, broken, spans, garbage, leaving, forking, moments, honest),
     )
 }
 

@@ -19,6 +19,7 @@ from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.core import placement
+from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, pack_header
@@ -56,7 +57,7 @@ class Kept(NamedTuple):
         """Write all but the tensors into a slot of zeros. Raises ValueError."""
         o, layout = self.outline, self.layout
         shard_manifest.unpack(self.directory, layout.tensor_bytes)
-        memory[:HEADER_BYTES] = pack_header(layout, len(o.small), o.stamp, o.rank, o.world)
+        memory[:HEADER_BYTES] = pack_header(layout, len(o.small), o.stamp, o.rank, o.world, o.moment)
         memory[layout.manifest_offset : layout.manifest_offset + len(self.directory)] = self.directory
         memory[layout.small_offset : layout.small_offset + len(o.small)] = o.small
 
@@ -109,7 +110,9 @@ class Outlines:
         finally:
             self._linking.discard(host)
 
-    def sketched(self, shard: Shard, index: int, small_bytes: int, areas: tuple[int, int, int]) -> None:
+    def sketched(
+        self, shard: Shard, index: int, small_bytes: int, areas: tuple[int, int, int], moment: Moment
+    ) -> None:
         """A rank of this node says that the slot, which it fills or has filled, has directory and small state: tell
         the nodes that have its tensors."""
         hosts, stamp = self._hosts(self._live.get((shard.set, shard.rank), ())), shard.pair.slots[index].stamp
@@ -126,7 +129,18 @@ class Outlines:
         key, number = xxhash.xxh3_128(directory).hexdigest(), self._membership.round
         self._sent[shard.set, shard.rank] = stamp, hosts
         outline = peer.Outline(
-            number, shard.set, shard.rank, shard.world, shard.home, shard.bytes, stamp, areas, small, key, directory
+            number,
+            shard.set,
+            shard.rank,
+            shard.world,
+            shard.home,
+            shard.bytes,
+            stamp,
+            areas,
+            small,
+            key,
+            directory,
+            moment,
         )
         self.heard(self._node, outline)
         brief = msgspec.structs.replace(outline, directory=b"")

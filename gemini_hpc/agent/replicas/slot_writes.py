@@ -79,7 +79,7 @@ class SlotWrites:
         if slot.state != "filling" or slot.stamp != stamp:
             return
         if found == wanted:
-            shard.pair.complete(index, stamp, found, used)
+            shard.pair.complete(index, stamp, found, used, shard.moment(index))
             shard.since[index] = shard.verified[index] = clock.time()
             shard.memory[index].commit(claimed)
             self._completed(shard, index)

@@ -12,7 +12,9 @@ from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.replica_fill import Fill
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
 
 Key = tuple[str, int]
 
@@ -67,7 +69,13 @@ class Shard:
             of=self.parity.of[index] if self.parity is not None else (),
             blocks=self.parity.blocks if self.parity is not None else 1,
             room=self.parity.rooms[index] if self.parity is not None else 0,
+            mark=slot.moment.mark,
         )
+
+    def moment(self, index: int) -> Moment:
+        """Return the moment that a slot's header names."""
+        with self.memory[index].view() as memory:
+            return read_moment(memory[:HEADER_BYTES]) if self.parity is None else UNCOUNTED
 
     def settle(self, index: int, digest: str) -> bool:
         """Compare a digest just read with the one that the slot should have; a slot that differs becomes void."""
@@ -264,8 +272,8 @@ class Store:
         shard, also of the version that the last votes of the dead have sealed."""
         for shard in [s for s in self.ancestors if s.set == set_name]:
             heir = self._like(shard).get((set_name, shard.rank))
-            # A late seal may be of a version that only the ancestor has.
-            if heir is None or any(stamp >= sealed for stamp in heir.pair.complete_stamps()):
+            # A late seal may be of a version that only the ancestor has, and what its heir has may never be sealed.
+            if heir is None or sealed in heir.pair.complete_stamps():
                 self.ancestors.remove(shard)
                 self._close(shard)
         for key, shard in [*self.shards.items(), *self.parities.items()]:

@@ -41,6 +41,8 @@ class Training:
         self.guests: dict[int, Memfd] = {}
         self.left: dict[int, str] = {}  # ranks that have given their protection up, and why: nothing is sealed then
         self._complaint: tuple[str, Stamp | None] = "", None
+        self.void: Stamp | None = None  # a version whose ranks did not mean the same moment with it
+        self.void_note = ""  # how they differ, until rank 0 has it
 
     @property
     def sealed(self) -> Stamp | None:
@@ -82,7 +84,8 @@ class Training:
         self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
         self.chosen_copies, self.noted = {}, None
         self.stored = plan is not None and plan.stored
-        self.note = ""
+        self.note = self.void_note = ""
+        self.void = None
         self.begun = 0
         self.pace.reset()
         if plan is not None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
@@ -25,13 +26,16 @@ class Trainings:
 
     def __init__(
         self,
+        node: str,
         membership: Membership,
         store: Store,
         notes: SealNotes,
         on_sealed: Callable[[Training, int, Stamp], None],
+        log: Log,
     ) -> None:
         """on_sealed: called with each version that is sealed, and the round."""
-        self._membership, self._store, self._notes, self._on_sealed = membership, store, notes, on_sealed
+        self._node, self._membership, self._store, self._notes = node, membership, store, notes
+        self._on_sealed, self._log = on_sealed, log
         self._sets: dict[str, Training] = {}
         self._recounts: set[str] = set()
         self._held = 0
@@ -142,7 +146,9 @@ class Trainings:
         if not here:  # nobody has registered yet: the vote is on what the training resumes from
             kind, world = RESUMED, training.chosen_world
             present = [s for s in shards if s.resumed_round == number and s.world == world]
-        training.sealing.recount([s.pair for s in present], world, kind)
+        mine = self._membership.noderanks.get(self._node)
+        homes = {s.rank: s.pair for s in present if s.home == mine and s.parity is None and kind == REGISTERED}
+        training.sealing.recount([s.pair for s in present], world, kind, homes)
 
     def _sealed(self, training: Training, number: int, word: Decision, degraded: bool) -> None:
         incarnation = self._membership.incarnation
@@ -157,12 +163,24 @@ class Trainings:
         self._show(training)
         if word.abandoned:
             training.page.set_abandoned(*max(word.abandoned))
+        if word.why and word.void is not None:
+            self._void(training, word.void, word.why)
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
             if word.sealed.epoch == self._membership.epoch:
                 self._store.drop_stale(training.name, number, training.world, word.sealed)
                 self.drop_guests(training)
             self._on_sealed(training, number, word.sealed)
+
+    def _void(self, training: Training, void: Stamp, why: str) -> None:
+        """A version is void because its ranks do not mean the same moment with it: say so, once."""
+        if training.void == void:
+            return
+        training.void, training.void_note = void, why
+        training.complain(why)
+        incarnation = self._membership.incarnation
+        if incarnation is not None and incarnation.leads:
+            self._log("disagreement", version=void.version, detail=why)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
         """A link to a peer is new: what it may have missed is told again."""
@@ -188,7 +206,8 @@ class Trainings:
             sealing.heard(host, from_wire(message))
         elif host == rounds.parent:
             sealed = message.sealed
-            sealing.hear(Decision(sealed, frozenset(message.abandoned)), message.degraded)
+            word = Decision(sealed, frozenset(message.abandoned), message.void, message.why)
+            sealing.hear(word, message.degraded)
 
     # ---- what trainers see -----------------------------------------------------------------------------
 
@@ -234,7 +253,7 @@ class Trainings:
 def _word_down(number: int, set_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
     sealed = word.sealed
     abandoned = tuple(sorted(word.abandoned))
-    return peer.DecisionDown(number, set_name, sealed, abandoned, degraded)
+    return peer.DecisionDown(number, set_name, sealed, abandoned, degraded, word.void, word.why[:1000])
 
 
 def void(_: object) -> None:

@@ -224,9 +224,9 @@ class PartReceiver:
                 if shard.pair.floor is None or slot.stamp >= shard.pair.floor:
                     self._filling.passed(shard, slot.stamp.version)
 
-    async def end(self, part: Part, digest: str, claimed: str, found: str) -> int:
+    async def end(self, part: Part, digest: str, claimed: str, found: str, mark: int) -> int:
         """Nobody writes these bytes any more; how many have come. digest: of the whole shard, where all have come;
-        claimed, found: of those that came, as said and as read."""
+        claimed, found: of those that came, as said and as read; mark: of the shard's moment (`core.moments`)."""
         shard, fold = part.shard, part.fold
         fold.writing.discard(part.rank)
         fold.touched = clock.monotonic()
@@ -237,7 +237,7 @@ class PartReceiver:
                 self._log("damaged", version=fold.stamp.version, detail=detail)
         else:
             member = fold.members[part.rank]
-            fold.members[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest)
+            fold.members[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest, mark)
         slot, state = shard.pair.slots[fold.index], shard.parity
         if not any(shard is held for held in self._store.every()):  # it has been freed meanwhile
             return 0

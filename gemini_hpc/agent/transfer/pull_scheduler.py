@@ -216,7 +216,7 @@ class PullScheduler:
     def _completed(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
             shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
-        shard.pair.complete(index, copy.stamp, copy.digest, copy.used)
+        shard.pair.complete(index, copy.stamp, copy.digest, copy.used, shard.moment(index))
         shard.since[index] = shard.verified[index] = clock.time()
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
         self._sets.recount(copy.set)

@@ -28,6 +28,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
+from gemini_hpc.core.moments import UNKNOWN
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Slot, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -197,7 +198,7 @@ class PushReceiver:
         if isinstance(part, str):
             link.send(peer.PushAnswer(part))
             return
-        digest = claimed = found = ""
+        digest, claimed, found, mark = "", "", "", UNKNOWN
         try:
             start, end = part.wanted
             rest = ((0, start), (end, head.used))
@@ -207,9 +208,9 @@ class PushReceiver:
             done = link.receive(peer.PushDone)
             if not _is_digest(done.digest) or not _is_digest(done.part):
                 raise LinkClosed("not a digest")
-            digest, claimed = done.digest, done.part
+            digest, claimed, mark = done.digest, done.part, done.mark
         finally:
-            self.bytes += on_loop(self._parts.end(part, digest, claimed, found))
+            self.bytes += on_loop(self._parts.end(part, digest, claimed, found, mark))
         link.send(peer.PushAck(head.used))
 
     @staticmethod

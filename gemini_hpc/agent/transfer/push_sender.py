@@ -29,6 +29,7 @@ from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
@@ -200,7 +201,10 @@ class Channel:
         self._pass_over()
         if not self._used or self._at != self._used:
             raise PushLost(f"a digest after {self._at} of {self._used} bytes")
-        self._send(peer.PushDone(digest, self._part.hexdigest() if self._part is not None else ""), peer.PushAck)
+        assert self._file is not None
+        mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
+        part = self._part.hexdigest() if self._part is not None else ""
+        self._send(peer.PushDone(digest, part, mark), peer.PushAck)
         self._forget_slot()
         self._used = self._at = 0
 

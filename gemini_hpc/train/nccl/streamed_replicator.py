@@ -101,7 +101,7 @@ class StreamedReplicator(Replicator):
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
         slot.put(layout.small_offset, job.small)
-        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
+        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world, job.moment))
         self._apart = True
         try:
             return self._commit(job, grant.index, slot, began)

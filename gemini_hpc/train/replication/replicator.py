@@ -228,7 +228,7 @@ class Replicator(Keeper):
         slot.put(layout.small_offset, job.small)
         if self._sketches and not sketched:
             self._sketch(job, slot_index, slot)
-        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
+        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world, job.moment))
         return self._commit(job, slot_index, slot, began)
 
     def _sketch(self, job: Job, slot_index: int, slot: Slot) -> None:
@@ -244,6 +244,7 @@ class Replicator(Keeper):
                 slot=slot_index,
                 small_bytes=len(job.small),
                 areas=(layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity),
+                moment=job.moment,
             )
         )
 

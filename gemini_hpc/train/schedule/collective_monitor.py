@@ -23,6 +23,7 @@ from gemini_hpc.train.device.progress import After, Device, Front, Place
 from gemini_hpc.train.device.streams import Streams
 from gemini_hpc.train.schedule.dispatch_hooks import Dispatch, Signature
 from gemini_hpc.train.schedule.in_flight import InFlight
+from gemini_hpc.train.schedule.launch_count import GroupWeights, LaunchCount
 from gemini_hpc.train.schedule.trace import Iteration, Record
 
 SPAN_POLL_S = 1e-3
@@ -35,7 +36,11 @@ class _Group:
     """What is known of a process group."""
 
     def __init__(
-        self, group: dist.ProcessGroup, on_network: Callable[[list[int]], bool], names: dict[int, str]
+        self,
+        group: dist.ProcessGroup,
+        on_network: Callable[[list[int]], bool],
+        names: dict[int, str],
+        savers: frozenset[int] | None,
     ) -> None:
         self._names = names
         self.ref = weakref.ref(group)  # a destroyed group must be free to go
@@ -44,6 +49,7 @@ class _Group:
         except (KeyError, ValueError):  # made behind torch.distributed's back
             ranks = []
         self.on_network = on_network(ranks) if ranks else True
+        self.weights = GroupWeights(ranks, dist.get_rank() if ranks else 0, savers)
         self.size = max(1, len(ranks) or group.size())
         self._name = f"{ranks or group.size()}"
         self._kinds: dict[tuple[str, int], int] = {}
@@ -90,10 +96,14 @@ class CollectiveMonitor:
         on_network: Callable[[list[int]], bool],
         bytes_per_s: float = 1e9,
         device: Callable[[], Device] | None = None,
+        savers: frozenset[int] | None = None,
     ) -> None:
         """bytes_per_s: of one operation at a time; may be set again when it has been measured. device: makes that of
-        a training that does not compute on the host; it is made at the first operation of NCCL otherwise."""
+        a training that does not compute on the host; it is made at the first operation of NCCL otherwise. savers:
+        ranks that save versions of this training; None: all."""
         self.bytes_per_s = bytes_per_s
+        self.count = LaunchCount()
+        self._savers = savers
         self.problem = ""
         self.captured = False  # a CUDA graph has collectives: replays of them are not seen, there are no more traces
         # Called in the launching thread: with an operation's number right before and right after its launch; after
@@ -127,31 +137,48 @@ class CollectiveMonitor:
 
     def start(self) -> None:
         """Begin to watch. Not while another thread is inside a collective."""
-        if self._dispatch is not None:
+        if self._flight is not None:
             return
         try:
             self._flight = InFlight(lambda: self.bytes_per_s, self._note)
             self._flight.hurry(self._recording)
             self._front = None
-            self._dispatch = Dispatch(self._before, self._after)
-            atexit.register(self.stop)
+            self._hook()
         except Exception as error:
             self._note(error)
             self.stop()
+
+    def rest(self) -> None:
+        """Watch nothing, and go on counting launches. Not while another thread is inside a collective."""
+        self._watch_no_more()
+        try:
+            self._hook()
+        except Exception as error:
+            self._note(error)
+            self.stop()
+
+    def _hook(self) -> None:
+        if self._dispatch is None:
+            self._dispatch = Dispatch(self._before, self._after)
+            atexit.register(self.stop)
+
+    def _watch_no_more(self) -> None:
+        self._recording = False
+        flight, self._flight = self._flight, None
+        self._front = None
+        if flight is not None:
+            flight.close()
 
     def stop(self) -> None:
         """Leave nothing behind: collectives take their native way again. Also at exit of Python. Not while another
         thread is inside a collective."""
         if os.getpid() != self._pid:
             return
-        self._recording = False
         dispatch, self._dispatch = self._dispatch, None
-        flight, self._flight = self._flight, None
-        self._front = None
         if dispatch is not None:
             dispatch.remove()
-        if flight is not None:
-            flight.close()
+        self._watch_no_more()
+        self.count.lose()
         atexit.unregister(self.stop)
 
     @property
@@ -345,12 +372,12 @@ class CollectiveMonitor:
         if found is None or found.ref() is not group:
             for gone in [key for key, known in self._groups.items() if known.ref() is None]:
                 self._groups.pop(gone, None)
-            found = self._groups[id(group)] = _Group(group, self._on_network, self.names)
+            found = self._groups[id(group)] = _Group(group, self._on_network, self.names, self._savers)
         return found
 
     def _before(self, signature: Signature, args: tuple[Any, ...]) -> Any:
         """When: on the clock, or on the current stream."""
-        if os.getpid() != self._pid:
+        if self._flight is None or os.getpid() != self._pid:
             return 0.0
         try:
             if self.before_launch is not None:
@@ -378,6 +405,9 @@ class CollectiveMonitor:
                 self.captured = True
                 return
             group = self._group(args[signature.group_at])
+            self.count.add(group.weights, signature, args)
+            if self._flight is None:
+                return
             backend = group.backend(tensor.device if tensor is not None else _CPU)
             returned = result[-1] if isinstance(result, (tuple, list)) and result else result
             work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
@@ -388,6 +418,7 @@ class CollectiveMonitor:
             ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
         except Exception as error:
             self._note(error)
+            self.count.lose()
         with self._lock:
             number, self.newest = self._launched, signature.name
             self._launched, self._launched_at = number + 1, clock.monotonic()

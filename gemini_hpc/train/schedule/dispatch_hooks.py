@@ -14,6 +14,7 @@ import torch
 
 _KEY = "BackendSelect"
 _GROUP, _TENSOR = "torch.classes.c10d.ProcessGroup", "Tensor"
+_PEERS = ("dst", "src")
 
 
 class Occupied(RuntimeError):
@@ -27,6 +28,7 @@ class Signature(NamedTuple):
     group_at: int
     tensors_at: tuple[int, ...]
     async_at: int | None  # of async_op, which is True by default
+    peer_at: int | None = None  # of the one other rank of a message
 
     def asynchronous(self, args: tuple[Any, ...]) -> bool:
         """False: the caller waits at once."""
@@ -109,6 +111,7 @@ def operators() -> list[tuple[str, Any, Signature]]:
             groups[0],
             tuple(i for i, kind in enumerate(types) if kind == _TENSOR),
             names.index("async_op") if "async_op" in names else None,
+            next((names.index(peer) for peer in _PEERS if name in ("send", "recv_") and peer in names), None),
         )
         op = getattr(getattr(torch.ops.c10d, name), schema.overload_name or "default")
         found.append((f"{schema.name}.{schema.overload_name}".rstrip("."), op, signature))

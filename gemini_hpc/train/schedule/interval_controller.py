@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from gemini_hpc import clock
 from gemini_hpc.core import schedule
+from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
@@ -161,6 +162,10 @@ class IntervalController:
         """Steps that a failure may cost now."""
         agreed = self._agreed if self._version >= self._agreed.base else self._former
         return agreed.j + agreed.s - 1 if self._planned else 1
+
+    def moment(self) -> Moment:
+        """Return the moment of the training at this `step()`; called once in each, before anything else."""
+        return self._monitor.count.read()
 
     def gate(self) -> None:
         """The training has come to the optimizer."""
@@ -403,7 +408,7 @@ class IntervalController:
             monitor.start()
             monitor.recording = self._stage == "profile"
         else:
-            monitor.stop()
+            monitor.rest()
         self._overhead.pause()
         alone = self._stage == "steady" and self._scheme in ("naive", "no_pipeline")
         pacer.chunk_bytes, parts = self._planner.cut

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from gemini_hpc import clock
+from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.ranges import Range, merged
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Manifest
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
@@ -146,6 +147,7 @@ class Job:
     hurried: bool = False  # the training waits for this version
     wanted: bool = False  # the training waits for its tensors
     urgent: bool = False  # all that is left of the training may hang on this version: it goes at once
+    moment: Moment = UNCOUNTED  # of the training, at step()
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     @property

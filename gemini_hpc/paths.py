@@ -53,11 +53,26 @@ def weakness(path: str, info: os.stat_result, owners: frozenset[int]) -> str:
     return ""
 
 
-def weaknesses(path: str, owners: frozenset[int] = frozenset((0,))) -> list[str]:
-    """All of them on the way to `path`. Raises OSError where there is no such file."""
+def weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: bool = False) -> list[str]:
+    """Return all of them on the way to `path`.
+
+    Args:
+        path: of a file.
+        owners: uids that may change it.
+        sticky: an owner's directory with the sticky bit is none: in it each entry is its own owner's. That holds for
+            a file that is there, not for one that is yet to be made.
+
+    Raises:
+        OSError: there is no such file.
+    """
     if not path.startswith("/"):
         return [f"{path!r} is not an absolute path"]
-    return [found for here, info in walk(path) if (found := weakness(here, info, owners))]
+    return [
+        found
+        for here, info in walk(path)
+        if (found := weakness(here, info, owners))
+        and not (sticky and info.st_uid in owners and stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX)
+    ]
 
 
 def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
