@@ -61,7 +61,7 @@ def train(seed: int, stop: int) -> tuple[int, list[str], dict[str, Any]]:
     torch.manual_seed(seed)
     model = Bags(tied=False)
     ddp = DistributedDataParallel(model)
-    sparse = torch.optim.SparseAdam([model.words.weight, model.bags.weight], lr=0.05)
+    sparse: torch.optim.Optimizer = torch.optim.SparseAdam([model.words.weight, model.bags.weight], lr=0.05)
     dense = torch.optim.AdamW(model.head.parameters(), lr=0.05)
     losses = []
     with gemini.Checkpointer(ddp, [sparse, dense]) as ckpt:
