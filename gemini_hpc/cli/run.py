@@ -6,12 +6,11 @@ import argparse
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.cli import sendback
 from gemini_hpc.client.agent_connection import ask_verdict
 from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
@@ -103,7 +102,7 @@ def _send_back(why: str, ended: threading.Event) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"gemini-hpc: run: {text}", file=sys.stderr, flush=True)
+    lines.tell(f"run: {text}")
 
 
 def _fit_tasks(environ: MutableMapping[str, str]) -> None:

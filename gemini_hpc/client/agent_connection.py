@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -44,6 +45,20 @@ class NotYet(AgentRefused):
     """What was asked for may be had later."""
 
 
+class AgentSocket(socket.socket):
+    """A socket whose other end may be gone: that is an error, also where the script has given SIGPIPE its default
+    effect, which ends the process."""
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        return super().send(data, flags | socket.MSG_NOSIGNAL)
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        super().sendall(data, flags | socket.MSG_NOSIGNAL)
+
+    def sendmsg(self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None, /) -> int:
+        return super().sendmsg(buffers, ancillary, flags | socket.MSG_NOSIGNAL, address)
+
+
 def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
     """One request on a connection of its own. Raises AgentLost."""
     sock = connect(path, timeout_s)
@@ -67,7 +82,7 @@ def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
 
 def connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
     """To the agent that listens there. Raises AgentLost."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock = AgentSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
         sock.connect(path)

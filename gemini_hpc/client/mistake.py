@@ -12,6 +12,8 @@ import traceback
 from types import TracebackType
 from typing import TextIO
 
+from gemini_hpc import lines
+
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LAUNCHER = os.path.join(_OURS, "launch")
 _STARTS = frozenset((runpy.__file__, "<frozen runpy>"))  # between our frames and the script's
@@ -49,14 +51,12 @@ class _Kept(io.StringIO):
 
     def __init__(self, through: TextIO) -> None:
         super().__init__()
-        self._through, self._ours = through, False
+        self._through = through
 
     def write(self, text: str) -> int:
-        self._ours = text.startswith("gemini-hpc: ") or (self._ours and text == "\n")
-        if not self._ours:
+        if not text.startswith("gemini-hpc: "):
             return super().write(text)
-        self._through.write(text)
-        self._through.flush()
+        lines.put(self._through, text)
         return len(text)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.hand_back import hand_back, same_or_new
@@ -78,7 +77,7 @@ class Session:
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
-        self._print, self._leave = say or _to_stderr, leave
+        self._print, self._leave = say or lines.tell, leave
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
         self._parity = parity
         self.path = os.environ.get(SOCKET_ENV, "")
@@ -344,7 +343,3 @@ class Session:
         self.event("unprotected", reason)
         for told in self.on_lost:
             told(reason)
-
-
-def _to_stderr(text: str) -> None:
-    print(f"gemini-hpc: {text}", file=sys.stderr, flush=True)

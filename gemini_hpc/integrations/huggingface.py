@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from gemini_hpc import lines
 from gemini_hpc.integrations.accelerate import unwrapped
 from gemini_hpc.integrations.naming import next_name
 from gemini_hpc.train.checkpointer import Checkpointer
@@ -252,7 +252,7 @@ class GeminiMixin:
         )
         if reason := self._unsupported(trial):
             if self.is_world_process_zero():  # type: ignore[attr-defined]
-                print(f"gemini-hpc: this training is not protected: {reason}", file=sys.stderr, flush=True)
+                lines.tell(f"this training is not protected: {reason}")
             return begun
         model, loader = super()._prepare_for_training(max_steps, self._given_loader, resume_from)  # type: ignore[misc]
         self._order, self._progress = _Order(loader), _Progress(self)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from gemini_hpc import lines
 from gemini_hpc.integrations.naming import next_name
 from gemini_hpc.train.checkpointer import Checkpointer
 from gemini_hpc.train.state.loader import StatefulLoader
@@ -48,7 +48,7 @@ class _Progress:
 
 def _say(trainer: Trainer, why: str) -> None:
     if trainer.is_global_zero:
-        print(f"gemini-hpc: this training is not protected: {why}", file=sys.stderr, flush=True)
+        lines.tell(f"this training is not protected: {why}")
 
 
 class GeminiCallback(Callback):  # type: ignore[misc]

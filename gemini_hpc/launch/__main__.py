@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from gemini_hpc import lines
 from gemini_hpc.client.joining import SOCKET_ENV
 from gemini_hpc.launch import placing, program
 from gemini_hpc.launch.import_log import ImportLog
@@ -45,7 +46,7 @@ def main(words: list[str]) -> program.Program | int:
     given = parser.parse_args(words)
     wanted = program.Program(given.script, given.module, tuple(given.arguments))
     if not given.module and not os.path.exists(given.script):
-        print(f"gemini-hpc: launch: {given.script}: no such file", file=sys.stderr)
+        lines.tell(f"launch: {given.script}: no such file")
         return 2
     path = os.environ.get(SOCKET_ENV, "")
     try:
@@ -54,11 +55,11 @@ def main(words: list[str]) -> program.Program | int:
             if not path:
                 place = placing.place_without_agent(os.environ)
                 if place.node_rank < 0:
-                    print("gemini-hpc: launch: no agent here: this spare stays idle", file=sys.stderr, flush=True)
+                    lines.tell("launch: no agent here: this spare stays idle")
                     return 0
                 os.environ.update(placing.rank_environment(os.environ, place))
     except ValueError as error:
-        print(f"gemini-hpc: launch: {error}", file=sys.stderr)
+        lines.tell(f"launch: {error}")
         return 2
     if not path:
         return wanted
@@ -68,7 +69,7 @@ def main(words: list[str]) -> program.Program | int:
     def start(env: Mapping[str, str]) -> RankProcess:
         why = program.unfit()
         if why:
-            print(f"gemini-hpc: launch: this attempt imports everything anew: {why}", file=sys.stderr, flush=True)
+            lines.tell(f"launch: this attempt imports everything anew: {why}")
         return RankProcess(env, wanted.argv() if why else ())
 
     adopt_orphans()

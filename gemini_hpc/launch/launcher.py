@@ -11,13 +11,12 @@ from __future__ import annotations
 import select
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 
 import msgspec
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
 from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
 from gemini_hpc.client.ranks import number
@@ -391,4 +390,4 @@ def _status(rank: RankProcess, state: local.LaunchState | None) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"gemini-hpc: launch: {text}", file=sys.stderr, flush=True)
+    lines.tell(f"launch: {text}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.client.joining import TRY_AGAIN_EXIT
 from gemini_hpc.client.restart_limit import Reached
 from gemini_hpc.core.attempts import End
@@ -95,6 +95,6 @@ class Report:
             victim = left.end.cause is Cause.CONSEQUENCE and not first
             known = before.text if first else f"{before.text} {named.text}"  # another one has shown it
             if left.traceback and not victim and left.words not in known:
-                print(left.traceback, end="", file=sys.stderr, flush=True)
+                lines.put(sys.stderr, left.traceback)
             if first and left.line:
                 self._say(left.line)

@@ -6,11 +6,10 @@ import ctypes
 import mmap
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.client import mistake
 from gemini_hpc.core.communication_error import is_communication_error
 from gemini_hpc.core.culprits import Cause
@@ -99,8 +98,7 @@ class RankProcess:
         """Raises OSError, and `Forked` in the new process."""
         self._others = frozenset(_children())
         self.note = _Note()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        lines.settle()
         launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -124,7 +122,7 @@ class RankProcess:
         try:
             os.execv(command[0], list(command))
         except OSError as error:
-            print(f"gemini-hpc: launch: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            lines.tell(f"launch: {command[0]}: {error.strerror}")
         os._exit(127)
 
     def ended(self) -> bool:

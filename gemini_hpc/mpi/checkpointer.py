@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, Keeper, Shard, Slot
@@ -97,10 +96,10 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            print(f"gemini-hpc: {text}", file=sys.stderr, flush=True)
+            lines.tell(text)
 
     def _leave(self) -> NoReturn:
-        sys.stderr.flush()
+        lines.settle()
         self._comm.Barrier()
         os._exit(joining.TRY_AGAIN_EXIT)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import syslog
-from contextlib import suppress
+
+from gemini_hpc import lines
 
 
 def complain(where: str, job: int, text: str) -> None:
     """Logs `text`, which may hold anything, as one line."""
     shown = "".join(c if c.isprintable() else "?" for c in text)[:500]
     line = f"{where}: job={job} {shown}"
-    with suppress(OSError, ValueError):  # slurmd may have closed its end; the system's log still gets it
-        print(f"gemini-hpc: {line}", file=sys.stderr, flush=True)
+    lines.tell(line)  # slurmd may have closed its end; the system's log still gets it
     syslog.openlog("gemini-hpc", syslog.LOG_PID, syslog.LOG_DAEMON)
     syslog.syslog(syslog.LOG_ERR, line)

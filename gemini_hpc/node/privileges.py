@@ -10,7 +10,10 @@ import signal
 import sys
 import syslog
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+
+from gemini_hpc import lines
 
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 3, 4, 38
 
@@ -136,9 +139,6 @@ def outcome(child: Child, timeout_s: float) -> int:
     finally:
         os.close(process)
         os.set_blocking(child.said, False)
-        try:
-            sys.stderr.write(os.read(child.said, _SAID_BYTES).decode(errors="replace"))
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            pass  # nothing said, or slurmd has closed its end
+        with suppress(OSError):  # nothing said
+            lines.put(sys.stderr, os.read(child.said, _SAID_BYTES).decode(errors="replace"))
         os.close(child.said)

@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.core import node_share
 from gemini_hpc.node import (
@@ -532,5 +532,5 @@ def _clear_way(path: str) -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stderr.flush()
+    lines.settle()
     os._exit(status)  # the job waits: no time for the interpreter to take itself apart

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from gemini_hpc import clock
 from gemini_hpc.client import mistake
@@ -198,6 +199,7 @@ class Checkpointer:
 
     # ---- each iteration --------------------------------------------------------------------------------
 
+    @_disable_dynamo  # for a loop body that is compiled as a whole
     def step(self) -> None:
         """The state of this iteration is complete. Call it last in the loop body, once per optimizer step.
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ class OptimizerGate:
         self._found_anew = 0  # as it was when these were looked at
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         session.on_lost.append(self._let_go)
-        me = weakref.ref(self)
-        self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt, args, kwargs))
+        # A compiled step calls it as it is: Dynamo would trace its frames, and warn of what it finds in them.
+        hook = torch.compiler.disable(partial(_pre_hook, weakref.ref(self)))  # type: ignore[no-untyped-call]
+        self._hook = register_optimizer_step_pre_hook(hook)
 
     def _let_go(self, reason: str) -> None:
         """Nobody waits any more for a copy that may never end."""

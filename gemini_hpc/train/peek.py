@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import torch.distributed as dist
 
+from gemini_hpc import lines
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.train.state import collectives
@@ -41,11 +41,7 @@ def peek(name: str = "default", *, tier: str | Tier = "") -> int:
     if found < 0:
         if why or rank == 0:
             text = why or "the agents do not agree, or one could not be reached"
-            print(
-                f"gemini-hpc: rank {rank}: cannot tell what there is to resume from: {text}",
-                file=sys.stderr,
-                flush=True,
-            )
+            lines.tell(f"rank {rank}: cannot tell what there is to resume from: {text}")
         return 0
     return found
 

@@ -21,6 +21,7 @@ Graph = dict[str, set[str]]
 FLOORS: list[list[str]] = tomllib.loads(Path(__file__).with_name("floors.toml").read_text())["floors"]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 TELLS_TIME = {"monotonic", "monotonic_ns", "time", "time_ns", "sleep"}
+STREAMS = {"sys.stdout", "sys.stderr"}
 MENTIONS_TIME = re.compile(r"\btime\s*\.|\bfrom\s+time\b")  # others need no look
 
 
@@ -115,6 +116,25 @@ def clock_reads(source: str) -> list[int]:
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
             found += [node.lineno for name in node.names if name.name in TELLS_TIME]
     return found
+
+
+def speaks(source: str) -> list[int]:
+    """Return the lines in which a source text writes to stdout or stderr itself, or prints."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called == "print" or called.rpartition(".")[0] in STREAMS:
+                found.append(node.lineno)
+    return found
+
+
+def test_a_line_that_cannot_be_written_ends_nothing() -> None:
+    """What runs in a user's job, or as root, speaks through `lines`."""
+    rooms = ("client", "train", "mpi", "integrations", "launch", "node", "wire", "tier", "cli.run")
+    inside = {name: text for name, text in sources().items() if name.startswith(rooms)}
+    assert {name: found for name, text in inside.items() if (found := speaks(text))} == {}
+    assert speaks("print(1)\nsys.stderr.flush()\nsys.stdout.write('')\nlines.put(sys.stderr, '')") == [1, 2, 3]
 
 
 def test_no_circle_of_files() -> None:

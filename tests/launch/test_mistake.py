@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gemini_hpc import lines
 from gemini_hpc.client import mistake
 
 SCRIPT = """\
@@ -77,7 +78,7 @@ def test_lines_of_ours_are_not_kept_back(monkeypatch: pytest.MonkeyPatch, capsys
     """The hook may wait for long: for a node that may be dead."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        print("gemini-hpc: rank 0: node n2 is dead", file=sys.stderr, flush=True)
+        lines.tell("rank 0: node n2 is dead")
         assert capsys.readouterr().err == "gemini-hpc: rank 0: node n2 is dead\n"
         print("Traceback ...", file=sys.stderr)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -45,6 +47,29 @@ def test_for_so_long_only(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(NotYet, match="cannot be seen"):
         agent.hello(HELLO, lambda waited_s, why: None)
     assert 2 <= len(job.nodes[0].hellos) <= 5
+
+
+AT_A_DEAD_END = """
+import array, signal, socket
+from gemini_hpc.client.agent_connection import AgentSocket
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ours = AgentSocket(fileno=a.detach())
+b.close()
+for send in (lambda: ours.send(b"x"), lambda: ours.sendall(b"x"), lambda: socket.send_fds(ours, [b"x"], [0])):
+    try:
+        send()
+    except BrokenPipeError:
+        print("gone")
+"""
+
+
+def test_an_agents_death_is_no_signal_to_the_script() -> None:
+    """Also where SIGPIPE ends it, as scripts that write into pipes like to have it."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_A_DEAD_END], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "gone\n" * 3), done
 
 
 def test_events_arrive_in_order_before_the_end(make_job: MakeJob) -> None:

@@ -135,4 +135,5 @@ def _kernel(op: Any, signature: Signature, before: Before, after: After) -> Call
         after(signature, args, result, begun)
         return result
 
-    return kernel
+    disabled: Callable[..., Any] = torch.compiler.disable(kernel)  # type: ignore[no-untyped-call]
+    return disabled  # also beside compiled code Dynamo traces frames, and warns of what it finds in them

@@ -29,12 +29,33 @@ def _reduced(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
 
 
+def _sparse(ddp: DistributedDataParallel) -> set[int]:
+    """Return the ids of the parameters for which DDP expects sparse gradients, by the rule of its constructor: the
+    first module that has a parameter decides."""
+    first: dict[int, torch.nn.Module] = {}
+    for module in ddp.module.modules():
+        for p in module.parameters(recurse=False):
+            first.setdefault(id(p), module)
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    return {number for number, module in first.items() if isinstance(module, kinds) and module.sparse}
+
+
+def _nothing(p: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    """Return a gradient of zeros; sparse: one without any rows, as an embedding would give it."""
+    if not sparse:
+        return torch.zeros_like(p)
+    rows = torch.empty((1, 0), dtype=torch.int64, device=p.device)
+    values = torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device)
+    return torch.sparse_coo_tensor(rows, values, p.shape, check_invariants=True, is_coalesced=True)
+
+
 class ArrivalOrder:
     """Records in which order a DDP module's gradients arrive in its first synchronised backward pass."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
         self._params = _reduced(ddp)
+        self._sparse = _sparse(ddp)
         self._seen: dict[int, None] = {}
         self._order: list[int] = []
         self._hooks: list[RemovableHandle] = []
@@ -75,7 +96,7 @@ class ArrivalOrder:
             self.ddp.reducer.prepare_for_backward([])
             for index in order:
                 p = self._params[index]
-                torch.autograd.backward(p, torch.zeros_like(p))
+                torch.autograd.backward(p, _nothing(p, sparse=id(p) in self._sparse))
             rebuilt = bool(self.ddp.reducer._rebuild_buckets())
         for p, grad in zip(self._params, kept, strict=True):
             p.grad = grad

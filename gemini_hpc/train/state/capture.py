@@ -24,6 +24,7 @@ from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Manifest
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device import host_copy
 from gemini_hpc.train.device.interface import Event
+from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.encode import Gaps
 from gemini_hpc.train.state.lifted import LiftedSources, Seen
 from gemini_hpc.train.state.ownership import Block, Entry
@@ -178,15 +179,10 @@ class Job:
         self.left.set()
 
 
-def _bytes_of(view: torch.Tensor) -> memoryview:
-    flat = view.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
 def _digest(views: Sequence[torch.Tensor]) -> str:
     hasher = xxhash.xxh3_128()
     for view in views:
-        hasher.update(_bytes_of(view))
+        host_bytes.shown(view, hasher.update)
     return hasher.hexdigest()
 
 

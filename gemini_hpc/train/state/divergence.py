@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
+from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.sample import few
 
@@ -98,7 +99,7 @@ class Divergence:
                     continue
                 hasher = xxhash.xxh3_64()
                 for sample in samples:
-                    hasher.update(sample.cpu().numpy().tobytes())
+                    host_bytes.shown(sample, hasher.update)
                 found.append(hasher.intdigest() >> 2 | 1)
         return found
 

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gemini_hpc.train.state import host_bytes
+
 MAX_DEPTH = 64
 MAX_DIMS = 64
 
@@ -185,7 +187,7 @@ def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
         _put_array(out, b"X", str(value.dtype), value.shape, bytes(flat.numel()))
         out.deferred.append((len(out) - 1, flat))
     else:
-        _put_array(out, b"X", str(value.dtype), value.shape, flat.cpu().numpy().tobytes())
+        _put_array(out, b"X", str(value.dtype), value.shape, host_bytes.copied(flat))
 
 
 def _put_ndarray(out: list[bytes], tag: bytes, value: np.ndarray[Any, Any], where: str) -> None:
@@ -376,7 +378,8 @@ class _Reader:
         if not len(payload):
             result = torch.empty(shape, dtype=dtype)
         else:
-            result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype).reshape(shape)
+            # memory of its own, which can be resized
+            result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).clone().view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
 
     def part(self, depth: int) -> Part:
@@ -403,7 +406,9 @@ class _Reader:
             raise ValueError(f"encoded state has an array of shape {shape} in {len(payload)} bytes")
         if not len(payload):
             return np.empty(shape, dtype)
-        return np.frombuffer(bytearray(payload), dtype=dtype).reshape(shape)
+        found = np.empty(shape, dtype)  # memory of its own, which can be resized
+        found.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
+        return found
 
     def scalar(self) -> Any:
         array = self.ndarray()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
-from gemini_hpc.train.state import encode, hidden, inner, rng, sharded, sparse
+from gemini_hpc.train.state import encode, hidden, host_bytes, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.groups import Group, Members, unpack
 from gemini_hpc.train.state.inner import composed
@@ -609,6 +609,6 @@ def _fingerprint(tensor: torch.Tensor, closely: bool) -> int:
         flat = tensor.detach().reshape(-1)
         if flat.numel() > _PRINT_SAMPLES and not closely:
             flat = flat[:: -(-flat.numel() // _PRINT_SAMPLES)]
-        flat = flat.contiguous().cpu()
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-    return (xxhash.xxh3_64_intdigest(data) >> 1) | 1
+        hasher = xxhash.xxh3_64()
+        host_bytes.shown(flat, hasher.update)
+    return (hasher.intdigest() >> 1) | 1

@@ -1,0 +1,30 @@
+"""The bytes of tensors in host memory, read so that no trace is left.
+
+`Tensor.numpy()` makes the tensor's storage unresizable for good, also when it is called on a view. The training's own
+tensors are therefore read by their address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in a row, on the host: the tensor's own memory where that is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def copied(tensor: torch.Tensor) -> bytes:
+    """Return a copy of the tensor's elements."""
+    line = _line(tensor)
+    return ctypes.string_at(line.data_ptr(), line.nbytes) if line.nbytes else b""
+
+
+def shown(tensor: torch.Tensor, to: Callable[[memoryview], object]) -> None:
+    """Call `to` with the tensor's elements, which it must not keep."""
+    line = _line(tensor)
+    if line.nbytes:
+        to(memoryview((ctypes.c_ubyte * line.nbytes).from_address(line.data_ptr())).cast("B").toreadonly())
