@@ -30,6 +30,7 @@ from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
+from gemini_hpc.train.uncaptured import Uncaptured
 from gemini_hpc.train.versions import Versions
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -116,7 +117,8 @@ class Checkpointer:
         self._engine = SaveEngine(session, tree, traffic, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._given, max_repeated, self._times)
         self._engine.frozen = self._gate.frozen
-        self._versions = Versions(session, self._engine, self._gate, tree, scaler, audit)
+        uncaptured = Uncaptured(session, tree)
+        self._versions = Versions(session, self._engine, self._gate, tree, uncaptured, scaler, audit)
         if session.path:
             try:
                 tree.pack_small({}, [], session.world)  # what cannot be captured is told now, not at step 1
@@ -126,6 +128,8 @@ class Checkpointer:
                 session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
         session.join(self._cannot_join())
         self._engine.connect()
+        if session.protected:
+            uncaptured.tell()
         self._restorer = Restorer(
             session, tree, loader, path=start, unsupported=self._unsupported, join_anew=self._join_anew
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,7 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         except CheckpointException as error:  # no Exception: it would pass by all who catch those
             causes = [str(cause).splitlines()[0][:200] for cause, _ in error.failures.values() if str(cause)]
             raise ValueError(f"{path}: cannot be loaded: {(causes or ['damaged'])[0]}") from None
-    return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.distributed.checkpoint")
+    return Started(0, f"{_count(model, moments)}, from torch.distributed.checkpoint{_unread(tree)}")
 
 
 def _from_file(tree: StateTree, path: str) -> Started:
@@ -182,7 +182,18 @@ def _from_file(tree: StateTree, path: str) -> Started:
             targets = _targets(tree, {name: ".".join(name) for name in moments})
             for named, tensor in moments.items():
                 _fill(targets[".".join(named)], tensor)
-    return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.save")
+    return Started(0, f"{_count(model, moments)}, from torch.save{_unread(tree)}")
+
+
+def _count(model: Sized, moments: Sized) -> str:
+    return f"{len(model)} tensors and {len(moments)} of the optimizer"
+
+
+def _unread(tree: StateTree) -> str:
+    """What else this training has, and begins anew."""
+    extra = tree.with_extra
+    more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+    return f"; not read: {extra[0]}{more}" if extra else ""
 
 
 def _check(path: str, problems: Iterable[str]) -> None:

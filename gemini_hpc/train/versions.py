@@ -14,6 +14,7 @@ from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.tree import Leaf, StateTree, nothing_deferred
+from gemini_hpc.train.uncaptured import Uncaptured
 
 _TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
 
@@ -22,10 +23,17 @@ class Versions:
     """Of one rank. resumed: the training was, so its optimizers have state before their first step."""
 
     def __init__(
-        self, session: Session, engine: SaveEngine, gate: OptimizerGate, tree: StateTree, scaler: Any, audit: int
+        self,
+        session: Session,
+        engine: SaveEngine,
+        gate: OptimizerGate,
+        tree: StateTree,
+        uncaptured: Uncaptured,
+        scaler: Any,
+        audit: int,
     ) -> None:
         self._session, self._engine, self._gate, self._tree = session, engine, gate, tree
-        self._scaler, self._audit = scaler, audit
+        self._uncaptured, self._scaler, self._audit = uncaptured, scaler, audit
         self.resumed = False
         self._crowded = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
@@ -109,6 +117,7 @@ class Versions:
             first = engine.planning.first(leaves, odd, failure, ready=ready, over_nccl=over_nccl)
             if first is None:
                 return False
+            self._uncaptured.tell()
             try:
                 engine.start(first)
             except Exception as error:  # the others go on to `arm`

@@ -1,0 +1,42 @@
+"""State of the training that nothing captures: its owner is told which, once, and the training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gemini_hpc.client.session import Session
+from gemini_hpc.train.state.tree import StateTree
+
+
+class Uncaptured:
+    """Of one rank."""
+
+    def __init__(self, session: Session, tree: StateTree) -> None:
+        self._session, self._tree = session, tree
+        self._told: set[str] = set()
+
+    def tell(self) -> None:
+        """Name what was not told of. Called at construction, and with the first plan, when optimizers have state.
+        Never raises."""
+        with suppress(Exception):  # where the state itself cannot be captured, the first plan says so
+            self._tell_handed_out()
+
+    def _tell_handed_out(self) -> None:
+        for where, look in self._tree.handed_out().items():
+            names: Sequence[str] = ()
+            with suppress(Exception):  # one whose state_dict() raises hands out nothing that anybody could load
+                names = look() if where not in self._told else ()
+            if names:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                self._say(
+                    where,
+                    f"the state_dict() of {where} also has {names[0]}{more}, which is not captured and begins anew "
+                    "after a resume: make it a buffer or extra state (get_extra_state, set_extra_state), or pass an "
+                    "object with state_dict and load_state_dict for it in extra",
+                )
+
+    def _say(self, what: str, sentence: str) -> None:
+        self._told.add(what)
+        self._session.find(sentence)
+        self._session.say(f"rank {self._session.rank}: {sentence}")
