@@ -6,21 +6,28 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from gemini_hpc.client.session import Session
+from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.tree import StateTree
 
 
 class Uncaptured:
     """Of one rank."""
 
-    def __init__(self, session: Session, tree: StateTree) -> None:
-        self._session, self._tree = session, tree
+    def __init__(self, session: Session, tree: StateTree, not_given: NotGiven) -> None:
+        self._session, self._tree, self._not_given = session, tree, not_given
         self._told: set[str] = set()
 
-    def tell(self) -> None:
-        """Name what was not told of. Called at construction, and with the first plan, when optimizers have state.
-        Never raises."""
+    def tell_at_construction(self) -> None:
+        """Name what objects hand out and nothing captures. Never raises."""
         with suppress(Exception):  # where the state itself cannot be captured, the first plan says so
             self._tell_handed_out()
+
+    def tell_when_planned(self) -> None:
+        """The same for optimizers, which have state by now, and name what was not passed. Never raises."""
+        self.tell_at_construction()
+        with suppress(Exception):  # of classes that are not ours
+            for sentence in self._not_given.sentences():
+                self._say(sentence, sentence)
 
     def _tell_handed_out(self) -> None:
         for where, look in self._tree.handed_out().items():

@@ -117,7 +117,7 @@ class Versions:
             first = engine.planning.first(leaves, odd, failure, ready=ready, over_nccl=over_nccl)
             if first is None:
                 return False
-            self._uncaptured.tell()
+            self._uncaptured.tell_when_planned()
             try:
                 engine.start(first)
             except Exception as error:  # the others go on to `arm`
