@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ _NONE: dict[str, Any] = {"odd": {}}
 
 @dataclass(frozen=True)
 class Started:
-    """What was read. version: 0 where it has none; what: in words; states: generators, where they are this rank's."""
+    """What was read. version: 0 where it has none; what: in words; states: generators, where they are this rank's;
+    counts: see `restore.counts`."""
 
     version: int
     what: str
     states: Any = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
@@ -59,7 +61,7 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
         own = shards[rank if same else rank % len(shards)]
         small = restore.load(tree, own, shards, rank, same)
     what = "; passed over: ".join([f"version {manifest.stamp[1]} of job {manifest.job}", *damaged])
-    return Started(manifest.stamp[1], what, small["rng"] if same else None)
+    return Started(manifest.stamp[1], what, small["rng"] if same else None, restore.counts(small, manifest.world))
 
 
 # ---- by name: other programs' checkpoints --------------------------------------------------------------

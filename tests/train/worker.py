@@ -389,7 +389,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
     loader = gemini.StatefulLoader(
-        Numbers(70 * world), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
+        Numbers(o.get("samples", 70 * world)), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
     )
     kwargs = arguments(o.get("kwargs", {}))
     slow = SlowLink(o["rate"]) if "rate" in o else None

@@ -25,6 +25,7 @@ from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.groups import Group, Members, unpack
 from gemini_hpc.train.state.inner import composed
 from gemini_hpc.train.state.lifted import Lift, early
+from gemini_hpc.train.state.loader import counted_in
 from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, gathered, same
 from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.torch_dtypes import dtype_name
@@ -465,6 +466,7 @@ class StateTree:
             "odd": dict(odd),
             "made": self.made(),
             "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
+            "counted": counted_in(self.stateful.get("loader")),
             "buckets": [recorder.order for recorder in self.ddps],
         }
 
