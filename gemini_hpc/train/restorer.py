@@ -94,6 +94,7 @@ class Restorer:
         session.say_once(f"resumed at version {session.version} from {joining.place(welcome)} ({done - began:.2f} s)")
         self._tell_data()
         self._tell_counts(restore.counts(small, welcome.chosen_world))
+        self._tell_begins_anew()
         assert session.client is not None
         detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
         session.client.event("resumed", session.version, json.dumps(detail), t=done)
@@ -179,6 +180,11 @@ class Restorer:
                 "position counts no samples, some are read twice or left out. gemini_hpc.StatefulLoader counts them"
             )
 
+    def _tell_begins_anew(self) -> None:
+        """Of a version that was loaded all else has come back."""
+        for line in self._tree.begins_anew:
+            self._session.say(f"rank {self._session.rank}: {line}")
+
     # ---- from elsewhere --------------------------------------------------------------------------------
 
     def _begin_anew(self) -> int:
@@ -200,6 +206,7 @@ class Restorer:
         session.say_once(f"starts from {self._path}: {found.what} ({clock.time() - began:.2f} s)")
         self._tell_data()
         self._tell_counts(found.counts)
+        self._tell_begins_anew()
         return session.version
 
     # ---- from the agents -------------------------------------------------------------------------------

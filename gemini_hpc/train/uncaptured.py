@@ -21,6 +21,10 @@ class Uncaptured:
         """Name what objects hand out and nothing captures. Never raises."""
         with suppress(Exception):  # where the state itself cannot be captured, the first plan says so
             self._tell_handed_out()
+        with suppress(Exception):
+            for what, why in self._tree.comm_hooks.left_out().items():
+                if what not in self._told:
+                    self._say(what, f"{what} is not captured, or only in part, and begins anew after a resume: {why}")
 
     def tell_when_planned(self) -> None:
         """The same for optimizers, which have state by now, and name what was not passed. Never raises."""

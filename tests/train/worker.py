@@ -276,6 +276,14 @@ def dies_at_tensor(number: int) -> Iterator[None]:
     torch.Tensor.addcdiv_ = write  # type: ignore[method-assign]
 
 
+def compress(model: nn.Module, **options: Any) -> None:
+    """PowerSGD after three iterations."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=0.5, **options)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -361,6 +369,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             p.requires_grad_(True)
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(net)
+        if "powersgd" in o:
+            compress(model, **o["powersgd"])
     elif kind in ("fsdp2", "hsdp"):  # hsdp: each rank has all of it, in DTensors
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

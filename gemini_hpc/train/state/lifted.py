@@ -21,7 +21,7 @@ from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 
 LEAST_BYTES = 64 << 10
 BUFFERS = "buffers"
-_EARLY = ("extra_state",)  # changed by forward and backward passes, as buffers are
+_EARLY = ("extra_state", "comm_hooks")  # changed by forward and backward passes, as buffers are
 _LIFTED_FROM = (BUFFERS, "stateful", "odd", "loose", *_EARLY)
 
 

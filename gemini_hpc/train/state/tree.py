@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
 from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
+from gemini_hpc.train.state.comm_hooks import CommHooks
 from gemini_hpc.train.state.groups import Group, Members, unpack
 from gemini_hpc.train.state.inner import composed
 from gemini_hpc.train.state.lifted import Lift, early
@@ -234,6 +235,8 @@ class StateTree:
         if ddps and ddps[0] not in set(model.modules()):
             root = ddps[0]
         self.ddps = [ArrivalOrder(ddp) for ddp in ddps]
+        self.comm_hooks = CommHooks(ddps)
+        self.begins_anew: list[str] = []  # of the state that was restored last
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
         self._find()
         self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
@@ -450,6 +453,7 @@ class StateTree:
             "rng": rng.capture(),
             "buffers": buffers,
             "extra_state": extra_state.capture(self._modules.with_extra),
+            "comm_hooks": self.comm_hooks.capture(),
             "emptied": [name for name in self._built if name not in buffers],
             "trained": self._retrained(),
             "loose": [state.loose() for state in self._states],
@@ -538,6 +542,7 @@ class StateTree:
         self._restore_buffers(small)
         if "extra_state" in small:
             extra_state.restore(self._modules.with_extra, small["extra_state"], likes)
+        self.begins_anew = self.comm_hooks.restore(small.get("comm_hooks", {}), same_world=same_world)
 
     def _restore_groups(
         self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any], *, same_world: bool
