@@ -176,8 +176,8 @@ class Restorer:
         same = {name for name in then if now.get(name, then[name]) == then[name]}
         if differ := [f"{name} {then[name]}, now {now[name]}" for name in then if name not in same]:
             self._session.say_once(
-                f"the loader (a {type(self._loader).__name__}) was captured with {'; '.join(differ)}: if its "
-                "position counts no samples, some are read twice or left out. gemini_hpc.StatefulLoader counts them"
+                f"the loader was captured with {'; '.join(differ)}: if its position counts no samples, some are read "
+                "twice or left out. gemini_hpc.StatefulLoader counts them"
             )
 
     def _tell_begins_anew(self) -> None:

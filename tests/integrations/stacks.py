@@ -164,7 +164,7 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
         output_dir=o["directory"],
         use_cpu=True,
         ddp_backend="gloo" if world() > 1 else None,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=o.get("batch", 2),
         gradient_accumulation_steps=ACCUMULATE,
         max_steps=o["steps"],
         learning_rate=0.01,

@@ -295,4 +295,4 @@ def test_what_another_loader_may_count_in_is_told_where_it_differs(
     assert run(Counting(4, 20), 3) == []
     job.requeue()
     (line,) = run(Counting(2, 30), 3)
-    assert "the loader (a Counting) was captured with batch_size 4, now 2; samples 20, now 30" in line
+    assert "the loader was captured with batch_size 4, now 2; samples 20, now 30" in line
