@@ -107,6 +107,11 @@ class StatefulLoader:
         """The epoch that the next batch belongs to."""
         return self._epoch + (self._taken >= self._all)
 
+    @property
+    def dealt_anew(self) -> bool:
+        """Whether the rest of this epoch is dealt in another batch size, or to another number of ranks."""
+        return self._start > 0
+
     def before_next_batch(self, call: Callable[[], None]) -> None:
         """Run `call` once, just before the next batch is made (the checkpointer restores the RNG there)."""
         self._before_batch = call
