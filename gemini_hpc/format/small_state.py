@@ -13,7 +13,7 @@ from gemini_hpc.format.shard_manifest import Row
 
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 _FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # so many bytes
-_SIZED = b"isbBDvwyG"  # bytes after their number
+_SIZED = b"isbBIDvwyG"  # bytes after their number
 _ITEMS = {**dict.fromkeys(b"ltzrqSZPL", 1), **dict.fromkeys(b"dOCn", 2)}  # a number, and so many values for each
 _ARRAYS = b"aAX"  # name of the type, shape, bytes
 _AROUND = b"cgE"  # one value more

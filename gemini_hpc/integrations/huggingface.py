@@ -73,6 +73,16 @@ class _Order:
         self._drawn: Iterator[Any] | None = None
         self.before_batch: Any = None  # called once, when the order is there and nothing of the data is read yet
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch, of all ranks: Trainer's position counts batches."""
+        return int(self._prepared.total_batch_size)
+
+    @property
+    def dataset(self) -> Any:
+        """What the batches are of."""
+        return self._prepared.dataset
+
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch."""
         own = getattr(self._prepared, "synchronized_generator", None)

@@ -46,9 +46,13 @@ class _Progress:
             self._trainer.datamodule.load_state_dict(state["data"])
 
 
-def _say(trainer: Trainer, why: str) -> None:
+def _say(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
-        lines.tell(f"this training is not protected: {why}")
+        lines.tell(text)
+
+
+def _not_protected(trainer: Trainer, why: str) -> None:
+    _say(trainer, f"this training is not protected: {why}")
 
 
 class GeminiCallback(Callback):  # type: ignore[misc]
@@ -73,7 +77,9 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         """The model is wrapped, the optimizers are made: resume."""
         self.checkpointer, self._resumed = None, False
         if trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path:  # that comes after this
-            _say(trainer, "this strategy would load ckpt_path over the state from memory: leave ckpt_path out")
+            _not_protected(
+                trainer, "this strategy would load ckpt_path over the state from memory: leave ckpt_path out"
+            )
             return
         options = dict(self._options)
         options["name"] = next_name(options.get("name", "default"))
@@ -85,6 +91,12 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             _Progress(trainer, self),
             **options,
         )
+        if type(pl_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:
+            _say(
+                trainer,
+                f"what {type(pl_module).__name__}.on_save_checkpoint adds is not captured and begins anew after a "
+                "resume: make it a buffer or extra state (get_extra_state, set_extra_state)",
+            )
         self.checkpointer.gate_in_closure = True  # Lightning computes loss and gradients in the optimizer's step
         self._resumed = self.checkpointer.resume() > 0
         self._captured = trainer.global_step
@@ -95,7 +107,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         """The loader is there, and nothing was read from it."""
         loader = trainer.train_dataloader
         if not isinstance(loader, StatefulLoader):
-            _say(
+            _not_protected(
                 trainer,
                 f"its loader is a {type(loader).__name__}, whose position is unknown. Return a "
                 "gemini_hpc.StatefulLoader from train_dataloader()",
@@ -107,6 +119,12 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             loader.before_next_batch(self.checkpointer.restore_generators)
             # A loop that was restored asks whether it has to validate before it reads a batch. It has.
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+            if loader.dealt_anew:
+                _say(
+                    trainer,
+                    "batch size or number of ranks have changed in mid-epoch: the loader goes on after the samples "
+                    "that were read, but Lightning counts batches, and may end this epoch before all are read",
+                )
 
     def _between(self, trainer: Trainer) -> None:
         """Nothing is left to do of the batch before, the next one is not read."""

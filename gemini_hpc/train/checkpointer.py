@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import time
 import weakref
@@ -22,6 +21,7 @@ from gemini_hpc.client.session import Session
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, keeping
 from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.schedule.pacer import Scheme
@@ -31,6 +31,7 @@ from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
+from gemini_hpc.train.uncaptured import Uncaptured
 from gemini_hpc.train.versions import Versions
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -100,7 +101,8 @@ class Checkpointer:
         except UnsupportedStateError as error:
             tree, unsupported = StateTree(nn.Module(), [], {}, {}), str(error)
         self._traffic, self._tree, self._unsupported = traffic, tree, unsupported
-        self._given = [model, *optimizers, *stateful.values(), *modules.values()]
+        given = [model, *optimizers, *stateful.values(), *modules.values()]
+        self._not_given = NotGiven(given, tree.optimizers)
         self._times = Times()
         self._closed = False
         self._first_done = True
@@ -115,9 +117,10 @@ class Checkpointer:
             imported_at=IMPORTED_AT,
         )
         self._engine = SaveEngine(session, tree, traffic, ownership=ownership, max_repeated=max_repeated)
-        self._gate = OptimizerGate(session, self._engine, tree, self._given, max_repeated, self._times)
+        self._gate = OptimizerGate(session, self._engine, tree, self._not_given, max_repeated, self._times)
         self._engine.frozen = self._gate.frozen
-        self._versions = Versions(session, self._engine, self._gate, tree, scaler, audit)
+        uncaptured = Uncaptured(session, tree, self._not_given)
+        self._versions = Versions(session, self._engine, self._gate, tree, uncaptured, scaler, audit)
         if session.path:
             try:
                 tree.pack_small({}, [], session.world)  # what cannot be captured is told now, not at step 1
@@ -127,6 +130,8 @@ class Checkpointer:
                 session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
         session.join(self._cannot_join())
         self._engine.connect()
+        if session.protected:
+            uncaptured.tell_at_construction()
         self._restorer = Restorer(
             session, tree, loader, path=start, unsupported=self._unsupported, join_anew=self._join_anew
         )
@@ -353,22 +358,8 @@ class Checkpointer:
             "received": {r.rank: r.landed for r in engine.receivers},
             "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if replicator else 0.0},
             "findings": list(session.findings),
-            "not_given": self._not_given(),
+            "not_given": self._not_given.names(),
         }
-
-    def _not_given(self) -> list[str]:
-        """Live objects with training state that were not passed in."""
-        given = {id(o) for o in self._given}
-        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-        mine = {id(o) for o in self._tree.optimizers}
-        found = []
-        for o in gc.get_objects():
-            if not issubclass(type(o), kinds) or id(o) in given:
-                continue
-            if isinstance(o, torch.optim.lr_scheduler.LRScheduler) and id(o.optimizer) not in mine:
-                continue
-            found.append(f"{type(o).__module__}.{type(o).__qualname__}")
-        return sorted(found)
 
 
 def _at_exit(me: weakref.ref[Checkpointer]) -> None:

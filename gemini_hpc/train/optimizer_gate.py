@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc.client.session import Session
 from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.capture import Job
-from gemini_hpc.train.state.optimizers import shares_state
 from gemini_hpc.train.state.tree import StateTree
 
 _NOT_GIVEN = 3  # optimizers of which that is said
@@ -53,7 +53,7 @@ class OptimizerGate:
     """Of one rank. A hook of all optimizers of the process: those of the training wait here, once after each
     `step()`.
 
-    given: what was passed to the checkpointer. job: the last version that was taken; late: the training went on
+    not_given: of the checkpointer. job: the last version that was taken; late: the training went on
     without its seal; resumed_from: the (epoch, version) that was loaded. in_closure: the optimizers write nothing
     before the closure that they are given has run, so the wait is behind that.
     """
@@ -63,12 +63,12 @@ class OptimizerGate:
         session: Session,
         engine: SaveEngine,
         tree: StateTree,
-        given: Sequence[Any],
+        not_given: NotGiven,
         max_repeated: int,
         times: Times,
     ) -> None:
         self._session, self._engine, self._tree = session, engine, tree
-        self._given, self._max_repeated, self._times = given, max_repeated, times
+        self._not_given, self._max_repeated, self._times = not_given, max_repeated, times
         self.job: Job | None = None
         self.late = False
         self.resumed_from: tuple[int, int] | None = None
@@ -232,10 +232,10 @@ class OptimizerGate:
         known = self._foreign.get(optimizer)
         if known is None:
             mine = {id(p.tensor) for p in self._tree.params}
-            given = shares_state(optimizer, self._tree.optimizers) or any(o is optimizer for o in self._given)
+            given = self._not_given.has(optimizer)
             known = given or any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
             self._foreign[optimizer] = known
-            if not given:
+            if not given and not self._not_given.has_anywhere(optimizer):
                 self._tell_not_given(optimizer)
         return known
 

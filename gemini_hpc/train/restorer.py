@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from gemini_hpc.client.session import Session
 from gemini_hpc.train import rejecting, start
 from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.state import restore, rng
-from gemini_hpc.train.state.loader import StatefulLoader
+from gemini_hpc.train.state.loader import StatefulLoader, counted_in
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.wire import local
@@ -93,6 +93,8 @@ class Restorer:
         done = clock.time()
         session.say_once(f"resumed at version {session.version} from {joining.place(welcome)} ({done - began:.2f} s)")
         self._tell_data()
+        self._tell_counts(restore.counts(small, welcome.chosen_world))
+        self._tell_begins_anew()
         assert session.client is not None
         detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
         session.client.event("resumed", session.version, json.dumps(detail), t=done)
@@ -166,6 +168,23 @@ class Restorer:
             steps = "1 step" if version == 1 else f"{version} steps"
             self._session.say_once(f"no loader was passed: the script itself has to skip {steps} of data")
 
+    def _tell_counts(self, then: Mapping[str, int]) -> None:
+        """Another loader's position may count in what is different now."""
+        if self._loader is None or isinstance(self._loader, StatefulLoader):
+            return
+        now = {**counted_in(self._loader), "ranks": self._session.world}
+        same = {name for name in then if now.get(name, then[name]) == then[name]}
+        if differ := [f"{name} {then[name]}, now {now[name]}" for name in then if name not in same]:
+            self._session.say_once(
+                f"the loader was captured with {'; '.join(differ)}: if its position counts no samples, some are read "
+                "twice or left out. gemini_hpc.StatefulLoader counts them"
+            )
+
+    def _tell_begins_anew(self) -> None:
+        """Of a version that was loaded all else has come back."""
+        for line in self._tree.begins_anew:
+            self._session.say(f"rank {self._session.rank}: {line}")
+
     # ---- from elsewhere --------------------------------------------------------------------------------
 
     def _begin_anew(self) -> int:
@@ -186,6 +205,8 @@ class Restorer:
             self._set_generators(found.states)
         session.say_once(f"starts from {self._path}: {found.what} ({clock.time() - began:.2f} s)")
         self._tell_data()
+        self._tell_counts(found.counts)
+        self._tell_begins_anew()
         return session.version
 
     # ---- from the agents -------------------------------------------------------------------------------

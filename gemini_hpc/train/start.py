@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ _NONE: dict[str, Any] = {"odd": {}}
 
 @dataclass(frozen=True)
 class Started:
-    """What was read. version: 0 where it has none; what: in words; states: generators, where they are this rank's."""
+    """What was read. version: 0 where it has none; what: in words; states: generators, where they are this rank's;
+    counts: see `restore.counts`."""
 
     version: int
     what: str
     states: Any = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
@@ -59,7 +61,7 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
         own = shards[rank if same else rank % len(shards)]
         small = restore.load(tree, own, shards, rank, same)
     what = "; passed over: ".join([f"version {manifest.stamp[1]} of job {manifest.job}", *damaged])
-    return Started(manifest.stamp[1], what, small["rng"] if same else None)
+    return Started(manifest.stamp[1], what, small["rng"] if same else None, restore.counts(small, manifest.world))
 
 
 # ---- by name: other programs' checkpoints --------------------------------------------------------------
@@ -157,7 +159,7 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         except CheckpointException as error:  # no Exception: it would pass by all who catch those
             causes = [str(cause).splitlines()[0][:200] for cause, _ in error.failures.values() if str(cause)]
             raise ValueError(f"{path}: cannot be loaded: {(causes or ['damaged'])[0]}") from None
-    return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.distributed.checkpoint")
+    return Started(0, f"{_count(model, moments)}, from torch.distributed.checkpoint{_unread(tree)}")
 
 
 def _from_file(tree: StateTree, path: str) -> Started:
@@ -182,7 +184,18 @@ def _from_file(tree: StateTree, path: str) -> Started:
             targets = _targets(tree, {name: ".".join(name) for name in moments})
             for named, tensor in moments.items():
                 _fill(targets[".".join(named)], tensor)
-    return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.save")
+    return Started(0, f"{_count(model, moments)}, from torch.save{_unread(tree)}")
+
+
+def _count(model: Sized, moments: Sized) -> str:
+    return f"{len(model)} tensors and {len(moments)} of the optimizer"
+
+
+def _unread(tree: StateTree) -> str:
+    """What else this training has, and begins anew."""
+    extra = tree.with_extra
+    more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+    return f"; not read: {extra[0]}{more}" if extra else ""
 
 
 def _check(path: str, problems: Iterable[str]) -> None:

@@ -14,7 +14,9 @@ from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
-from gemini_hpc.train.state.tree import Leaf, StateTree, nothing_deferred
+from gemini_hpc.train.state.stillness import Stillness
+from gemini_hpc.train.state.tree import Leaf, StateTree, local, nothing_deferred
+from gemini_hpc.train.uncaptured import Uncaptured
 
 _TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
 
@@ -23,15 +25,23 @@ class Versions:
     """Of one rank. resumed: the training was, so its optimizers have state before their first step."""
 
     def __init__(
-        self, session: Session, engine: SaveEngine, gate: OptimizerGate, tree: StateTree, scaler: Any, audit: int
+        self,
+        session: Session,
+        engine: SaveEngine,
+        gate: OptimizerGate,
+        tree: StateTree,
+        uncaptured: Uncaptured,
+        scaler: Any,
+        audit: int,
     ) -> None:
         self._session, self._engine, self._gate, self._tree = session, engine, gate, tree
-        self._scaler, self._audit = scaler, audit
+        self._uncaptured, self._scaler, self._audit = uncaptured, scaler, audit
         self.resumed = False
         self._crowded = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
         self._last_scale: float | None = None
         self._warned_unstepped = False
+        self._stillness = Stillness()
 
     def take(self) -> None:
         """At `step()`: never raises. Ends protection where the state cannot be captured."""
@@ -53,7 +63,10 @@ class Versions:
         driver, stepped = self._engine.driver, self._gate.stepped
         replayed = driver is not None and driver.replayed(stepped)
         if stepped or replayed or scale != before:
+            self._stillness.forget()
             return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
+        if self._tell_unseen():
+            return False
         grads = any(
             p.grad is not None for o in self._tree.optimizers for group in o.param_groups for p in group["params"]
         )
@@ -66,6 +79,22 @@ class Versions:
                 "optimizer step"
             )
         return not grads
+
+    def _tell_unseen(self) -> bool:
+        """Say, once, that weights change without an optimizer step. Return whether that is so now."""
+        written = self._stillness.broken(local(param.tensor) for param in self._tree.params)
+        if written and not self._warned_unstepped:
+            self._warned_unstepped = True
+            session = self._session
+            text = (
+                "weights change, and no optimizer has made a step since the last step() (a fused backward pass, as "
+                "LOMO's, or writes of the script's own): such versions are not saved, as nothing keeps the next "
+                "change from them. What is not sealed is not protected. Let the step() of a torch.optim.Optimizer "
+                "write the weights"
+            )
+            session.find(text)
+            session.say(f"rank {session.rank}: step() at version {session.version}: {text}")
+        return written
 
     def _take(self) -> None:
         complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
@@ -111,6 +140,7 @@ class Versions:
             first = engine.planning.first(leaves, odd, failure, ready=ready, over_nccl=over_nccl)
             if first is None:
                 return False
+            self._uncaptured.tell_when_planned()
             try:
                 engine.start(first)
             except Exception as error:  # the others go on to `arm`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 import os
 import pwd
 import subprocess
@@ -180,6 +181,7 @@ DAY = datetime.date(2026, 2, 3)
 VALUES: list[tuple[Any, Any]] = [  # as captured, as exported
     (None, None), (True, True), (3, 3), (-(1 << 70), -(1 << 70)), (0.1, 0.1), (1 + 2j, 1 + 2j), ("é", "é"),
     (1 << 5000, hex(1 << 5000)), (b"ab", [97, 98]), (b"", []), (bytearray(b"a"), [97]),
+    (io.BytesIO(b"a"), [97]),
     ([1, b"a"], [1, [97]]), ((1, (2,)), (1, (2,))), (torch.Size([2, 3]), (2, 3)), (range(1, 7, 2), [1, 3, 5]),
     (deque([1, 2], 3), [1, 2]), ({"a": {1: 2}}, {"a": {1: 2}}), (OrderedDict(a=1), {"a": 1}),
     (Counter("aab"), {"a": 2, "b": 1}), (Namespace(lr=0.5), {"lr": 0.5}), ({3, 1}, [1, 3]), (frozenset({"a"}), ["a"]),

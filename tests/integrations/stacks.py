@@ -164,7 +164,7 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
         output_dir=o["directory"],
         use_cpu=True,
         ddp_backend="gloo" if world() > 1 else None,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=o.get("batch", 2),
         gradient_accumulation_steps=ACCUMULATE,
         max_steps=o["steps"],
         learning_rate=0.01,
@@ -287,13 +287,17 @@ def lightning(o: dict[str, Any], log: Log) -> dict[str, Any]:
                 return torch.utils.data.DataLoader(Texts(70), 2)
             place = {"rank": self.trainer.global_rank, "world": self.trainer.world_size}
             return gemini.StatefulLoader(
-                Texts(70, not o.get("still")), 2, seed=1, num_workers=o.get("workers", 0), **place
+                Texts(70, not o.get("still")), o.get("batch", 2), seed=1, num_workers=o.get("workers", 0), **place
             )
 
         def val_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(Texts(8, noisy=False), 2)
 
-    module, events = Module(), Events()
+    class Adding(Module):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["beside"] = 1
+
+    module, events = Adding() if o.get("adds") else Module(), Events()
     callbacks: list[Any] = [events, EarlyStopping("val_loss", patience=100)]
     ours = GeminiCallback(**o.get("kwargs", {}))
     if not without(o):

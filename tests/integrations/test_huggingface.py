@@ -31,6 +31,14 @@ def test_lora(recovery: Recovery) -> None:
     recovery.comes_back(13, lose=["n2"], peft=True, **HF)
 
 
+def test_another_batch_size_is_named(recovery: Recovery) -> None:
+    """Trainer counts batches."""
+    recovery.killed_at(5, **HF)
+    run = recovery.start(recovery.job, **recovery._own({**HF, "batch": 4, "steps": 12}), seed=9)
+    run.wait()
+    assert "the loader was captured with batch_size 4, now 8" in run.stderr[0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("order", [{"sampling": "group_by_length"}, {"unseeded": True}], ids=["lengths", "unseeded"])
 def test_an_order_that_only_a_generator_knows(recovery: Recovery, order: dict[str, Any]) -> None:

@@ -61,6 +61,20 @@ def test_without_an_agent_it_is_the_plain_fit(start: Start, tmp_path: Path) -> N
     assert len(said) == 1 and "not protected: no agent here" in said[0], said
 
 
+def test_what_a_module_adds_to_a_checkpoint_is_named(recovery: Recovery) -> None:
+    run = recovery.start(recovery.job, adds=True, directory=str(recovery.directory), **{**PL, "steps": 4})
+    run.wait()
+    assert run.stderr[0].count("what Adding.on_save_checkpoint adds is not captured") == 1
+
+
+def test_another_batch_size_in_mid_epoch_is_told(recovery: Recovery) -> None:
+    """The loader counts samples, the loops of Lightning batches."""
+    recovery.killed_at(5, **PL)
+    run = recovery.start(recovery.job, **recovery._own({**PL, "batch": 1, "steps": 12}), seed=9)
+    run.wait()
+    assert run.stderr[0].count("Lightning counts batches") == 1
+
+
 def test_a_loader_without_a_position_is_named(recovery: Recovery) -> None:
     run = recovery.start(recovery.job, loader="torch", directory=str(recovery.directory), **{**PL, "steps": 4})
     assert [r["report"]["versions"] for r in run.wait()] == [{}, {}]

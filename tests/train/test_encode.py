@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import io
 import math
 import struct
 from contextlib import suppress
@@ -91,6 +92,11 @@ values = st.recursive(
 @given(values)
 def test_round_trip(value: Any) -> None:
     assert same(encode.decode(encode.encode(value)), value)
+
+
+def test_bytes_in_a_file_of_memory() -> None:
+    back = encode.decode(encode.encode({"file": io.BytesIO(b"scales")}))["file"]
+    assert type(back) is io.BytesIO and back.read() == b"scales"
 
 
 @pytest.mark.parametrize(

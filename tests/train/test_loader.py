@@ -13,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+import gemini_hpc as gemini
 from gemini_hpc.train.state import encode, rng
 from gemini_hpc.train.state.loader import StatefulLoader
+
+from .fake_agent import FakeJob
+from .test_checkpointer import wait_armed, wait_sealed
 
 
 class Squares(Dataset[Any]):
@@ -47,6 +51,97 @@ def test_resume_anywhere(size: int, batch: int, world: int, drop: bool, at: int,
     second = make()
     second.load_state_dict(state)
     assert take(second, 12) == whole[at:]
+
+
+def dealt(loaders: list[StatefulLoader], count: int) -> list[int]:
+    """The samples of so many batches of all ranks."""
+    return [i for loader in loaders for batch in take(loader, count) for i in batch]
+
+
+def ranks(batch: int, world: int, size: int = 60, seed: int = 5, **more: Any) -> list[StatefulLoader]:
+    return [StatefulLoader(Squares(size), batch, seed=seed, rank=r, world=world, **more) for r in range(world)]
+
+
+@given(
+    st.tuples(st.integers(1, 6), st.integers(1, 4)),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_another_batch_size_or_world_reads_no_sample_twice_and_leaves_none_out(
+    first: tuple[int, int], changes: list[tuple[int, int, int]], at: int, drop: bool
+) -> None:
+    """However often both change in an epoch. The end of the epoch drops less than a batch of all ranks."""
+    loaders, seen = ranks(*first, size=100, drop_last=drop), list[int]()
+    seen += dealt(loaders, min(at, len(loaders[0])))
+    for batch, world, more in changes:
+        state = encode.decode(encode.encode(loaders[0].state_dict()))
+        loaders = ranks(batch, world, size=100, drop_last=drop)
+        for loader in loaders:
+            loader.load_state_dict(state)
+        if loaders[0].epoch:
+            break
+        left = (100 - len(seen)) // (batch * world)
+        seen += dealt(loaders, min(more, left))
+        assert len(seen) == len(set(seen))
+    if not loaders[0].epoch:
+        seen += [i for loader in loaders for b in loader for i in b.tolist()]
+        world = loaders[0].state_dict()["world"]
+        dropped = world * loaders[0].state_dict()["batch_size"] if drop else world
+        assert len(seen) == len(set(seen)) > 100 - dropped
+        assert {loader.epoch for loader in loaders} == {1}
+
+
+def test_what_was_dealt_anew_is_resumed_as_such() -> None:
+    first = ranks(4, 1)[0]
+    take(first, 3)
+    second = ranks(2, 2)[0]
+    second.load_state_dict(first.state_dict())
+    whole = take(second, 30)
+    third = ranks(2, 2)[0]
+    third.load_state_dict(first.state_dict())
+    take(third, 5)
+    fourth = ranks(2, 2)[0]
+    fourth.load_state_dict(third.state_dict())
+    assert take(fourth, 25) == whole[5:]
+
+
+def test_a_finished_epoch_is_finished_with_any_batch_size() -> None:
+    first = ranks(7, 1)[0]
+    take(first, len(first))
+    second = ranks(1, 1)[0]
+    second.load_state_dict(first.state_dict())
+    assert second.epoch == 1 and take(second, 1)[0] == take(ranks(1, 1)[0], 61)[60]
+
+
+def test_other_data_in_mid_epoch_is_refused_by_name() -> None:
+    first = ranks(4, 1)[0]
+    with_none = first.state_dict()
+    ranks(4, 1, size=50)[0].load_state_dict(with_none)
+    take(first, 3)
+    for other in (ranks(4, 1, size=50)[0], ranks(4, 1, shuffle=False)[0]):
+        with pytest.raises(ValueError, match=r"had taken 12 of 60 samples, this one has [56]0 samples"):
+            other.load_state_dict(first.state_dict())
+    take(first, 12)
+    again = ranks(4, 1, size=50)[0]
+    again.load_state_dict(first.state_dict())
+    assert again.epoch == 1
+
+
+def test_more_data_in_order_goes_on() -> None:
+    first = ranks(4, 1, shuffle=False)[0]
+    take(first, 3)
+    longer = ranks(4, 1, size=80, shuffle=False)[0]
+    longer.load_state_dict(first.state_dict())
+    assert take(longer, 1) == [[12, 13, 14, 15]]
+    with pytest.raises(ValueError, match="12 of 60 samples in order, this one has 8 samples in order"):
+        ranks(4, 1, size=8, shuffle=False)[0].load_state_dict(first.state_dict())
+
+
+def test_an_older_releases_position_counts_batches() -> None:
+    loader = ranks(4, 1)[0]
+    loader.load_state_dict({"epoch": 1, "batches": 2, "seed": 5})
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 2)
 
 
 def test_workers_prefetch_does_not_count() -> None:
@@ -160,3 +255,44 @@ def test_between_batches_the_position_is_that_of_what_is_done(workers: int) -> N
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     list(loader)
     assert seen[6:] == [(2, 0), (2, 1), (2, 2)]
+
+
+class Counting:
+    """Somebody's own loader, whose position is a number of batches."""
+
+    def __init__(self, batch_size: int, size: int) -> None:
+        self.batch_size, self.dataset, self.at = batch_size, Squares(size), 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_what_another_loader_may_count_in_is_told_where_it_differs(
+    job: FakeJob, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(loader: Counting, stop: int) -> list[str]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gemini.Checkpointer(model, optimizer, loader=loader) as ckpt:
+            for step in range(ckpt.resume(), stop):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                loader.at += 1
+                ckpt.step()
+                if not step:
+                    wait_armed(ckpt)
+        return [line for line in capfd.readouterr().err.splitlines() if "was captured with" in line]
+
+    job.stop_after(3)
+    assert run(Counting(4, 20), 4) == []
+    wait_sealed(job, 3)
+    job.requeue()
+    job.stop_after(3)
+    assert run(Counting(4, 20), 3) == []
+    job.requeue()
+    (line,) = run(Counting(2, 30), 3)
+    assert "the loader was captured with batch_size 4, now 2; samples 20, now 30" in line

@@ -91,7 +91,7 @@ def test_killed_in_the_middle(make_job: MakeJob) -> None:
     ],
 )
 def test_resharding(make_job: MakeJob, before: tuple[str, int], after: tuple[str, int]) -> None:
-    options = {"steps": 4, "norm": "layer"}
+    options = {"steps": 4, "norm": "layer", "samples": 210}
     job = make_job(1, 1)
     saved = train(job, before[1], kind=before[0], sleep_s=0.05, **options)
     chosen = job.requeue()

@@ -276,6 +276,14 @@ def dies_at_tensor(number: int) -> Iterator[None]:
     torch.Tensor.addcdiv_ = write  # type: ignore[method-assign]
 
 
+def compress(model: nn.Module, **options: Any) -> None:
+    """PowerSGD after three iterations."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=0.5, **options)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -361,6 +369,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             p.requires_grad_(True)
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(net)
+        if "powersgd" in o:
+            compress(model, **o["powersgd"])
     elif kind in ("fsdp2", "hsdp"):  # hsdp: each rank has all of it, in DTensors
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -389,7 +399,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
     loader = gemini.StatefulLoader(
-        Numbers(70 * world), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
+        Numbers(o.get("samples", 70 * world)), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
     )
     kwargs = arguments(o.get("kwargs", {}))
     slow = SlowLink(o["rate"]) if "rate" in o else None

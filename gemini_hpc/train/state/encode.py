@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import enum
+import io
 import math
 import re
 import struct
@@ -206,6 +207,7 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     str: lambda out, value, where, depth: _sized(out, b"s", value.encode("utf-8", "surrogatepass")),
     bytes: lambda out, value, where, depth: _sized(out, b"b", value),
     bytearray: lambda out, value, where, depth: _sized(out, b"B", bytes(value)),
+    io.BytesIO: lambda out, value, where, depth: _sized(out, b"I", value.getvalue()),
     list: lambda out, value, where, depth: _put_items(out, b"l", value, len(value), where, depth),
     tuple: lambda out, value, where, depth: _put_items(out, b"t", value, len(value), where, depth),
     torch.Size: lambda out, value, where, depth: _put_items(out, b"z", tuple(value), len(value), where, depth),
@@ -470,6 +472,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"s": lambda r, depth: bytes(r.sized()).decode("utf-8", "surrogatepass"),
     b"b": lambda r, depth: bytes(r.sized()),
     b"B": lambda r, depth: bytearray(r.sized()),
+    b"I": lambda r, depth: io.BytesIO(r.sized()),
     b"l": lambda r, depth: r.items(depth),
     b"t": lambda r, depth: tuple(r.items(depth)),
     b"z": lambda r, depth: r.size(depth),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import io
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -162,20 +163,20 @@ def _buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def as_state(whole: Whole) -> dict[str, Any]:
-    """The usual form of a checkpoint: `model` by parameter and buffer name, as `Module.load_state_dict` takes it;
-    `optimizer` by parameter name, as `set_optimizer_state_dict` of torch.distributed.checkpoint takes it; `extra` by
-    module; `stateful` by name; `own` what was a single rank's. Of an MPI program, its arrays by key. `torch.load`
-    takes all of it with `weights_only`."""
+    """The usual form of a checkpoint: `model` by the names of parameters, buffers and extra state, as
+    `Module.load_state_dict` takes it; `optimizer` by parameter name, as `set_optimizer_state_dict` of
+    torch.distributed.checkpoint takes it; `extra` by module; `stateful` by name; `own` what was a single rank's. Of
+    an MPI program, its arrays by key. `torch.load` takes all of it with `weights_only`."""
     if not whole.small:
         return dict(whole.tensors)
     stateful = _plain(whole.small["stateful"])
-    model: dict[str, torch.Tensor] = {}
-    extra: dict[str, dict[str, torch.Tensor]] = {}
+    model: dict[str, Any] = {}
+    extra: dict[str, dict[str, Any]] = {}
     optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": its} for its in _groups(whole.small)]
     count = len(optimizers)
     own: dict[str, torch.Tensor] = {}
 
-    def put(key: str, tensor: torch.Tensor) -> bool:
+    def put(key: str, tensor: Any) -> bool:
         kind, _, name = key.partition(".")
         if kind == "model":
             model[name] = tensor
@@ -192,6 +193,8 @@ def as_state(whole: Whole) -> dict[str, Any]:
             own[key] = tensor
     for name, tensor in _buffers(whole.small).items():
         put(name, tensor)
+    for name, value in whole.small.get("extra_state", {}).items():
+        put(name, _plain(value))
     for name, known in whole.aliases.items():
         if known in whole.tensors:
             put(name, whole.tensors[known])
@@ -233,6 +236,8 @@ def _plain(value: Any) -> Any:
     the like lists; times and what else there is, text."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
+    if isinstance(value, io.BytesIO):
+        value = value.getvalue()
     if isinstance(value, (bytes, bytearray)):
         return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
     if isinstance(value, np.generic):

@@ -21,7 +21,13 @@ from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 
 LEAST_BYTES = 64 << 10
 BUFFERS = "buffers"
-_LIFTED_FROM = (BUFFERS, "stateful", "odd", "loose")
+_EARLY = ("extra_state", "comm_hooks")  # changed by forward and backward passes, as buffers are
+_LIFTED_FROM = (BUFFERS, "stateful", "odd", "loose", *_EARLY)
+
+
+def early(name: str) -> bool:
+    """Return whether what is known by this name, no buffer, changes before the optimizer steps."""
+    return name.partition(".")[0] in _EARLY
 
 
 def name_of(path: Sequence[Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,25 +11,29 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class _EpochSampler:
-    """Indices of one epoch for one rank: the same permutation on every rank, dealt round robin."""
+    """Indices of one epoch for one rank: the same permutation on every rank, dealt round robin. What stands before
+    `start` in it is dealt already; of the rest this rank leaves out its first `skip`."""
 
     def __init__(self, size: int, *, seed: int, rank: int, world: int, shuffle: bool) -> None:
-        self._size, self._seed, self._rank, self._world, self._shuffle = size, seed, rank, world, shuffle
+        self.size, self.world, self.shuffle = size, world, shuffle
+        self._seed, self._rank = seed, rank
         self.epoch = 0
+        self.start = 0
         self.skip = 0
 
     def __len__(self) -> int:
-        return self._size // self._world
+        return self.size // self.world
 
     def __iter__(self) -> Iterator[int]:
-        if self._shuffle:
+        if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed((self._seed * 1_000_003 + self.epoch) & (2**63 - 1))
-            order = torch.randperm(self._size, generator=generator)
+            order = torch.randperm(self.size, generator=generator)
         else:
-            order = torch.arange(self._size)
-        usable = len(self) * self._world
-        yield from order[self._rank : usable : self._world][self.skip :].tolist()
+            order = torch.arange(self.size)
+        rest = order[self.start :]
+        usable = len(rest) // self.world * self.world
+        yield from rest[self._rank : usable : self.world][self.skip :].tolist()
 
 
 class StatefulLoader:
@@ -36,9 +41,10 @@ class StatefulLoader:
 
     `for batch in loader` gives one epoch (the rest of the current one after a restore); `loader.forever()` goes on
     through the epochs. The state is (epoch, batches that the training loop has taken): prefetched batches do not
-    count. Shuffling depends on (seed, epoch) only and uses generators of its own, so the global ones are untouched
-    and the order is the same whether or not a run was interrupted. Each epoch drops the up to `world - 1` samples
-    that do not divide evenly, and the last incomplete batch unless `drop_last=False`.
+    count. It says which samples those were: with another batch size or world the rest of the epoch is dealt anew,
+    and no sample is read twice. Shuffling depends on (seed, epoch) only and uses generators of its own, so the global
+    ones are untouched and the order is the same whether or not a run was interrupted. Each epoch drops the up to
+    `world - 1` samples that do not divide evenly, and the last incomplete batch unless `drop_last=False`.
 
     Random augmentation in workers is seeded from (seed, epoch): a resumed epoch starts fresh workers, whose random
     streams are those of the epoch's start.
@@ -80,21 +86,31 @@ class StatefulLoader:
                 "use a smaller batch or drop_last=False"
             )
         self._epoch = 0
-        self._taken = 0
+        self._start = 0  # samples of this epoch that were dealt to all ranks with another batch size or world
+        self._taken = 0  # batches since
         self._restored = 0
         self._before_batch: Callable[[], None] | None = None
         self._between: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
-        samples = len(self._sampler)
-        whole, rest = divmod(samples, self._batch_size)
-        return whole + (1 if rest and not self._loader.drop_last else 0)
+        return _batches(len(self._sampler), self._batch_size, drop_last=self._loader.drop_last)
+
+    @property
+    def _all(self) -> int:
+        """Batches of this epoch from `_start` on."""
+        samples = (self._sampler.size - self._start) // self._sampler.world
+        return _batches(samples, self._batch_size, drop_last=self._loader.drop_last)
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self._epoch + (self._taken >= len(self))
+        return self._epoch + (self._taken >= self._all)
+
+    @property
+    def dealt_anew(self) -> bool:
+        """Whether the rest of this epoch is dealt in another batch size, or to another number of ranks."""
+        return self._start > 0
 
     def before_next_batch(self, call: Callable[[], None]) -> None:
         """Run `call` once, just before the next batch is made (the checkpointer restores the RNG there)."""
@@ -105,11 +121,12 @@ class StatefulLoader:
         self._between = call
 
     def __iter__(self) -> Iterator[Any]:
-        if self._taken >= len(self):
-            self._epoch, self._taken = self._epoch + 1, 0
+        if self._taken >= self._all:
+            self._go_to(self._epoch + 1)
         self._between()
         epoch, started = self._epoch, self._restored
-        self._sampler.epoch, self._sampler.skip = epoch, self._taken * self._batch_size
+        self._sampler.epoch, self._sampler.start = epoch, self._start
+        self._sampler.skip = self._taken * self._batch_size
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
         if not self._loader.num_workers:  # then what makes the batch may draw from this process's generators
             self._call_before_batch()
@@ -119,9 +136,12 @@ class StatefulLoader:
             self._taken += 1
             self._call_before_batch()
             yield batch
-            if self._taken < len(self):
+            if self._taken < self._all:
                 self._between()
-        self._epoch, self._taken = epoch + 1, 0
+        self._go_to(epoch + 1)
+
+    def _go_to(self, epoch: int, start: int = 0, taken: int = 0) -> None:
+        self._epoch, self._start, self._taken = epoch, start, taken
 
     def _call_before_batch(self) -> None:
         if self._before_batch is not None:
@@ -134,12 +154,75 @@ class StatefulLoader:
             yield from self
 
     def state_dict(self) -> dict[str, int]:
-        """The position: epoch and batches taken from it."""
-        return {"epoch": self._epoch, "batches": self._taken, "seed": self._seed}
+        """The position, epoch and batches taken from it, and what these batches were."""
+        return {
+            "epoch": self._epoch,
+            "batches": self._taken,
+            "seed": self._seed,
+            "start": self._start,
+            "batch_size": self._batch_size,
+            "world": self._sampler.world,
+            "samples": self._sampler.size,
+            "shuffle": self._sampler.shuffle,
+            "drop_last": self._loader.drop_last,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position. Raises ValueError if it is another loader's (seed differs)."""
+        """Go to a position. With another batch size or world the rest of the epoch is dealt anew. Raises ValueError
+        where it is another loader's (seed differs), and in mid-epoch of other data."""
         if state["seed"] != self._seed:
             raise ValueError(f"the captured loader was seeded with {state['seed']}, this one with {self._seed}")
-        self._epoch, self._taken = int(state["epoch"]), int(state["batches"])
+        self._go_to(*self._position(state))
         self._restored += 1
+
+    def _position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
+        """Return (epoch, start, batches since) in this loader's terms. Raises ValueError."""
+        epoch, taken, sampler = int(state["epoch"]), int(state["batches"]), self._sampler
+        if "batch_size" not in state:  # of a release that counted batches only
+            return epoch, 0, taken
+        start, batch_size, world, samples = (int(state[key]) for key in ("start", "batch_size", "world", "samples"))
+        if (batch_size, world, samples, state["shuffle"]) == (
+            self._batch_size,
+            sampler.world,
+            sampler.size,
+            sampler.shuffle,
+        ):
+            return epoch, start, taken
+        if not start + taken:
+            return epoch, 0, 0
+        if taken >= _batches((samples - start) // world, batch_size, drop_last=bool(state["drop_last"])):
+            return epoch + 1, 0, 0
+        dealt = start + taken * batch_size * world
+        in_order = not sampler.shuffle and not state["shuffle"]  # then others may follow
+        if (samples, state["shuffle"]) != (sampler.size, sampler.shuffle) and not (
+            in_order and dealt <= sampler.size
+        ):
+            raise ValueError(
+                f"the captured loader had taken {dealt} of {_data(samples, state['shuffle'])}, this one has "
+                f"{_data(sampler.size, sampler.shuffle)}: which of these are left in epoch {epoch} is unknown. Go on "
+                "with the same data and change it at the end of an epoch, or submit a new job with `start`"
+            )
+        return epoch, dealt, 0
+
+
+def _batches(samples: int, batch_size: int, *, drop_last: bool) -> int:
+    whole, rest = divmod(samples, batch_size)
+    return whole + (1 if rest and not drop_last else 0)
+
+
+def _data(samples: int, shuffle: int) -> str:
+    return f"{samples} samples{'' if shuffle else ' in order'}"
+
+
+def counted_in(loader: Any) -> dict[str, int]:
+    """Return what the position of another loader may count, as far as it shows: the `batch_size`, and the number of
+    samples. A `StatefulLoader` looks at that itself."""
+    found: dict[str, int] = {}
+    if loader is None or isinstance(loader, StatefulLoader):
+        return found
+    for name, read in (("batch_size", lambda: loader.batch_size), ("samples", lambda: len(loader.dataset))):
+        with suppress(Exception):  # of somebody's class: it has no such thing
+            value = read()
+            if type(value) is int:
+                found[name] = value
+    return found

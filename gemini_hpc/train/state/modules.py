@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gemini_hpc.train.state import extra_state
+
 # wrappers whose only child carries no name of its own in the user's model
 _TRANSPARENT = {
     "DistributedDataParallel": "module",
@@ -23,6 +25,7 @@ _TRANSPARENT = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
 }
+UNNAMED = frozenset(_TRANSPARENT.values())
 
 
 class UnsupportedStateError(TypeError):
@@ -79,11 +82,12 @@ class Modules:
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         """roots: by what stands before their names. Raises UnsupportedStateError."""
-        self._roots = dict(roots)
+        self.roots = dict(roots)
         self.reshard()
         self.parameters: list[Slot] = []
         self.buffers: list[Slot] = []
         self.transient: set[str] = set()  # of the buffers, what `Module.state_dict` leaves out
+        self.with_extra: dict[str, nn.Module] = {}  # those with extra state, by its names
         self._modules: dict[str, nn.Module] = {}
         self._dicts: list[Mapping[str, Any]] = []
         self._fixed: list[Mapping[str, Any]] = []
@@ -93,17 +97,20 @@ class Modules:
 
     def reshard(self) -> None:
         """See the function."""
-        reshard(self._roots.values())
+        reshard(self.roots.values())
 
     def find(self) -> None:
         """Look at all of it. Raises UnsupportedStateError."""
         self.parameters, self.buffers, self.transient, self._modules = [], [], set(), {}
+        self.with_extra = {}
         fixed: list[Mapping[str, Any]] = []
         dicts: list[Mapping[str, Any]] = []
-        for prefix, root in self._roots.items():
+        for prefix, root in self.roots.items():
             ignored = _ignored(root, prefix)
             for m, where, replicated in _walk(root, prefix, False):
                 self._modules.setdefault(where, m)
+                if extra_state.given_by(m):
+                    self.with_extra[where + extra_state.KEY] = m
                 parameters, buffers = m._parameters, m._buffers
                 for key in parameters.keys():  # noqa: SIM118 (a script module's dict cannot be iterated)
                     fqn = where + key

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -314,6 +314,11 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
             _read(targets, reader)
         tree.restore_small(small, same_world=same_world)
     return small
+
+
+def counts(small: Mapping[str, Any], world: int) -> dict[str, int]:
+    """What the loader's position may have counted in, in a small state that is one of `world` ranks'."""
+    return {**small.get("counted", {}), "ranks": world}
 
 
 def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: Saved) -> dict[str, Any]:

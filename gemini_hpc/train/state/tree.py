@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,11 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
-from gemini_hpc.train.state import encode, hidden, host_bytes, inner, rng, sharded, sparse
+from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, host_bytes, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
+from gemini_hpc.train.state.comm_hooks import CommHooks
 from gemini_hpc.train.state.groups import Group, Members, unpack
 from gemini_hpc.train.state.inner import composed
-from gemini_hpc.train.state.lifted import Lift
+from gemini_hpc.train.state.lifted import Lift, early
+from gemini_hpc.train.state.loader import counted_in
 from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, gathered, same
 from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.torch_dtypes import dtype_name
@@ -232,6 +235,8 @@ class StateTree:
         if ddps and ddps[0] not in set(model.modules()):
             root = ddps[0]
         self.ddps = [ArrivalOrder(ddp) for ddp in ddps]
+        self.comm_hooks = CommHooks(ddps)
+        self.begins_anew: list[str] = []  # of the state that was restored last
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
         self._find()
         self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
@@ -315,6 +320,11 @@ class StateTree:
         """Names of buffers that `Module.state_dict` leaves out."""
         return self._modules.transient & self.buffers.keys()
 
+    @property
+    def with_extra(self) -> list[str]:
+        """Names of what modules keep in their own way and hand out as extra state."""
+        return list(self._modules.with_extra)
+
     # ---- tensors ---------------------------------------------------------------------------------------
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
@@ -368,6 +378,22 @@ class StateTree:
         found = {p.fqn: inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
         kept = ((fqn, beside.recipe()) for fqn, beside in self._beside.items())
         return found | {fqn: recipe for fqn, recipe in kept if recipe is not None}
+
+    def handed_out(self) -> dict[str, Callable[[], list[str]]]:
+        """Return, by module and optimizer, what finds the names of what it hands out in its `state_dict()` beside
+        what is captured. Raises UnsupportedStateError."""
+        leaves, _ = self.leaves()
+        captured = handed_out.memory([*(leaf.tensor for leaf in leaves), *self.buffers.values()])
+        names = {slot.fqn for slot in (*self._modules.parameters, *self._modules.buffers)}
+        names |= self._modules.with_extra.keys()
+        looks: dict[str, Callable[[], list[str]]] = {
+            prefix.removesuffix("."): partial(handed_out.of_module, root, prefix, names, captured)
+            for prefix, root in self._modules.roots.items()
+        }
+        for number, optimizer in enumerate(self.optimizers):
+            what = f"optimizer {number} ({type(optimizer).__name__})"
+            looks[what] = partial(handed_out.of_optimizer, optimizer, captured)
+        return looks
 
     def made(self) -> bytes:
         """How tensors that are made of others are made, by (optimizer or -1, parameter, name or ""), encoded: there
@@ -426,6 +452,8 @@ class StateTree:
         return {
             "rng": rng.capture(),
             "buffers": buffers,
+            "extra_state": extra_state.capture(self._modules.with_extra),
+            "comm_hooks": self.comm_hooks.capture(),
             "emptied": [name for name in self._built if name not in buffers],
             "trained": self._retrained(),
             "loose": [state.loose() for state in self._states],
@@ -442,6 +470,7 @@ class StateTree:
             "odd": dict(odd),
             "made": self.made(),
             "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
+            "counted": counted_in(self.stateful.get("loader")),
             "buckets": [recorder.order for recorder in self.ddps],
         }
 
@@ -472,20 +501,17 @@ class StateTree:
         return Packed(data, lift.found, lift.left, gaps)
 
     def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
-        """What was lifted out of the small state, for a plan. What is no buffer may be the same on all DDP ranks.
-        Memory that others have as well (numpy, another process) is written without a version counter."""
+        """What was lifted out of the small state, for a plan. What forward and backward passes do not change may be
+        the same on all DDP ranks. Memory that others have as well (numpy, another process) is written without a
+        version counter."""
         buffers = self.buffers
-        return [
-            Leaf(
-                name,
-                tensor,
-                Param(name, tensor, bool(self.ddps) and name not in buffers),
-                LIFTED,
-                "",
-                name in buffers or not tensor.untyped_storage().resizable(),
-            )
-            for name, tensor in lifted.items()
-        ]
+
+        def leaf(name: str, tensor: torch.Tensor) -> Leaf:
+            own = name in buffers or early(name)
+            eager = own or not tensor.untyped_storage().resizable()
+            return Leaf(name, tensor, Param(name, tensor, bool(self.ddps) and not own), LIFTED, "", eager)
+
+        return [leaf(name, tensor) for name, tensor in lifted.items()]
 
     def restore_small(self, small: Mapping[str, Any], *, same_world: bool = True) -> None:
         """Put everything but the generators back. same_world: it is of as many ranks. Raises ValueError where it does
@@ -507,13 +533,16 @@ class StateTree:
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:
             raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")
+        likes = [param.tensor for param in self.params if isinstance(param.tensor, DTensor)]
         for name, item in self.stateful.items():
             saved = small["stateful"][name]
             if sharded.has_parts(saved):
-                likes = (param.tensor for param in self.params if isinstance(param.tensor, DTensor))
                 saved = sharded.Wholes(likes).of(saved, item.state_dict(), name)
             item.load_state_dict(saved)
         self._restore_buffers(small)
+        if "extra_state" in small:
+            extra_state.restore(self._modules.with_extra, small["extra_state"], likes)
+        self.begins_anew = self.comm_hooks.restore(small.get("comm_hooks", {}), same_world=same_world)
 
     def _restore_groups(
         self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any], *, same_world: bool

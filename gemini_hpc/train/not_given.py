@@ -1,0 +1,96 @@
+"""Objects with state of a training that live in the process and were not passed to the Checkpointer."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from gemini_hpc.train.state.optimizers import shares_state
+
+_SCHEDULER, _SCALER = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
+_KINDS = (torch.optim.Optimizer, _SCHEDULER, _SCALER)
+_DEEP = 4
+_NO_HOLDERS = (nn.Module, torch.Tensor, torch.optim.Optimizer, str, bytes, type)
+
+
+class NotGiven:
+    """given: what was passed to one Checkpointer. optimizers: those of its training."""
+
+    _everybodys: ClassVar[weakref.WeakSet[NotGiven]] = weakref.WeakSet()
+
+    def __init__(self, given: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._given, self._optimizers = list(given), optimizers
+        self._everybodys.add(self)
+
+    def has(self, optimizer: Any) -> bool:
+        """Return whether the optimizer was passed, or shares the state of one that was."""
+        return any(o is optimizer for o in self._given) or shares_state(optimizer, self._optimizers)
+
+    def has_anywhere(self, optimizer: Any) -> bool:
+        """Return whether it is an optimizer of any training in this process."""
+        return any(each.has(optimizer) for each in self._everybodys)
+
+    def names(self) -> list[str]:
+        """Return the classes of all of them, for the report."""
+        return sorted(f"{type(o).__module__}.{type(o).__qualname__}" for o in self._found(_KINDS, self._given))
+
+    def sentences(self) -> list[str]:
+        """Return one for the schedulers of this training's optimizers, and one for gradient scalers. What somebody
+        holds who was passed belongs to that one's state."""
+        if not self._schedulers_and_scalers():
+            return []
+        gc.collect()  # what nobody uses any more may still wait for that
+        found = self._schedulers_and_scalers()
+        inside = {id(o) for o in _held_by(found)}
+        schedulers = [o for o in found if isinstance(o, _SCHEDULER)]
+        outer = [o for o in schedulers if id(o) not in inside] or schedulers
+        sentences = []
+        if schedulers:
+            more = f" (and {len(outer) - 1} more)" if len(outer) > 1 else ""
+            sentences.append(
+                f"a {type(outer[0]).__name__}{more} of this training's optimizer was not passed: it is not captured "
+                "and begins anew after a resume. Pass it: Checkpointer(model, optimizer, scheduler)"
+            )
+        if len(schedulers) < len(found):
+            sentences.append(
+                "a GradScaler was not passed: its scale is not captured and begins anew after a resume. Pass it: "
+                "Checkpointer(model, optimizer, scaler=scaler)"
+            )
+        return sentences
+
+    def _schedulers_and_scalers(self) -> list[Any]:
+        givers = [o for each in self._everybodys for o in each._given]
+        known = {id(o) for o in _held_by(givers)}
+        found = self._found((_SCHEDULER, _SCALER), givers)
+        return [o for o in found if id(o) not in known and not (isinstance(o, _SCALER) and not o.is_enabled())]
+
+    def _found(self, kinds: tuple[type, ...], given: Iterable[Any]) -> list[Any]:
+        ids = {id(o) for o in given}
+        objects = (o for o in gc.get_objects() if issubclass(type(o), kinds) and id(o) not in ids)
+        return [o for o in objects if not isinstance(o, _SCHEDULER) or self.has(o.optimizer)]
+
+
+def _held_by(objects: Iterable[Any]) -> Iterator[Any]:
+    """Yield what these objects have in their attributes, also in lists and the like."""
+    seen: set[int] = set()
+    layer = [item for o in objects for item in _items(o)]
+    for _ in range(_DEEP):
+        fresh = {id(o): o for o in layer if id(o) not in seen}
+        seen |= fresh.keys()
+        yield from fresh.values()
+        layer = [item for o in fresh.values() for item in _items(o)]
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, _NO_HOLDERS):
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())

@@ -1,0 +1,173 @@
+"""The state of DDP's communication hooks: what PowerSGD remembers of gradients, how far post-local SGD has come.
+
+A hook's state mostly is an object without a `state_dict`. Then its attributes are captured and put back one by one,
+but for process groups, streams and functions, which each launch makes itself. Much of it has the shape of DDP's
+buckets, so it is put back only where these are the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, MutableMapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_hpc.train.state import encode
+from gemini_hpc.train.state.buckets import rebuilds
+
+_MADE_ANEW = (dist.ProcessGroup, torch.Stream, torch.Event, nn.Module, type, ModuleType)
+_OF_TORCH = (
+    "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # its flags hold for one backward pass
+)
+
+
+def _buckets_stay(ddp: DistributedDataParallel) -> bool:
+    """Return whether a resumed run has the buckets of the saved one in its first backward pass."""
+    never_rebuilt = ddp.find_unused_parameters and not ddp.static_graph
+    return rebuilds(ddp) or (never_rebuilt and getattr(ddp, "mixed_precision", None) is None)
+
+
+def _held(ddp: DistributedDataParallel) -> list[Any]:
+    """Return the states of a module's hooks, in order; None for a hook without one."""
+    found = []
+    for hook, state in ddp._comm_hooks:
+        held = getattr(hook, "__self__", None) if state is None else state
+        of_torch = type(held).__module__ == _OF_TORCH
+        found.append(None if of_torch or callable(held) or isinstance(held, _MADE_ANEW) else held)
+    return found
+
+
+def _values(held: Any) -> dict[Any, Any]:
+    """Return an object's attributes, or a mapping's items."""
+    if isinstance(held, Mapping):
+        return dict(held)
+    slots = [name for kind in type(held).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
+    found = {name: getattr(held, name) for name in slots if hasattr(held, name)}
+    return {**found, **getattr(held, "__dict__", {})}
+
+
+def _listed(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _out(value: Any) -> Any:
+    """Return a generator's state, and anything else as it is."""
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=True)
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.getstate() if isinstance(value, random.Random) else value
+
+
+def _put(held: Any, name: Any, value: Any) -> None:
+    """Put a captured value back where it was, a generator's state into the generator."""
+    now = _values(held).get(name)
+    if isinstance(now, np.random.RandomState):
+        now.set_state(value)
+    elif isinstance(now, np.random.Generator):
+        now.bit_generator.state = value
+    elif isinstance(now, random.Random):
+        now.setstate(value)
+    elif isinstance(now, torch.Generator) and isinstance(value, encode.GeneratorState):
+        value.restore(now)
+    elif isinstance(held, MutableMapping):
+        held[name] = value
+    else:
+        setattr(held, name, value)
+
+
+def _gives_itself(held: Any) -> bool:
+    return hasattr(held, "state_dict") and hasattr(held, "load_state_dict")
+
+
+def _take_back(held: Any, values: Any) -> None:
+    if _gives_itself(held):
+        held.load_state_dict(values)
+        return
+    for key, value in values.items():
+        _put(held, key, value)
+
+
+def _class(held: Any) -> str:
+    return f"{type(held).__module__}.{type(held).__qualname__}"
+
+
+class CommHooks:
+    """Of all DDP modules of a training; hooks may be registered at any time."""
+
+    def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
+        self._ddps = list(ddps)
+        self._kept: dict[tuple[str, Any], bool] = {}  # by hook and attribute: whether it can be captured
+
+    def _hooks(self) -> dict[str, tuple[DistributedDataParallel, Any]]:
+        return {
+            f"{number}.{position}": (ddp, held)
+            for number, ddp in enumerate(self._ddps)
+            for position, held in enumerate(_held(ddp))
+            if held is not None
+        }
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state of each hook that has one."""
+        found = {}
+        for name, (ddp, held) in self._hooks().items():
+            if _buckets_stay(ddp):
+                found[name] = {"class": _class(held), "buckets": _buckets(ddp), "values": self._of(name, held)}
+        return found
+
+    def _of(self, name: str, held: Any) -> Any:
+        if _gives_itself(held):
+            return held.state_dict()
+        return {key: _out(value) for key, value in _values(held).items() if self._keeps(name, key, value)}
+
+    def _keeps(self, name: str, key: Any, value: Any) -> bool:
+        if callable(value) or isinstance(value, _MADE_ANEW):
+            return False
+        if (name, key) not in self._kept:
+            try:
+                encode.encode(_out(value))
+                self._kept[name, key] = True
+            except encode.UnknownTypeError:
+                self._kept[name, key] = False
+        return self._kept[name, key]
+
+    def left_out(self) -> dict[str, str]:
+        """Return what is not captured, by the hook whose state it belongs to, and why."""
+        self.capture()
+        found = {}
+        for name, (ddp, held) in self._hooks().items():
+            what = f"the state of a communication hook ({type(held).__name__})"
+            odd = [key for (hook, key), kept in self._kept.items() if hook == name and not kept]
+            if not _buckets_stay(ddp):
+                found[what] = "DDP with static_graph or mixed precision builds its buckets anew after a resume"
+            elif odd:
+                found[what] = f"its {odd[0]} is a {type(_values(held)[odd[0]]).__qualname__}"
+        return found
+
+    def restore(self, saved: Mapping[str, Any], *, same_world: bool) -> list[str]:
+        """Put captured state back. Return what begins anew, and why, in words."""
+        left, hooks = [], self._hooks()
+        for name, state in saved.items():
+            ddp, held = hooks.get(name, (None, None))
+            if ddp is None or _class(held) != state["class"]:
+                why = "no such hook is registered"
+            elif not same_world:
+                why = "it belongs to another number of ranks"
+            elif not _buckets_stay(ddp) or _buckets(ddp) != state["buckets"]:
+                why = "the buckets of DDP are not those of the saved run"
+            else:
+                _take_back(held, state["values"])
+                continue
+            left.append(f"the state of a communication hook ({state['class'].rpartition('.')[2]}) begins anew: {why}")
+        return left
+
+
+def _buckets(ddp: DistributedDataParallel) -> tuple[int, ...]:
+    """Return what decides how parameters are dealt into buckets."""
+    return ddp.bucket_bytes_cap, *getattr(ddp, "bucket_bytes_cap_list", ())

@@ -1,0 +1,100 @@
+"""What `state_dict()` of a module or an optimizer has, and the capture does not: named, so that its owner hears of
+it.
+
+Parameters, buffers, extra state and an optimizer's `state` are captured where they lie. A class may hand out more in
+a `state_dict` of its own. That cannot be put back alone: `load_state_dict` takes all or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from gemini_hpc.train.state.modules import UNNAMED
+from gemini_hpc.train.state.optimizers import with_inner
+
+_USUAL = ("state", "param_groups")
+
+
+def memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the addresses of these tensors' memory."""
+    return set(filter(None, map(_address, tensors)))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    try:
+        return here.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a class that is made of other tensors
+        return 0
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in UNNAMED)
+
+
+def of_module(root: nn.Module, prefix: str, names: Collection[str], captured: Collection[int]) -> list[str]:
+    """Return the names, below `prefix`, of what only the module's own `state_dict()` has.
+
+    names: what is captured; what stands below such a name belongs to it. captured: addresses of captured memory.
+    """
+    if not any(map(_has_a_way_of_its_own, root.modules())):
+        return []
+    known = {_plain_name(name) for name in names}
+    found = []
+    for key, value in root.state_dict().items():
+        name = _plain_name(prefix + key)
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1)):
+            continue
+        if not (isinstance(value, torch.Tensor) and _address(value) in captured):
+            found.append(name)
+    return found
+
+
+def _has_a_way_of_its_own(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return (
+        kind.state_dict is not nn.Module.state_dict
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.get_extra_state is not nn.Module.get_extra_state
+        or bool(module._state_dict_hooks)
+    )
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, captured: Collection[int]) -> list[str]:
+    """Return the keys of what only the optimizer's own `state_dict()` has. captured: as above.
+
+    An optimizer without state is not asked: `state_dict` of torch.distributed.checkpoint would make it step.
+    """
+    kind: Any = type(optimizer)
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if kind.state_dict is torch.optim.Optimizer.state_dict and not hooks:
+        return []
+    if not any(one.state for one in with_inner([optimizer])):
+        return []
+    handed = optimizer.state_dict()
+    unusual = {key: value for key, value in handed.items() if str(key).partition(".")[0] not in _USUAL}
+    return [str(key) for key, value in unusual.items() if not _known(value, captured)]
+
+
+def _known(value: Any, captured: Collection[int]) -> bool:
+    """Return whether nothing is in there but captured tensors, or another optimizer's state."""
+    if isinstance(value, Mapping) and all(key in value for key in _USUAL):
+        return True  # an optimizer inside this one is looked at by itself
+    return all(isinstance(leaf, torch.Tensor) and _address(leaf) in captured for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None:
+        yield value

@@ -1,0 +1,40 @@
+"""Whether weights change although no optimizer steps, as where a fused backward pass (LOMO) writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gemini_hpc.train.state.sample import few
+
+_LOOKS = 100  # each waits for the device
+_SAMPLED = 16
+
+
+class Stillness:
+    """Compares a few elements of some weights between two `step()` calls with no optimizer step in between."""
+
+    def __init__(self) -> None:
+        self._seen: list[torch.Tensor] = []
+        self._looks = 0
+
+    def forget(self) -> None:
+        """An optimizer has stepped."""
+        self._seen = []
+
+    def broken(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Return whether the weights differ from those of the call before, `forget` aside. Where they never do, after
+        100 looks nobody looks any more."""
+        if self._looks == _LOOKS:
+            return False
+        trained = [weight for weight in weights if weight.requires_grad and weight.numel() and _plain(weight)]
+        chosen = trained[:: max(1, -(-len(trained) // _SAMPLED))]
+        before, self._seen = self._seen, [few(weight, flat=weight.is_contiguous()).cpu().clone() for weight in chosen]
+        same = len(before) == len(chosen) and all(map(torch.equal, before, self._seen))
+        self._looks += same
+        return bool(before) and not same
+
+
+def _plain(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout == torch.strided

@@ -1,0 +1,53 @@
+"""State of the training that nothing captures: its owner is told which, once, and the training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gemini_hpc.client.session import Session
+from gemini_hpc.train.not_given import NotGiven
+from gemini_hpc.train.state.tree import StateTree
+
+
+class Uncaptured:
+    """Of one rank."""
+
+    def __init__(self, session: Session, tree: StateTree, not_given: NotGiven) -> None:
+        self._session, self._tree, self._not_given = session, tree, not_given
+        self._told: set[str] = set()
+
+    def tell_at_construction(self) -> None:
+        """Name what objects hand out and nothing captures. Never raises."""
+        with suppress(Exception):  # where the state itself cannot be captured, the first plan says so
+            self._tell_handed_out()
+        with suppress(Exception):
+            for what, why in self._tree.comm_hooks.left_out().items():
+                if what not in self._told:
+                    self._say(what, f"{what} is not captured, or only in part, and begins anew after a resume: {why}")
+
+    def tell_when_planned(self) -> None:
+        """The same for optimizers, which have state by now, and name what was not passed. Never raises."""
+        self.tell_at_construction()
+        with suppress(Exception):  # of classes that are not ours
+            for sentence in self._not_given.sentences():
+                self._say(sentence, sentence)
+
+    def _tell_handed_out(self) -> None:
+        for where, look in self._tree.handed_out().items():
+            names: Sequence[str] = ()
+            with suppress(Exception):  # one whose state_dict() raises hands out nothing that anybody could load
+                names = look() if where not in self._told else ()
+            if names:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                self._say(
+                    where,
+                    f"the state_dict() of {where} also has {names[0]}{more}, which is not captured and begins anew "
+                    "after a resume: make it a buffer or extra state (get_extra_state, set_extra_state), or pass an "
+                    "object with state_dict and load_state_dict for it in extra",
+                )
+
+    def _say(self, what: str, sentence: str) -> None:
+        self._told.add(what)
+        self._session.find(sentence)
+        self._session.say(f"rank {self._session.rank}: {sentence}")
