@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gemini_hpc.train.schedule.traffic import Traffic
+from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.optimizers import with_inner
 from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import Stateful
@@ -70,3 +72,13 @@ def check(
         raise ValueError(f"ownership is {dealt!r}: wanted 'split' or 'full'")
     if audit < 0 or seal_timeout_s <= 0 or hold_s < 0 or not name:
         raise ValueError("wanted audit >= 0, seal_timeout_s > 0, hold_s >= 0 and a name")
+
+
+def ranks(group: Any) -> TorchRanks:
+    """The ranks of a `process_group=`. Raises TypeError, ValueError."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        found = "one that this rank is not in" if outside else f"a {type(group).__name__}"
+        wanted = "make the Checkpointer on its ranks only" if outside else "wanted a torch.distributed.ProcessGroup"
+        raise (ValueError if outside else TypeError)(f"process_group is {found}: {wanted}")
+    return TorchRanks(group)

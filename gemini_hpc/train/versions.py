@@ -9,6 +9,7 @@ from gemini_hpc import clock
 from gemini_hpc.client.session import Session
 from gemini_hpc.core.moments import UNKNOWN, Moment
 from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.optimizer_gate import OptimizerGate
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.encode import UnknownTypeError
@@ -30,12 +31,13 @@ class Versions:
         engine: SaveEngine,
         gate: OptimizerGate,
         tree: StateTree,
+        meetings: Meetings,
         uncaptured: Uncaptured,
         scaler: Any,
         audit: int,
     ) -> None:
         self._session, self._engine, self._gate, self._tree = session, engine, gate, tree
-        self._uncaptured, self._scaler, self._audit = uncaptured, scaler, audit
+        self._meetings, self._uncaptured, self._scaler, self._audit = meetings, uncaptured, scaler, audit
         self.resumed = False
         self._crowded = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
@@ -97,19 +99,23 @@ class Versions:
         return written
 
     def _take(self) -> None:
+        session, engine = self._session, self._engine
         complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
         failure: Exception | None = None
         try:
             complete = self._complete()
-            leaves, odd = self._tree.leaves()
+            if session.verdict.awaited:
+                leaves, odd = self._tree.leaves()
         except Exception as error:
             failure = error
-        session, engine = self._session, self._engine
         moment = engine.controller.moment() if engine.controller is not None else Moment(UNKNOWN)
         # what is collective comes first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
-                if not self._begin(leaves, odd, failure, ready=self.resumed or (complete and self._gate.stepped)):
+                ready = self.resumed or (complete and self._gate.stepped)
+                with self._meetings.watch("step()"):
+                    agreed = self._begin(leaves, odd, failure, ready=ready)
+                if not agreed:
                     return
             except Exception:
                 session.verdict.fall_back()  # a plan fails on all ranks or on none; no other collective comes
@@ -128,7 +134,7 @@ class Versions:
             return
         owed, self._owed = self._owed, False
         if saves or owed:
-            self._capture(capture, leaves, odd, moment)
+            self._capture(capture, moment)
 
     def _begin(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
@@ -149,10 +155,10 @@ class Versions:
             session.lose(f"{type(failure).__name__}: {failure}")
         return engine.arm()
 
-    def _capture(
-        self, capture: Capture, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], moment: Moment
-    ) -> None:
+    def _capture(self, capture: Capture, moment: Moment) -> None:
         session, engine, planning = self._session, self._engine, self._engine.planning
+        began, mark = clock.monotonic(), capture.mark()
+        leaves, odd = self._tree.leaves()
         late, misfits = capture.bind(leaves)
         if misfits:
             self._misfit(misfits)
@@ -187,8 +193,9 @@ class Versions:
         job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
         job.moment = moment
         self._gate.late = self._crowded = False
-        self._ship(job)
         assert engine.replicator is not None and engine.controller is not None
+        engine.controller.captured(began, mark)
+        self._ship(job)
         engine.replicator.submit(job)
         if engine.driver is not None and engine.driver.unseen:
             self._gate.wait_left(job)
