@@ -13,6 +13,7 @@ import xxhash
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.store import Shard
+from gemini_hpc.core.moments import UNCOUNTED
 from gemini_hpc.core.placement import AS_RANKED
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
@@ -135,7 +136,7 @@ def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
         slot = shard.pair.slots[0]
         slot.state, slot.stamp, slot.digest, slot.bytes_used = "complete", Stamp(3, 7), "d" * 32, LAYOUT.total
         outlines.lives_on("default", 2, (0, 1))
-        outlines.sketched(shard, 0, len(SMALL), AREAS)
+        outlines.sketched(shard, 0, len(SMALL), AREAS, UNCOUNTED)
     finally:
         for memory in shard.memory:
             memory.close()

@@ -10,13 +10,14 @@ import pytest
 
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
+from gemini_hpc.train.schedule.launch_count import GroupWeights
 
 from .launch import Run
 
 pytestmark = pytest.mark.slow
 
 ITERATIONS = 4
-
+GROUP = SimpleNamespace(backend=lambda device: "gloo", on_network=True, size=2, weights=GroupWeights([], 0, None))
 
 Found = list[dict[str, Any]]
 
@@ -217,9 +218,7 @@ def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
             return 0
 
     monkeypatch.setattr(watch, "_flight", Entering())
-    monkeypatch.setattr(
-        watch, "_group", lambda boxed: SimpleNamespace(backend=lambda device: "gloo", on_network=True, size=2)
-    )
+    monkeypatch.setattr(watch, "_group", lambda boxed: GROUP)
     watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
     assert seen == [(1, 1)]
     assert (watch.launched, watch.in_flight(), watch.problem) == (1, 0, "")
@@ -231,9 +230,7 @@ def test_who_waits_for_a_span_hears_of_the_launch_and_not_of_the_end(monkeypatch
     told: list[bool] = []
     flight = SimpleNamespace(launched=lambda *what: told.append(watch._reached.is_set()), waiting=lambda: 0)
     monkeypatch.setattr(watch, "_flight", flight)
-    monkeypatch.setattr(
-        watch, "_group", lambda boxed: SimpleNamespace(backend=lambda device: "gloo", on_network=True, size=2)
-    )
+    monkeypatch.setattr(watch, "_group", lambda boxed: GROUP)
     watch._wanted = 2
     for _ in range(2):
         watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)

@@ -20,6 +20,7 @@ from gemini_hpc.train.schedule import trace as iteration_module
 from gemini_hpc.train.schedule.chunk_schedule import Route, common
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
+from gemini_hpc.train.schedule.launch_count import GroupWeights
 from gemini_hpc.train.schedule.overhead_monitor import without_wait
 from gemini_hpc.train.schedule.pacer import Pacer
 
@@ -30,7 +31,11 @@ B, ALPHA, CHUNK_BYTES, P = 1e8, 1e-4, 1 << 20, 4
 SHARD_BYTES = 6 << 20  # 63 ms of the link's time, in 120 ms of idle spans
 _REDUCE = Signature("allreduce_", 0, (1,), None)
 _GROUP = SimpleNamespace(
-    backend=lambda device: "nccl", on_network=True, size=2, kind=lambda name, size_bytes: hash((name, size_bytes))
+    backend=lambda device: "nccl",
+    on_network=True,
+    size=2,
+    kind=lambda name, size_bytes: hash((name, size_bytes)),
+    weights=GroupWeights([], 0, None),
 )
 
 
