@@ -75,12 +75,12 @@ class _Order:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch, of all ranks: Trainer's position counts batches."""
+        """Return the number of samples in a batch of all ranks: Trainer's position counts batches."""
         return int(self._prepared.total_batch_size)
 
     @property
     def dataset(self) -> Any:
-        """What the batches are of."""
+        """Return what the batches are of."""
         return self._prepared.dataset
 
     def set_epoch(self, epoch: int) -> None:

@@ -14,7 +14,7 @@ from gemini_hpc.train.state.optimizers import shares_state
 
 _SCHEDULER, _SCALER = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
 _KINDS = (torch.optim.Optimizer, _SCHEDULER, _SCALER)
-_DEEP = 4
+_DEEP, _MANY = 4, 1000  # how far one looks, and into how large a container
 _NO_HOLDERS = (nn.Module, torch.Tensor, torch.optim.Optimizer, str, bytes, type)
 
 
@@ -72,7 +72,9 @@ class NotGiven:
     def _found(self, kinds: tuple[type, ...], given: Iterable[Any]) -> list[Any]:
         ids = {id(o) for o in given}
         objects = (o for o in gc.get_objects() if issubclass(type(o), kinds) and id(o) not in ids)
-        return [o for o in objects if not isinstance(o, _SCHEDULER) or self.has(o.optimizer)]
+        return [
+            o for o in objects if not isinstance(o, _SCHEDULER) or (hasattr(o, "optimizer") and self.has(o.optimizer))
+        ]
 
 
 def _held_by(objects: Iterable[Any]) -> Iterator[Any]:
@@ -89,8 +91,7 @@ def _held_by(objects: Iterable[Any]) -> Iterator[Any]:
 def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, _NO_HOLDERS):
         return ()
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        within = value.values() if isinstance(value, Mapping) else value
+        return list(within) if len(value) <= _MANY else ()
     return list(getattr(value, "__dict__", {}).values())

@@ -174,7 +174,7 @@ class Restorer:
             self._session.say_once(f"no loader was passed: the script itself has to skip {steps} of data")
 
     def _tell_counts(self, then: Mapping[str, int]) -> None:
-        """Another loader's position may count in what is different now."""
+        """Name what another loader's position may count in, where that differs now."""
         if self._loader is None or isinstance(self._loader, StatefulLoader):
             return
         now = {**counted_in(self._loader), "ranks": self._session.world}
@@ -186,7 +186,7 @@ class Restorer:
             )
 
     def _tell_begins_anew(self) -> None:
-        """Of a version that was loaded all else has come back."""
+        """Say what of the loaded version was not put back."""
         for line in self._tree.begins_anew:
             self._session.say(f"rank {self._session.rank}: {line}")
 

@@ -192,7 +192,7 @@ def _count(model: Sized, moments: Sized) -> str:
 
 
 def _unread(tree: StateTree) -> str:
-    """What else this training has, and begins anew."""
+    """Name what else this training has, and begins anew."""
     extra = tree.with_extra
     more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
     return f"; not read: {extra[0]}{more}" if extra else ""

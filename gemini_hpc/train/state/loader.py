@@ -98,7 +98,7 @@ class StatefulLoader:
 
     @property
     def _all(self) -> int:
-        """Batches of this epoch from `_start` on."""
+        """Return the number of batches in this epoch from `_start` on."""
         samples = (self._sampler.size - self._start) // self._sampler.world
         return _batches(samples, self._batch_size, drop_last=self._loader.drop_last)
 
@@ -109,7 +109,7 @@ class StatefulLoader:
 
     @property
     def dealt_anew(self) -> bool:
-        """Whether the rest of this epoch is dealt in another batch size, or to another number of ranks."""
+        """Return whether the rest of this epoch is dealt in another batch size, or to another number of ranks."""
         return self._start > 0
 
     def before_next_batch(self, call: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ class StatefulLoader:
             yield from self
 
     def state_dict(self) -> dict[str, int]:
-        """The position, epoch and batches taken from it, and what these batches were."""
+        """Return the position, epoch and batches taken from it, and what these batches were."""
         return {
             "epoch": self._epoch,
             "batches": self._taken,

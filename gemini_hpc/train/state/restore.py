@@ -317,7 +317,7 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
 
 
 def counts(small: Mapping[str, Any], world: int) -> dict[str, int]:
-    """What the loader's position may have counted in, in a small state that is one of `world` ranks'."""
+    """Return what the loader's position may have counted in, by a small state that is one of `world` ranks'."""
     return {**small.get("counted", {}), "ranks": world}
 
 

@@ -20,7 +20,7 @@ class Stillness:
         self._looks = 0
 
     def forget(self) -> None:
-        """An optimizer has stepped."""
+        """Begin anew, after an optimizer step."""
         self._seen = []
 
     def broken(self, weights: Iterable[torch.Tensor]) -> bool:

@@ -322,7 +322,7 @@ class StateTree:
 
     @property
     def with_extra(self) -> list[str]:
-        """Names of what modules keep in their own way and hand out as extra state."""
+        """Return the names of what modules keep in their own way and hand out as extra state."""
         return list(self._modules.with_extra)
 
     # ---- tensors ---------------------------------------------------------------------------------------
