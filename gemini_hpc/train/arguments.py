@@ -76,9 +76,14 @@ def check(
 
 def ranks(group: Any) -> TorchRanks:
     """The ranks of a `process_group=`. Raises TypeError, ValueError."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        found = "one that this rank is not in" if outside else f"a {type(group).__name__}"
-        wanted = "make the Checkpointer on its ranks only" if outside else "wanted a torch.distributed.ProcessGroup"
-        raise (ValueError if outside else TypeError)(f"process_group is {found}: {wanted}")
+    if group is None:
+        return TorchRanks()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group is one that this rank is not in: make the Checkpointer only on the ranks of the group"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group is a {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError("process_group is unknown to torch.distributed: make it with torch.distributed.new_group")
     return TorchRanks(group)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from waiting import until
 
 from gemini_hpc.train import arguments, meeting
@@ -99,10 +100,12 @@ def test_a_part_of_the_world_with_one_replica(tmp_path: Path, make_job: MakeJob)
 
 
 def test_a_group_of_others_is_refused() -> None:
-    with pytest.raises(ValueError, match="one that this rank is not in: make the Checkpointer on its ranks only"):
+    with pytest.raises(ValueError, match="one that this rank is not in: make the Checkpointer only on"):
         arguments.ranks(dist.GroupMember.NON_GROUP_MEMBER)
-    with pytest.raises(TypeError, match=r"process_group is a list: wanted a torch\.distributed\.ProcessGroup"):
+    with pytest.raises(TypeError, match=r"process_group is a list, wanted a torch\.distributed\.ProcessGroup"):
         arguments.ranks([0, 1])
+    with pytest.raises(ValueError, match=r"unknown to torch\.distributed: make it with"):
+        arguments.ranks(dist.ProcessGroup(HashStore(), 0, 1))
 
 
 def test_many_ranks_in_words() -> None:

@@ -8,12 +8,16 @@ from contextlib import suppress
 from statistics import median
 
 from gemini_hpc import clock
+from gemini_hpc.core.save_interval import choose
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.state import encode, sharded
 from gemini_hpc.train.state.lifted import Lift
 from gemini_hpc.train.state.tree import Stateful
 
 LEAST_S = 0.002  # a shorter one is a part of the iteration: a busy node's processors take as long now and then
+PACE_EVERY = 16
+_POINT_S = 1e-6
+_RARER = 1.25
 _SURE = 3  # of so many captures the shortest is what one surely costs
 
 
@@ -53,6 +57,32 @@ class CaptureCost:
         """What the capture took in the iteration that has ended `ago` iterations before the last one, as far as it
         counts."""
         return self._ended[-1 - ago] if self.seconds and ago < len(self._ended) else 0.0
+
+
+class Pace:
+    """How often a training without planned traffic should save: what its ceiling leaves for captures."""
+
+    def __init__(self, ceiling: float) -> None:
+        self._ceiling = ceiling
+        self._free: deque[float] = deque(maxlen=PACE_EVERY)  # lengths of iterations without what is ours
+
+    @property
+    def usual_s(self) -> float:
+        """An iteration without a capture."""
+        return max(_POINT_S, median(self._free))
+
+    def wanted(self, version: int, free_s: float, own_s: float) -> int:
+        """The iteration that ends with this version took so long without what is ours; own_s: a capture. Returns one
+        version in how many should be saved, every `PACE_EVERY` versions; else 0."""
+        self._free.append(free_s)
+        if version % PACE_EVERY or len(self._free) < PACE_EVERY:
+            return 0
+        return choose(lambda s: 0.0, self.usual_s, ceiling=self._ceiling, spread=False, own_s=own_s).j
+
+    @staticmethod
+    def alike(wanted: int, present: int) -> bool:
+        """Whether the difference may be noise: each change costs a version."""
+        return present / 2 <= wanted <= _RARER * present
 
 
 def dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:

@@ -22,18 +22,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal
 
 from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.moments import Moment
-from gemini_hpc.core.save_interval import choose
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
-from gemini_hpc.train.schedule.capture_cost import CaptureCost
+from gemini_hpc.train.schedule.capture_cost import CaptureCost, Pace
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.device_copies import DeviceCopies
@@ -59,9 +57,7 @@ _COUNT_EVERY = 5
 _BEHIND = 16  # iterations that a device may be behind its host, and still be told of
 _RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then not for so many
 _WORD_EVERY_S = 5.0
-_PACE_EVERY = 16  # iterations that a rank without planned traffic looks at
 _POINT_S = 1e-6
-_RARER = 1.25  # a change by less is noise, and each costs a version
 _TELL_AGAIN = 4  # times as rare
 _RANKS = 1 << 20
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
@@ -136,7 +132,7 @@ class IntervalController:
         self._because = 0  # the rank that needs such a j
         self._cost = CaptureCost(_BEHIND)
         self._others_s = 0.0  # what the longest capture of all ranks takes
-        self._free: deque[float] = deque(maxlen=_PACE_EVERY)  # lengths of iterations without what is ours
+        self._unplanned = Pace(traffic.overhead)
         self._wanted = PROFILED
         self._dirty = True
         self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
@@ -293,18 +289,13 @@ class IntervalController:
         """No traffic is planned: of what is ours only the capture counts."""
         length_s = clock.monotonic() - self._begun_at
         self._begun_at += length_s
-        self._free.append(max(0.0, length_s - waited_s - self._cost.within(0)))
-        if self.problem or self._traffic.every or self._scheme not in _PLANNED:
+        wanted = self._unplanned.wanted(version, length_s - waited_s - self._cost.within(0), self._cost.seconds)
+        if not wanted or self.problem or self._traffic.every or self._scheme not in _PLANNED:
             return
-        if version % _PACE_EVERY or len(self._free) < _PACE_EVERY:
-            return
-        usual_s, ceiling = max(_POINT_S, median(self._free)), self._traffic.overhead
-        wanted = choose(lambda s: 0.0, usual_s, ceiling=ceiling, spread=False, own_s=self._cost.seconds).j
-        if not self._alone:
-            self._tell(wanted, usual_s)
-        elif wanted > _RARER * self._agreed.j or 2 * wanted < self._agreed.j:
+        if self._alone and not self._unplanned.alike(wanted, self._agreed.j):
             self._change(wanted, 1, version)
-            self._tell(wanted, usual_s)
+        if not self._alone or wanted == self._agreed.j:
+            self._tell(wanted, self._unplanned.usual_s)
 
     def _change(self, j: int, s: int, version: int) -> None:
         """From this version on, or from the first that finds no earlier one on its way."""
