@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gemini_hpc.train.schedule.traffic import Traffic
+from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.optimizers import with_inner
 from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import Stateful
@@ -70,3 +72,18 @@ def check(
         raise ValueError(f"ownership is {dealt!r}: wanted 'split' or 'full'")
     if audit < 0 or seal_timeout_s <= 0 or hold_s < 0 or not name:
         raise ValueError("wanted audit >= 0, seal_timeout_s > 0, hold_s >= 0 and a name")
+
+
+def ranks(group: Any) -> TorchRanks:
+    """The ranks of a `process_group=`. Raises TypeError, ValueError."""
+    if group is None:
+        return TorchRanks()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group is one that this rank is not in: make the Checkpointer only on the ranks of the group"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group is a {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError("process_group is unknown to torch.distributed: make it with torch.distributed.new_group")
+    return TorchRanks(group)

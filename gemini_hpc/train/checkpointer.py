@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gemini_hpc import clock
@@ -21,12 +22,12 @@ from gemini_hpc.client.session import Session
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, keeping
 from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.traffic import Traffic, check_scheme
 from gemini_hpc.train.state import ownership
-from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
@@ -53,6 +54,8 @@ class Checkpointer:
             load_state_dict.
         extra: what else belongs to the state, by name. A module in it (an EMA, say) is captured as the model is.
         name: of this training, where a job runs several.
+        process_group: the ranks that train, where those are not all: each of them makes a Checkpointer, and no other
+            does. Ranks count within it. None: the default process group.
         max_repeated: completed steps that one failure may cost. 1: the next optimizer step waits for the seal; 2:
             only the next save does.
         seal_timeout_s: longest wait, in seconds, while nothing of a version arrives anywhere.
@@ -81,6 +84,7 @@ class Checkpointer:
         loader: Any = None,
         *,
         name: str = "default",
+        process_group: dist.ProcessGroup | None = None,
         extra: Mapping[str, Any] | None = None,
         max_repeated: int = 1,
         seal_timeout_s: float = 1.5,
@@ -93,6 +97,7 @@ class Checkpointer:
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
         arguments.check(name, max_repeated, seal_timeout_s, hold_s, audit, ownership, traffic)
+        ranks, self._apart = arguments.ranks(process_group), process_group is not None
         unsupported = ""
         try:
             tree = StateTree(model, optimizers, stateful, modules)
@@ -104,7 +109,7 @@ class Checkpointer:
         self._closed = False
         self._first_done = True
         self._session = session = Session(
-            TorchRanks(),
+            ranks,
             name,
             Tier.of(tier),
             seal_timeout_s=seal_timeout_s,
@@ -113,10 +118,11 @@ class Checkpointer:
             local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
             imported_at=IMPORTED_AT,
         )
-        self._engine = SaveEngine(session, tree, traffic, ownership=ownership, max_repeated=max_repeated)
+        meetings = Meetings(ranks, name, session.say)
+        self._engine = SaveEngine(session, tree, traffic, ranks=ranks, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._given, max_repeated, self._times)
         self._engine.frozen = self._gate.frozen
-        self._versions = Versions(session, self._engine, self._gate, tree, scaler, audit)
+        self._versions = Versions(session, self._engine, self._gate, tree, meetings, scaler, audit)
         if session.path:
             try:
                 tree.pack_small({}, [], session.world)  # what cannot be captured is told now, not at step 1
@@ -124,10 +130,17 @@ class Checkpointer:
                 self._unsupported = str(error)
             except Exception as error:  # of the user's own state_dict(), for instance: it may work at step 1
                 session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
+        meetings.meet("Checkpointer()")
         session.join(self._cannot_join())
         self._engine.connect()
         self._restorer = Restorer(
-            session, tree, loader, path=start, unsupported=self._unsupported, join_anew=self._join_anew
+            session,
+            tree,
+            loader,
+            path=start,
+            unsupported=self._unsupported,
+            join_anew=self._join_anew,
+            meetings=meetings,
         )
         self._holding: failure_hold.Hold | None = None
         if session.client is not None:
@@ -143,7 +156,7 @@ class Checkpointer:
         """Why this rank cannot be protected; "" where it can."""
         if self._unsupported:
             return f"rank {self._session.rank}: {self._unsupported}"
-        if self._session.world == 1 and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+        if self._session.world == 1 and not self._apart and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
             return "WORLD_SIZE is above 1: call torch.distributed.init_process_group first"
         return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from gemini_hpc.train.transport.base import Transport
 from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
 
+_CONTROL_TIMEOUT = timedelta(days=1)  # of the group; those who use it have bounds of their own
 _ONE_LIVES = (
     "one replica: no copies are sent; what a lost node had is copied from the ranks of the others, but for a failure "
     "while an optimizer steps (--gemini-replicas=2 keeps copies)"
@@ -65,8 +67,17 @@ class SaveEngine:
     """
 
     def __init__(
-        self, session: Session, tree: StateTree, traffic: Traffic, *, ownership: Ownership, max_repeated: int
+        self,
+        session: Session,
+        tree: StateTree,
+        traffic: Traffic,
+        *,
+        ranks: collectives.TorchRanks,
+        ownership: Ownership,
+        max_repeated: int,
     ) -> None:
+        self._ranks = ranks
+        self._control_group: dist.ProcessGroup | None = None  # where there is no transport
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
         self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
@@ -87,7 +98,8 @@ class SaveEngine:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        return self.transport.group if self.transport is not None else None
+        """Of our own, for the main thread's collectives: a rank that calls something else meanwhile joins none."""
+        return self.transport.group if self.transport is not None else self._control_group
 
     @property
     def under_way(self) -> bool:
@@ -126,12 +138,16 @@ class SaveEngine:
         elif session.world > 1 and session.welcome.replicas > 1:
             asked = self._traffic.transport
             kind: choice.Kind = "host" if session.redundancy.parity else asked
-            self.transport, odd = choice.make(kind, session.client, session.name, session.rank, session.homes)
+            self.transport, odd = choice.make(
+                kind, session.client, session.name, session.rank, session.homes, self._ranks.group
+            )
             if kind not in (asked, asked.replace("auto", "host")):
                 odd = f'transport="{asked}" cannot be used with parity: what goes into it travels over host'
             if odd:
                 session.find(odd)
                 session.say_once(odd)
+        elif session.world > 1 and self._control_group is None:
+            self._control_group = collectives.own_group(self._ranks.group, _CONTROL_TIMEOUT)
 
     # ---- starting --------------------------------------------------------------------------------------
 
@@ -233,8 +249,9 @@ class SaveEngine:
         session, homes = self._session, self._session.homes
         assert session.client is not None
         on_device = plan.capture.on_device
+        places = dict(zip(self._ranks.members, homes, strict=True))
         monitor = CollectiveMonitor(
-            lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1,
+            lambda ranks: len({places.get(rank, -1 - rank) for rank in ranks}) != 1,
             device=streams.of_training(on_device),
         )
         session.collectives = lambda: Progress(

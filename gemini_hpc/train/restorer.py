@@ -15,6 +15,7 @@ from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import Session
 from gemini_hpc.train import rejecting, start
 from gemini_hpc.train.device.memory import map_copy
+from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.state import restore, rng
 from gemini_hpc.train.state.loader import StatefulLoader
 from gemini_hpc.train.state.modules import UnsupportedStateError
@@ -36,7 +37,7 @@ class Resumed:
 
 class Restorer:
     """Of one rank. path: what to start from where this job has nothing; unsupported: why this rank's state cannot be
-    captured, or ""; join_anew: says hello to the agents once more."""
+    captured, or ""; join_anew: says hello to the agents once more; meetings: of the ranks."""
 
     def __init__(
         self,
@@ -47,9 +48,11 @@ class Restorer:
         path: str,
         unsupported: str,
         join_anew: Callable[[], None],
+        meetings: Meetings,
     ) -> None:
         self._session, self._tree, self._loader = session, tree, loader
         self._path, self._unsupported, self._join_anew = path, unsupported, join_anew
+        self._meetings = meetings
         self.called = False
         self.found = Resumed()
         self.resumed_at = 0
@@ -63,6 +66,8 @@ class Restorer:
             raise RuntimeError("resume() was already called: call it only once, before the loop")
         self.called = True
         session = self._session
+        if session.protected or self._path:
+            self._meetings.meet("resume()")
         if not session.protected:
             return self._begin_anew()
         if session.welcome.notice:
@@ -105,7 +110,7 @@ class Restorer:
         if not self.called:
             raise RuntimeError("reject() before resume(): nothing has been loaded")
         session = self._session
-        rejecting.meet(session.rank, session.world, f"reject-{session.name}-{session.epoch}", rejecting.MEET_S)
+        self._meetings.meet("reject()", rejecting.MEET_S)
         fresh = session.agreed(fresh)
         self._record(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
         if trained:

@@ -8,6 +8,7 @@ from typing import Any
 from gemini_hpc import clock
 from gemini_hpc.client.session import Session
 from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.optimizer_gate import OptimizerGate
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.encode import UnknownTypeError
@@ -22,10 +23,17 @@ class Versions:
     """Of one rank. resumed: the training was, so its optimizers have state before their first step."""
 
     def __init__(
-        self, session: Session, engine: SaveEngine, gate: OptimizerGate, tree: StateTree, scaler: Any, audit: int
+        self,
+        session: Session,
+        engine: SaveEngine,
+        gate: OptimizerGate,
+        tree: StateTree,
+        meetings: Meetings,
+        scaler: Any,
+        audit: int,
     ) -> None:
         self._session, self._engine, self._gate, self._tree = session, engine, gate, tree
-        self._scaler, self._audit = scaler, audit
+        self._meetings, self._scaler, self._audit = meetings, scaler, audit
         self.resumed = False
         self._crowded = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
@@ -78,7 +86,10 @@ class Versions:
         # what is collective comes first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
-                if not self._begin(leaves, odd, failure, ready=self.resumed or (complete and self._gate.stepped)):
+                ready = self.resumed or (complete and self._gate.stepped)
+                with self._meetings.watch("step()"):
+                    agreed = self._begin(leaves, odd, failure, ready=ready)
+                if not agreed:
                     return
             except Exception:
                 session.verdict.fall_back()  # a plan fails on all ranks or on none; no other collective comes

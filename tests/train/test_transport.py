@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
 
+from gemini_hpc.train.transport import gloo
 from gemini_hpc.train.transport.base import Head
 from gemini_hpc.train.transport.gloo import GlooTransport
 
@@ -196,9 +196,10 @@ def test_over_gloo_only_small_messages_go_against_chunks(monkeypatch: pytest.Mon
 
     groups = itertools.count()
     for rank in (0, 1):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        made = lambda group, rank=rank: SimpleNamespace(_get_backend=lambda device: Backend(group % 2, rank))  # noqa: E731
-        monkeypatch.setattr(dist, "new_group", lambda made=made, **_: made(next(groups)))
+        made = lambda group, rank=rank: SimpleNamespace(  # noqa: E731
+            rank=lambda: rank, _get_backend=lambda device: Backend(group % 2, rank)
+        )
+        monkeypatch.setattr(gloo, "own_group", lambda within, timeout, made=made: made(next(groups)))
         transport = GlooTransport()
         box = transport.outbox(1 - rank)
         assert box.offer(Head(1, 50_000, 50_000, (50_000,)))

@@ -2,51 +2,85 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+_CPU = torch.device("cpu")
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def _default() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors for this group's collectives must live."""
-    if "gloo" in str(dist.get_backend_config(group)) or not torch.cuda.is_available():
-        return torch.device("cpu")
+    if _CPU in group._device_types or not torch.cuda.is_available():
+        return _CPU
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([parts], [mine]).wait()
+    return parts
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Collective: what every rank gave, in rank order. From the training's main thread only."""
-    world = dist.get_world_size(group)
+    group = group if group is not None else _default()
     device = _device(group)
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(world)]
-    dist.all_gather(lengths, length, group=group)
+    lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = [int(n.item()) for n in lengths]
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    padded = padded.to(device)
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded, group=group)
+    parts = _gather(padded.to(device), group)
     return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 def gather_word(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Collective: one 64-bit number from every rank."""
-    device = _device(group)
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
+    group = group if group is not None else _default()
+    parts = _gather(torch.tensor([value], dtype=torch.int64, device=_device(group)), group)
     return [int(part.item()) for part in parts]
 
 
-class TorchRanks:
-    """All ranks of torch.distributed's default group; one, where there is none. A `client.session.Ranks`."""
+def own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group of our own, of the ranks of a group (None: of all). Collective over these ranks only.
 
-    def __init__(self) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.world = dist.get_world_size() if distributed else 1
+    torch.distributed does not know of it. `dist.new_group` counts on every rank of the world to make the same groups.
+    """
+    base = within if within is not None else _default()
+    number = next(_made.setdefault(base, itertools.count()))
+    store = PrefixStore(f"gemini/{number}", dist.distributed_c10d._get_process_group_store(base))
+    rank, size, kind = base.rank(), base.size(), dist.ProcessGroup.BackendType.GLOO
+    made = dist.ProcessGroup(store, rank, size)
+    made._set_default_backend(kind)
+    made._register_backend(_CPU, kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    return made
+
+
+class TorchRanks:
+    """The ranks of a process group of torch.distributed, by default of the default one; a single rank, where there is
+    none. A `client.session.Ranks`. members: the number of each of them in the world."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.world, self.members = 0, 1, [0]
+        if dist.is_available() and dist.is_initialized():
+            self.group = group if group is not None else _default()
+            self.rank, self.world = self.group.rank(), self.group.size()
+            self.members = dist.get_process_group_ranks(self.group)
 
     def all(self, data: bytes) -> list[bytes]:
         """Collective: what every rank gave, by rank."""
-        return gather_bytes(data)
+        return gather_bytes(data, self.group)

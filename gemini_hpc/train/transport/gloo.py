@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini_hpc.train.state.collectives import own_group
 from gemini_hpc.train.transport.base import LinkBroken
 from gemini_hpc.train.transport.landing import Landing
 from gemini_hpc.train.transport.messages import REPLIES, MessageTransport
@@ -59,20 +60,20 @@ class _Work:
 
 
 class GlooTransport(MessageTransport):
-    """Links over gloo. Making one is collective over the default process group; `group` also serves for small
-    collectives of the main thread. gloo ends the process that gets a longer message than it asked for, so the sending
-    end checks the sizes of its chunks."""
+    """Links over gloo. Making one is collective over the training's ranks, those of `within`; `group` also serves for
+    small collectives of the main thread. gloo ends the process that gets a longer message than it asked for, so the
+    sending end checks the sizes of its chunks."""
 
     name = "gloo"
 
-    def __init__(self, landing: Landing | None = None) -> None:
+    def __init__(self, landing: Landing | None = None, within: dist.ProcessGroup | None = None) -> None:
         super().__init__(landing)
         before = _sockets()
-        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOREVER)
-        down: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self.group = own_group(within, _FOREVER)
+        down = own_group(within, _FOREVER)
         self._up: Any = self.group._get_backend(torch.device("cpu"))
         self._down: Any = down._get_backend(torch.device("cpu"))
-        self._rank = dist.get_rank()
+        self._rank = self.group.rank()
         self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
         self.abandoned: list[_Work] = []
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import ranges
+from gemini_hpc.train.state.collectives import own_group
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken, Outbox, Transport, VersionLost
 from gemini_hpc.wire import local
 
@@ -143,16 +144,23 @@ class _HostOutbox(Outbox):
 
 
 class HostTransport(Transport):
-    """Pushes by this node's agent. Making one is collective over the default process group: the small collectives of
-    the main thread go over a gloo group of our own. homes: node rank of each training rank."""
+    """Pushes by this node's agent. Making one is collective over the training's ranks, those of `within`: the small
+    collectives of the main thread go over a gloo group of our own. homes: node rank of each training rank."""
 
     name = "host"
     pushed = True
 
-    def __init__(self, client: AgentClient, set_name: str, rank: int, homes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        client: AgentClient,
+        set_name: str,
+        rank: int,
+        homes: Sequence[int],
+        within: dist.ProcessGroup | None = None,
+    ) -> None:
         self._client, self._set, self._me, self._homes = client, set_name, rank, homes
         self._boxes: list[_HostOutbox] = []
-        self.group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+        self.group = own_group(within, _CONTROL_TIMEOUT)
         self.interrupted = False
 
     def joined_anew(self, client: AgentClient) -> None:

@@ -188,27 +188,33 @@ class _Progress:
 
 class MpiTransport(MessageTransport):
     """Links over MPI (mpi4py 4), which the training has initialised with MPI_THREAD_MULTIPLE (mpi4py's default).
-    Making one is collective over torch's default process group and over `comm` (default: MPI.COMM_WORLD), which must
-    hold the same processes, in whatever order. Raises ValueError, on all ranks alike, where that is not so."""
+    Making one is collective over the training's ranks, those of `within`, and over `comm` (default: MPI.COMM_WORLD),
+    which must hold the same processes, in whatever order. Raises ValueError, on all ranks alike, where that is not
+    so."""
 
     name = "mpi"
 
-    def __init__(self, landing: Landing | None = None, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(
+        self,
+        landing: Landing | None = None,
+        comm: MPI.Intracomm | None = None,
+        within: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(landing)
         comm, place = _place(comm)
         places = [
             msgspec.msgpack.decode(part, type=_Place)
-            for part in collectives.gather_bytes(msgspec.msgpack.encode(place))
+            for part in collectives.gather_bytes(msgspec.msgpack.encode(place), within)
         ]
         _refuse([p.problem for p in places])
         _refuse([_mismatch(places)])
         assert comm is not None
         self._mpi_ranks = [p.mpi_rank for p in places]
         own, problem = _duplicate(comm, places, place)
-        _refuse([part.decode() for part in collectives.gather_bytes(problem.encode())])
+        _refuse([part.decode() for part in collectives.gather_bytes(problem.encode(), within)])
         assert own is not None
         self._comm = own
-        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+        self.group = collectives.own_group(within, _CONTROL_TIMEOUT)
         self._progress = _Progress()
 
     def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> _Work:

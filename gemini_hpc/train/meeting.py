@@ -1,0 +1,132 @@
+"""Calls that need all ranks: one begins when all are in it, and says for whom it waits.
+
+Over the store of the process group, which needs no collective: a rank that calls something else meanwhile (an
+all-reduce of the training) would otherwise take part in ours.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from gemini_hpc import clock
+from gemini_hpc.train.state.collectives import TorchRanks
+
+TELL_S = 10.0
+MOST_S = 1800.0  # gloo waits so long for a rank in a collective
+_POST_S = 1.0  # a shorter wait is no news
+_LONGEST_NAP_S = 0.05
+_NAMED = 8
+_STORELESS = ("fake", "mpi")  # torch's dry run has one rank, and a store that stores nothing
+
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class Meetings:
+    """Of one rank of a training. name: the training's; say: tells the user."""
+
+    def __init__(self, ranks: TorchRanks, name: str, say: Callable[[str], None]) -> None:
+        self._rank, self._world, self._name, self._say = ranks.rank, ranks.world, name, say
+        self._store: Store | None = None
+        if ranks.group is not None and ranks.world > 1 and dist.get_backend(ranks.group) not in _STORELESS:
+            self._store = dist.distributed_c10d._get_process_group_store(ranks.group)
+            self._counts = _met.setdefault(ranks.group, Counter())
+
+    def meet(self, call: str, within_s: float = MOST_S) -> None:
+        """Wait until all ranks are in this call. Raises RuntimeError where some do not come in time."""
+        store = self._store
+        if store is None:
+            return
+        key = self._key(call)
+        store.set(f"{key}/{self._rank}", "here")
+        came = store.add(f"{key}/came", 1)
+        if came == self._world:
+            store.set(f"{key}/all", "here")
+        if came < self._world:
+            with self._telling(call, key, posted=True):
+                self._wait(store, call, key, within_s)
+        self._counts[f"{self._name}/{call}"] += 1
+
+    def _wait(self, store: Store, call: str, key: str, within_s: float) -> None:
+        began = clock.monotonic()
+        while not store.check([f"{key}/all"]):
+            waited_s = clock.monotonic() - began
+            if waited_s > within_s and store.add(f"{key}/came", -1) < self._world - 1:
+                late = self._late(store, key)
+                store.delete_key(f"{key}/{self._rank}")
+                raise RuntimeError(f"{call} is collective: {_named(late)} did not call it within {within_s:g} s")
+            if waited_s > within_s:  # the last one has come in this moment, and goes on
+                return
+            clock.sleep(min(_LONGEST_NAP_S, max(0.001, waited_s / 8)))
+
+    @contextmanager
+    def watch(self, call: str) -> Iterator[None]:
+        """Around a collective over a group of our own, which begins without a meeting."""
+        if self._store is None:
+            yield
+            return
+        key = self._key(call)
+        self._counts[f"{self._name}/{call}"] += 1
+        with self._telling(call, key, posted=False):
+            yield
+
+    def _key(self, call: str) -> str:
+        """The same on all ranks: of as many calls before."""
+        return f"gemini/{self._name}/{call}/{self._counts[f'{self._name}/{call}']}"
+
+    # ---- saying ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _telling(self, call: str, key: str, *, posted: bool) -> Iterator[None]:
+        """posted: the other ranks can see that this one is there."""
+        over, there = threading.Event(), threading.Event()
+        args = (call, key, posted, over, there)
+        thread = threading.Thread(target=self._tell, args=args, name="gemini-meeting", daemon=True)
+        thread.start()
+        try:
+            yield
+            there.set()
+        finally:
+            over.set()
+            thread.join(_POST_S)
+
+    def _tell(self, call: str, key: str, posted: bool, over: threading.Event, there: threading.Event) -> None:
+        store, began = self._store, clock.monotonic()
+        assert store is not None
+        try:
+            if over.wait(_POST_S):
+                return
+            if not posted:
+                store.set(f"{key}/{self._rank}", "here")
+            if over.wait(TELL_S - _POST_S) or store.add(f"{key}/told", 1) != 1:
+                return
+            late = self._late(store, key)
+        except RuntimeError:  # the store has gone, and the wait ends with an error, too
+            return
+        if not late or over.is_set():
+            return
+        here = [rank for rank in range(self._world) if rank not in late]
+        self._say(
+            f"{_named(here)} {'has' if len(here) == 1 else 'have'} waited {TELL_S:g} s in {call} for {_named(late)}: "
+            "the training stands still until all ranks have called it. Call it on every rank; where only some ranks "
+            "train, make the Checkpointer on those, with process_group="
+        )
+        over.wait()
+        if there.is_set():
+            self._say(f"all ranks are in {call} now, after {clock.monotonic() - began:.0f} s")
+
+    def _late(self, store: Store, key: str) -> list[int]:
+        return [rank for rank in range(self._world) if not store.check([f"{key}/{rank}"])]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks, in words."""
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) != 1)} {named}{more}"
