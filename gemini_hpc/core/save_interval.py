@@ -10,7 +10,7 @@ before the optimizer step that makes v + s, when v + s - 1 is complete: (v + s -
 j = s = 1 that is the one step of R2.
 
 What it costs: the part of a checkpoint that finds no place in the idle windows of s iterations holds the training up
-for need(s) seconds, once in j iterations.
+for need(s) seconds, once in j iterations; so does the capture of the state, for own_s seconds, whatever s is.
 """
 
 from __future__ import annotations
@@ -88,13 +88,14 @@ def choose(
     spread: bool = True,
     forced: int | None = None,
     largest: int = LARGEST_J,
+    own_s: float = 0.0,
 ) -> Frequency:
     """The smallest j for which some s <= j keeps the overhead at or below `ceiling`; of these s, the smallest.
 
-    `need(s)` is in seconds and never rises with s. Without `spread` (a transport that must have sent before the next
-    optimizer step) s is 1. A j that the user has forced is kept. Where nothing is within the ceiling (no j up to
-    `largest`, or not the forced one) the result is the largest, or forced, j with the smallest of those s that cost
-    least: training goes before protection. Asks for some 30 needs at most.
+    `need(s)` is in seconds and never rises with s; `own_s` is what the capture takes. Without `spread` (a transport
+    that must have sent before the next optimizer step) s is 1. A j that the user has forced is kept. Where nothing is
+    within the ceiling (no j up to `largest`, or not the forced one) the result is the largest, or forced, j with the
+    smallest of those s that cost least: training goes before protection. Asks for some 30 needs at most.
 
     Raises ValueError for an iteration or a ceiling that is not above 0, and for j < 1.
     """
@@ -105,7 +106,7 @@ def choose(
             raise ValueError(f"a checkpoint every {asked} iterations: j is 1 or more")
 
     def overhead(j: int, s: int) -> float:
-        return max(0.0, need(s)) / (j * iteration_s)
+        return (max(0.0, need(s)) + own_s) / (j * iteration_s)
 
     def widest(j: int) -> int:
         return j if spread else 1
@@ -162,6 +163,7 @@ class Controller:
     largest: int = LARGEST_J
     extra_s: float = 0.0
     fixed_s: float = 0.0
+    own_s: float = 0.0
     frequency: Frequency = field(init=False)
     _samples: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=LATEST))
     _new_samples: int = field(init=False, default=0)
@@ -172,7 +174,7 @@ class Controller:
 
     def expected_s(self, s: int) -> float:
         """What a cycle is now expected to cost."""
-        return max(0.0, self.need(s) + self.extra_s) + self.fixed_s
+        return max(0.0, self.need(s) + self.extra_s) + self.fixed_s + self.own_s
 
     def observe(self, lost_s: float, *, judge: bool = True) -> Frequency:
         """One cycle has taken `lost_s` longer than j iterations without a checkpoint; by noise that may be below 0.
@@ -189,15 +191,17 @@ class Controller:
             self._adopt(self._choose(self.forced))
         return self.frequency
 
-    def replan(self, need: Callable[[int], float], iteration_s: float) -> Frequency:
+    def replan(self, need: Callable[[int], float], iteration_s: float, own_s: float = 0.0) -> Frequency:
         """A fresh plan. What had been learnt beyond the old one is forgotten if the new one is another; if it says
         the same, only that part is forgotten which the latest cycles surely do not show."""
         s = self.frequency.s
         scale = max(abs(self.need(s)), abs(self.need(1)), self.iteration_s)
-        same = abs(iteration_s - self.iteration_s) <= SAME * self.iteration_s and all(
-            abs(need(at) - self.need(at)) <= SAME * scale for at in (1, s)
+        same = (
+            abs(iteration_s - self.iteration_s) <= SAME * self.iteration_s
+            and abs(own_s - self.own_s) <= SAME * scale
+            and all(abs(need(at) - self.need(at)) <= SAME * scale for at in (1, s))
         )
-        self.need, self.iteration_s, self._trial = need, iteration_s, None
+        self.need, self.iteration_s, self.own_s, self._trial = need, iteration_s, own_s, None
         if not same:
             self.extra_s = self.fixed_s = 0.0
         elif len(self._samples) >= BATCH:
@@ -231,13 +235,13 @@ class Controller:
             hoped_s = self.expected_s(trial.s) - self.expected_s(s)
             if trial.typical_s - typical_s < hoped_s / 2:
                 self.extra_s, self._trial = trial.extra_s, None
-                self.fixed_s = cost_s - max(0.0, self.need(s) + self.extra_s)
+                self.fixed_s = cost_s - self.own_s - max(0.0, self.need(s) + self.extra_s)
                 return
         if self.spread:
             self._trial = _Trial(self.extra_s, s, typical_s)
-            self.extra_s = cost_s - self.fixed_s - self.need(s)
+            self.extra_s = cost_s - self.own_s - self.fixed_s - self.need(s)
         else:
-            self.fixed_s = cost_s - max(0.0, self.need(s) + self.extra_s)
+            self.fixed_s = cost_s - self.own_s - max(0.0, self.need(s) + self.extra_s)
 
     def _adopt(self, fresh: Frequency) -> None:
         if (fresh.j, fresh.s) != (self.frequency.j, self.frequency.s):

@@ -32,6 +32,7 @@ from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
+from gemini_hpc.train.schedule.capture_cost import dearest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
@@ -76,7 +77,7 @@ class SaveEngine:
         ownership: Ownership,
         max_repeated: int,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._stateful = ranks, tree.stateful
         self._control_group: dist.ProcessGroup | None = None  # where there is no transport
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
         self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
@@ -283,6 +284,8 @@ class SaveEngine:
             self.planning.replanning,
             lambda: replicator.copy_bytes,
             transport=self.transport.name if self.transport is not None else "none",
+            alone=session.world == 1,
+            dearest=partial(dearest, self._stateful),
         )
 
     def _profile_key(self, plan: Plan) -> str:

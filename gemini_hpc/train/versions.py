@@ -75,14 +75,15 @@ class Versions:
         return not grads
 
     def _take(self) -> None:
+        session, engine = self._session, self._engine
         complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
         failure: Exception | None = None
         try:
             complete = self._complete()
-            leaves, odd = self._tree.leaves()
+            if session.verdict.awaited:
+                leaves, odd = self._tree.leaves()
         except Exception as error:
             failure = error
-        session, engine = self._session, self._engine
         # what is collective comes first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
@@ -108,7 +109,7 @@ class Versions:
             return
         owed, self._owed = self._owed, False
         if saves or owed:
-            self._capture(capture, leaves, odd)
+            self._capture(capture)
 
     def _begin(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
@@ -128,8 +129,10 @@ class Versions:
             session.lose(f"{type(failure).__name__}: {failure}")
         return engine.arm()
 
-    def _capture(self, capture: Capture, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any]) -> None:
+    def _capture(self, capture: Capture) -> None:
         session, engine, planning = self._session, self._engine, self._engine.planning
+        began, mark = clock.monotonic(), capture.mark()
+        leaves, odd = self._tree.leaves()
         late, misfits = capture.bind(leaves)
         if misfits:
             self._misfit(misfits)
@@ -163,8 +166,9 @@ class Versions:
         audit = bool(self._audit) and session.version % self._audit == 0
         job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
         self._gate.late = self._crowded = False
-        self._ship(job)
         assert engine.replicator is not None and engine.controller is not None
+        engine.controller.captured(began, mark)
+        self._ship(job)
         engine.replicator.submit(job)
         if engine.driver is not None and engine.driver.unseen:
             self._gate.wait_left(job)

@@ -104,6 +104,14 @@ def test_examples_by_hand() -> None:
     assert choose(spreads, 5.0, ceiling=0.5) == Frequency(j=1, s=1, overhead=0.4, repeated=1, within=True)
 
 
+def test_the_capture_costs_the_same_whatever_s_is() -> None:
+    fits = Linear(send_s=1.0, before_s=1.0, idle_s=2.0)
+    assert choose(fits, 5.0, own_s=0.2) == Frequency(j=4, s=1, overhead=0.01, repeated=4, within=True)
+    spreads = Linear(send_s=3.0, before_s=1.0, idle_s=2.0)
+    assert choose(spreads, 5.0, own_s=0.2) == Frequency(j=4, s=2, overhead=0.01, repeated=5, within=True)
+    assert not choose(fits, 5.0, own_s=0.2, forced=1).within
+
+
 def test_a_very_slow_link_is_told_at_once() -> None:
     asked = []
 
@@ -311,6 +319,18 @@ class TestReplan:
         found = controller.replan(other.signed, 1.0)
         assert found == choose(other, 1.0)
         assert run(controller, other, 200) == [found]
+
+    def test_a_capture_is_planned_with_and_not_learnt(self) -> None:
+        controller = Controller(self.hope.signed, 1.0, own_s=0.25)
+        assert controller.frequency.j == 25
+        assert len(run(controller, self.stall, 200)) == 1
+        assert controller.replan(self.hope.signed, 1.0, 0.5).j == 50
+        assert controller.replan(self.hope.signed, 1.0, 0.0).j == 1, "it has become small again"
+
+    def test_what_else_a_version_costs_is_learnt_beside_it(self) -> None:
+        controller = Controller(self.hope.signed, 1.0, own_s=0.25)
+        both = Linear(send_s=1.0, before_s=1.0, idle_s=1.0, fixed_s=0.5)
+        assert run(controller, both, 200)[-1].j == 50
 
     def test_a_j_smaller_by_one_is_not_worth_a_change(self) -> None:
         controller = Controller(Linear(5.0, 1.0, 1.0).signed, 1.0)

@@ -156,6 +156,19 @@ class Fickle(torch.optim.SGD):
             p.sub_(0.0001 * float(recent.sum()))
 
 
+class Replay:
+    """Many small values in a container: what a capture of them takes is all the encoder's."""
+
+    def __init__(self, entries: int) -> None:
+        self.entries = [((0.5, float(n), 0.25), n, 1.0, False) for n in range(entries)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entries": self.entries}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries = state["entries"]
+
+
 class Growing:
     """Small state that outgrows its place in the slot."""
 
@@ -412,6 +425,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     average = Average(model, begun="average_from" not in o) if o.get("average") else None
     history = History(o.get("history", 0))
     extra = {"growing": growing, "history": history, **({"average": average} if average else {})}
+    if "replay" in o:
+        extra["replay"] = Replay(o["replay"][rank])
     ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra=extra, **kwargs)
     if o.get("fetch_fails") == rank:
         fail_once()

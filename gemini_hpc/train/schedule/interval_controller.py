@@ -9,6 +9,9 @@ longer describes the training, or that the overhead is too high, brings all back
 whether the ranks have to deal out the state anew (`Replanning`): then they tell each other how much they have to
 offer, and what (stages `sizes` and `offers`), and begin with `profile` again.
 
+Every version costs the training its capture inside step(), too. Where no traffic is planned, a single rank still
+saves as rarely as that asks for; several ranks, which cannot agree on anything there, keep to `Traffic.every`.
+
 All that must be the same on every rank follows from the version's number and from the rounds of `AsyncCollectives`
 only.
 """
@@ -24,12 +27,20 @@ from typing import Any, Literal
 from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Trace
+from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
+from gemini_hpc.train.schedule.capture_cost import CaptureCost, Pace
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.device_copies import DeviceCopies
-from gemini_hpc.train.schedule.overhead_monitor import IN_A_ROW, OverheadMonitor, Pictured, without_wait
+from gemini_hpc.train.schedule.overhead_monitor import (
+    IN_A_ROW,
+    OverheadMonitor,
+    Pictured,
+    without_capture,
+    without_wait,
+)
 from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
@@ -45,6 +56,9 @@ _COUNT_EVERY = 5
 _BEHIND = 16  # iterations that a device may be behind its host, and still be told of
 _RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then not for so many
 _WORD_EVERY_S = 5.0
+_POINT_S = 1e-6
+_TELL_AGAIN = 4  # times as rare
+_RANKS = 1 << 20
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
 
 Stage = Literal["recall", "profile", "plan", "agree", "steady", "sizes", "offers"]
@@ -90,11 +104,14 @@ class IntervalController:
         copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         transport: str,
+        alone: bool = False,
+        dearest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
         """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; collectives: None where there
         is nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
         state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
-        network; transport: the name of what carries copies otherwise."""
+        network; transport: the name of what carries copies otherwise; alone: there is no other rank; dearest: of the
+        seconds of a capture, what takes most of them, "" where nothing does."""
         self._traffic, self._rank = traffic, rank
         self._collectives, self._monitor, self._pacer, self._say = collectives, monitor, pacer, say
         self._reporter, self._transport = reporter, transport
@@ -109,7 +126,12 @@ class IntervalController:
         self._stage: Stage = "recall"
         self._since = -1
         self._version = 0
-        self._agreed = self._former = Agreed()
+        self._alone, self._dearest = alone, dearest
+        self._agreed = self._former = Agreed() if collectives is not None else Agreed(max(1, traffic.every))
+        self._because = 0  # the rank that needs such a j
+        self._cost = CaptureCost(_BEHIND)
+        self._others_s = 0.0  # what the longest capture of all ranks takes
+        self._unplanned = Pace(traffic.overhead)
         self._wanted = PROFILED
         self._dirty = True
         self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
@@ -121,7 +143,7 @@ class IntervalController:
         self._renew = ""
         self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
         self._begun_at = clock.monotonic()
-        self._told = (1, 1)
+        self._told = 1
         self.problem = ""
         self.unsealed = 0  # versions that were on their way when the training had to go on
         if collectives is not None:
@@ -143,7 +165,7 @@ class IntervalController:
         """Whether this version is saved."""
         if self._scheme == "none":
             return False
-        return not self._planned or self._agreed.saves(version)
+        return not self._paced or self._agreed.saves(version)
 
     def due(self, version: int) -> bool:
         """Whether this version must be sealed before the next optimizer step. Later than at the step for which it was
@@ -160,7 +182,11 @@ class IntervalController:
     def repeats(self) -> int:
         """Steps that a failure may cost now."""
         agreed = self._agreed if self._version >= self._agreed.base else self._former
-        return agreed.j + agreed.s - 1 if self._planned else 1
+        return agreed.j + agreed.s - 1 if self._paced else 1
+
+    def captured(self, began: float, mark: Event | None) -> None:
+        """A version has been captured in this step(), see `CaptureCost`."""
+        self._cost.captured(began, mark)
 
     def gate(self) -> None:
         """The training has come to the optimizer."""
@@ -195,6 +221,11 @@ class IntervalController:
     def _planned(self) -> bool:
         return self._scheme in _PLANNED and self._collectives is not None and not self.problem
 
+    @property
+    def _paced(self) -> bool:
+        """Whether `_agreed` says which versions are saved."""
+        return self._planned or self._collectives is None
+
     def step(self, version: int, under_way: bool) -> None:
         """Number `version` of step() has been reached; under_way: an earlier version is still travelling. Never
         raises."""
@@ -221,8 +252,9 @@ class IntervalController:
         self._version = version
         self._dirties.append(self._dirty or self._pacer.strayed)
         self._pacer.iteration(version)
+        self._cost.iteration()
         if self._collectives is None or self.problem:
-            return None
+            return self._pace(version, waited_s)
         if self._since < 0:
             self._since = self._next_word = version
         try:
@@ -248,6 +280,18 @@ class IntervalController:
         except CollectivesBroken as error:
             self._give_up(str(error))
 
+    def _pace(self, version: int, waited_s: float) -> None:
+        """No traffic is planned: of what is ours only the capture counts."""
+        length_s = clock.monotonic() - self._begun_at
+        self._begun_at += length_s
+        wanted = self._unplanned.wanted(version, length_s - waited_s - self._cost.within(0), self._cost.seconds)
+        if not wanted or self.problem or self._traffic.every or self._scheme not in _PLANNED:
+            return
+        if self._alone and not self._unplanned.alike(wanted, self._agreed.j):
+            self._change(wanted, 1, version)
+        if not self._alone or wanted == self._agreed.j:
+            self._tell(wanted, self._unplanned.usual_s)
+
     def _change(self, j: int, s: int, version: int) -> None:
         """From this version on, or from the first that finds no earlier one on its way."""
         self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.free(version))
@@ -268,7 +312,9 @@ class IntervalController:
         ago = self._monitor.ago
         clean = self._recorded(version) >= self._since and not self._dirties[-1 - ago]
         if self._stage == "profile" and clean and self._planned:
-            self._planner.note(self._recorded(version), trace)
+            own_s = self._cost.within(ago)
+            others_s = max(0.0, self._others_s - own_s)
+            self._planner.note(self._recorded(version), without_capture(trace, own_s, others_s))
 
     def _recorded(self, version: int) -> int:
         """The version after whose step() the iteration began that has been recorded; -1: too long ago."""
@@ -283,7 +329,8 @@ class IntervalController:
         if trace is not None and self._recorded(version) >= self._since:
             journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
             held_s, number = self._monitor.held_s, self._recorded(version)
-            picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s)
+            own_s = self._cost.within(self._monitor.ago)
+            picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s, own_s)
             why = seen.recorded(picture) or why
             self._reporter.draw(seen.pictured, self._planner.profile, self._plan, self._monitor.names)
         self._renew = why or self._renew
@@ -297,27 +344,33 @@ class IntervalController:
         assert collectives is not None
         if not self._planned or version < self._next_word or collectives.sitting:
             return
+        self._planner.own_s = self._cost.seconds
         if self._stage == "recall":
             collectives.everyone(self._planner.kept(), BLOB_BYTES)
         elif self._stage == "profile":
             # there will be no profile where nothing is seen
             most = self._wanted if self._monitor.problem else self._planner.clean
-            self._round([-most, version - self._since])
+            self._round([-most, version - self._since, round(self._cost.usual_s / _POINT_S)])
         elif self._stage == "plan":
             collectives.everyone(self._planner.standing(collectives.over_at), BLOB_BYTES)
         elif self._stage == "agree":
             self._planner.measure(*self._copy_bytes())
-            self._round(self._planner.want(self._agreed.j, fresh=True))
+            self._round(self._wish(fresh=True))
         elif self._stage == "sizes":
             collectives.highest([len(self._offer)])
         elif self._stage == "offers":
             collectives.everyone(self._offer, self._room_bytes)
         else:
             drifted = self._planner.drifted(self._route) or self._planner.measure(*self._copy_bytes())
-            wanted = self._planner.want(self._agreed.j, fresh=drifted)
+            wanted = self._wish(fresh=drifted)
             if drifted:
                 self._follow()
             self._round([1 if self._renew else 0, *wanted])
+
+    def _wish(self, *, fresh: bool) -> tuple[int, int]:
+        """Words of a round: j, together with the rank that wants it, and s."""
+        j, s = self._planner.want(self._agreed.j, fresh=fresh)
+        return j * _RANKS + _RANKS - 1 - self._rank, s
 
     def _round(self, words: Sequence[int]) -> None:
         assert self._collectives is not None
@@ -352,7 +405,7 @@ class IntervalController:
             self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
             return
         if self._replanning is not None:
-            first = 3 if self._stage == "steady" else 2
+            first = 2 if self._stage == "agree" else 3
             if self._replanning.hear(words[first : first + self._replanning.count]):
                 self._stage, self._next_word, self._offer = "sizes", version, self._replanning.offer()
                 return
@@ -364,6 +417,7 @@ class IntervalController:
         if self._stage == "profile":
             enough = -words[0] >= self._wanted or words[1] >= 5 * self._wanted
             self._stage = "plan" if enough else "profile"
+            self._others_s = words[2] * _POINT_S
             self._next_word = version + (0 if enough else self._soon())
         elif self._stage == "agree":
             self._settle(words[0], words[1], version)
@@ -372,7 +426,7 @@ class IntervalController:
                 self._say(f"rank {self._rank}: profiling the training's traffic again: {self._renew}")
             self._renew = ""
             self._again(PROFILED_AGAIN, version)
-        elif (words[1], words[2]) != (self._agreed.j, self._agreed.s):
+        elif (words[1] // _RANKS, words[2]) != (self._agreed.j, self._agreed.s):
             self._settle(words[1], words[2], version)
         else:
             self._next_word = version + self._word_every()
@@ -383,7 +437,9 @@ class IntervalController:
 
     # ---- the plan --------------------------------------------------------------------------------------
 
-    def _settle(self, j: int, s: int, version: int) -> None:
+    def _settle(self, wish: int, s: int, version: int) -> None:
+        """wish: the largest j of all ranks, see `_wish`."""
+        j, self._because = wish // _RANKS, _RANKS - 1 - wish % _RANKS
         self._stage, self._since = "steady", version
         self._change(j, s, version)
         self._history.append((self._agreed.base, j, s))
@@ -391,7 +447,7 @@ class IntervalController:
         self._renew = ""
         self._record_from, self._next_word = version, version + self._word_every()
         self._follow()
-        self._tell()
+        self._tell(j, self._planner.profile.iteration_s if self._planner.profile is not None else 0.0)
         keepsake = self._planner.keepsake()
         if keepsake is not None:
             self._reporter.keep(keepsake)
@@ -427,15 +483,25 @@ class IntervalController:
 
     # ---- telling ---------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
-        """To the user, where it matters: the versions that are not saved."""
-        j, s = self._agreed.j, self._agreed.s
-        if self._rank == 0 and j > 1 and self._told != (j, s) and not self._traffic.every:
-            self._say(
-                f"the network has too little idle time for a copy in each iteration: saving one version in {j}; "
-                f"a failure repeats at most {j + s - 1} steps"
+    def _tell(self, j: int, usual_s: float) -> None:
+        """To the user, where it matters: the versions that are not saved, or should not be. usual_s: an iteration."""
+        if self._traffic.every or (j < _TELL_AGAIN * self._told and not self._told <= 1 < j):
+            return
+        self._told = j
+        if self._rank != self._because:
+            return
+        why, repeated = "the network has too little idle time for a copy in each iteration", j + self._agreed.s - 1
+        if self._cost.seconds > self._traffic.overhead * usual_s:
+            what = self._dearest(self._cost.seconds)
+            why = (
+                f"step() takes {self._cost.seconds:.2g} s to capture the state{f', mostly {what},' if what else ''} "
+                f"in iterations of {usual_s:.2g} s (tensors of 64 KiB and more are captured beside the training)"
             )
-        self._told = (self._agreed.j, self._agreed.s)
+        if self._agreed.j == j:
+            then = f"saving one version in {j}; a failure repeats at most {repeated} steps"
+        else:
+            then = f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})"
+        self._say(f"rank {self._rank}: {why}: {then}")
 
     def state(self) -> TrafficState:
         """For the agent."""
@@ -502,5 +568,6 @@ class IntervalController:
             "ceiling": self._overhead.ceiling,
             "judged_in": self._overhead.judged_in,
             "waited_s": self._overhead.waited_s,
+            "capture_s": self._cost.seconds,
             "unsealed": self.unsealed,
         }

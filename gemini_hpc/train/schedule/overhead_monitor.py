@@ -28,13 +28,15 @@ SHORTER = 0.05
 @dataclass(frozen=True)
 class Pictured:
     """One iteration under a plan, as it was: after step() number `version`; its collectives, the chunks sent lately
-    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer, which the trace contains."""
+    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer, and was in the capture, which the trace
+    contains."""
 
     version: int
     trace: Trace
     chunks: tuple[Sent, ...]
     copies: tuple[tuple[float, float, int], ...]  # (from, to, bytes) of copies into the own slot
     waited_s: float
+    own_s: float = 0.0
 
     def overlap(self) -> tuple[int, float, float]:
         """Number of the chunks in this iteration; for how many seconds there was at least one on the network, and of
@@ -146,7 +148,7 @@ class OverheadMonitor:
         profile, self.pictured = self._profile, picture
         if profile is None:
             return ""
-        trace = without_wait(picture.trace, picture.waited_s)
+        trace = without_capture(without_wait(picture.trace, picture.waited_s), picture.own_s)
         if spans.pattern(trace.ops) != profile.pattern:
             self._others += 1
             return "" if self._others < IN_A_ROW else "an iteration launches other collectives than the profile has"
@@ -177,3 +179,18 @@ def without_wait(trace: Trace, waited_s: float) -> Trace:
 
     ops = tuple(op._replace(start_s=earlier(op.start_s), end_s=earlier(op.end_s)) for op in trace.ops)
     return replace(trace, length_s=earlier(trace.length_s), ops=ops)
+
+
+def without_capture(trace: Trace, own_s: float, others_s: float = 0.0) -> Trace:
+    """The iteration as it would have been if step() had captured nothing at its beginning, on no rank. others_s: that
+    much longer another one's capture takes, for which the first collective waits."""
+    first = trace.ops[0] if trace.ops else None
+    cut_s = min(others_s, first.end_s - first.start_s) if first is not None else 0.0
+    end_s = first.end_s if first is not None else 0.0
+
+    def earlier(at: float) -> float:
+        waited_s = min(cut_s, max(0.0, at - (end_s - cut_s)))
+        return max(0.0, at - waited_s - own_s)
+
+    ops = tuple(op._replace(start_s=earlier(op.start_s), end_s=earlier(op.end_s)) for op in trace.ops)
+    return replace(trace, length_s=earlier(trace.length_s), gate_s=earlier(trace.gate_s), ops=ops)

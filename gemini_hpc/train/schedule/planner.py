@@ -25,6 +25,7 @@ _SPARE = 1.1  # of a copy must fit where the beginnings of spans are left out
 _RARE = 4  # iterations: where versions are saved so rarely, one more matters less than what is lost in each of them
 _LINK_DRIFT = 0.25
 _SIZE_DRIFT = 0.3
+_COST_DRIFT = 0.5  # of what the capture costs, or of the ceiling
 _CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
 # Where the user does not say, a chunk follows the link. Each costs some 0.3 ms of processors at both ends, whatever
@@ -69,6 +70,7 @@ class Planner:
         self.profile: Profile | None = None
         self.controller: Controller | None = None
         self.longest_s = 1.0  # the longest iteration of all ranks
+        self.own_s = 0.0  # what the capture of a version takes of the training's time
 
     @property
     def meter(self) -> LinkMeter:
@@ -247,14 +249,19 @@ class Planner:
             and not known.extra_s + known.fixed_s
         ):
             # the link may have been seen at a bad moment: with room to spare, versions are saved more often again
-            roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling)
+            roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling, own_s=self.own_s)
             known = None if roomy.j < j else known
         if known is None:
-            known = Controller(need, usual_s, ceiling=ceiling, forced=self._traffic.every or None)
-        elif fresh:
-            known.replan(need, usual_s)
+            known = Controller(need, usual_s, ceiling=ceiling, forced=self._traffic.every or None, own_s=self.own_s)
+        elif fresh or self._dearer(known):
+            known.replan(need, usual_s, self.own_s)
         self.controller = known
         return known.frequency.j, known.frequency.s
+
+    def _dearer(self, known: Controller) -> bool:
+        """Whether the capture costs so much more, or less, than when this was planned that it is planned anew."""
+        most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
+        return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
 
     def _settle(self) -> None:
         """Leave out as much of the beginnings of spans as versions can do without: saved as often and as soon, and
@@ -267,7 +274,7 @@ class Planner:
         if route is None or profile is None:
             return
         usual_s, ceiling, forced = profile.iteration_s, self._traffic.overhead, self._traffic.every or None
-        most = choose(_need(route), usual_s, ceiling=ceiling, forced=forced)
+        most = choose(_need(route), usual_s, ceiling=ceiling, forced=forced, own_s=self.own_s)
         if not most.within:
             return
         rarer = 1 if not forced and most.j >= _RARE else 0
@@ -276,7 +283,7 @@ class Planner:
                 left = replace(route, windows=settled(route.windows, share))
                 if _need(replace(left, C=ceil(_SPARE * left.C)))(s) > 0:
                     continue
-                if s <= most.s or choose(_need(left), usual_s, ceiling=ceiling).j == s:
+                if s <= most.s or choose(_need(left), usual_s, ceiling=ceiling, own_s=self.own_s).j == s:
                     self._left_out = share
                     return
 

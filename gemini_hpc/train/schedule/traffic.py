@@ -24,7 +24,7 @@ class Traffic:
             all ranks use "auto" (of "nccl": gloo), and one line on stderr says why.
         every: save each j-th version only; 0: as often as the idle spans allow.
         overhead: by what share the training may be slowed at most, 0 to 1. Where the idle spans are too small for
-            that, fewer versions are saved (GEMINI paper, section 5.3).
+            that, or the capture in step() takes too long, fewer versions are saved (GEMINI paper, section 5.3).
         mu: the share of each idle span that is planned with, 0 to 1 (Algorithm 2).
         chunk_bytes: the largest chunk; 0: as large as is good for the link.
         buffers: chunks that are on their way at a time (p in section 5.2).

@@ -278,6 +278,10 @@ class Capture:
         """Whether a tensor of the small state is on the device, which must not be waited for."""
         return self._copies is not None and self._copies.holds(tensor)
 
+    def mark(self) -> Event | None:
+        """Where the training's device is now; None where it has none."""
+        return self._copies.mark() if self._copies is not None else None
+
     def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> Job:
         """Begin the capture of a version: eager tensors are copied now, the others are noted."""
         with torch.no_grad(), self.lock:
@@ -295,8 +299,7 @@ class Capture:
         job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps)
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
-        if self._copies is not None:
-            job.ready = self._copies.mark()
+        job.ready = self.mark()
         return job
 
     # ---- from the copying thread -----------------------------------------------------------------------
