@@ -207,6 +207,8 @@ class Checkpointer:
         """
         if self._closed:
             raise RuntimeError("step() after close()")
+        if self._session.forked:
+            return
         began, session = time.perf_counter(), self._session
         session.version += 1
         self._gate.passed = False
@@ -276,7 +278,7 @@ class Checkpointer:
             self._end(success=False)
 
     def _end(self, *, success: bool) -> None:
-        if self._closed:
+        if self._closed or self._session.forked:
             return
         self._closed = True
         session, engine = self._session, self._engine
@@ -297,7 +299,7 @@ class Checkpointer:
     def _exiting(self) -> None:
         """At interpreter exit without `close()`: hold if a node is dead, and end the threads, or Python would abort
         over them."""
-        if self._closed:
+        if self._closed or self._session.forked:
             return
         if self._session.protected and self._holding is not None:
             self._holding.exit()

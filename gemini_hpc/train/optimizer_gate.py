@@ -96,6 +96,11 @@ class OptimizerGate:
         self._hook.remove()
 
     @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the rank: what it trains is not watched."""
+        return self._session.forked
+
+    @property
     def waited_s(self) -> float:
         """Seconds that were waited for seals, and before steps that a death would have repeated."""
         return self._session.gate.waited_s + self._session.guard.waited_s
@@ -254,7 +259,7 @@ def _pre_hook(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """What the optimizer is called with instead, where that changes."""
     gate = me()
-    if gate is None:
+    if gate is None or gate.forked:
         return None
     closure: Callable[[], Any] | None = kwargs.get("closure")
     if closure is None or not gate.in_closure:
