@@ -54,8 +54,9 @@ class OptimizerGate:
     `step()`.
 
     given: what was passed to the checkpointer. job: the last version that was taken; late: the training went on
-    without its seal; resumed_from: the (epoch, version) that was loaded. in_closure: the optimizers write nothing
-    before the closure that they are given has run, so the wait is behind that.
+    without its seal; forgone: the last version that this rank could not take; resumed_from: the (epoch, version) that
+    was loaded. in_closure: the optimizers write nothing before the closure that they are given has run, so the wait
+    is behind that.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class OptimizerGate:
         self._given, self._max_repeated, self._times = given, max_repeated, times
         self.job: Job | None = None
         self.late = False
+        self.forgone = 0  # the last version that this rank could not take
         self.resumed_from: tuple[int, int] | None = None
         self.in_closure = False
         self.stepped = False  # an optimizer of the training has stepped since the last `step()`
@@ -140,6 +142,8 @@ class OptimizerGate:
         if job is None and self.resumed_from is not None:
             # The version that was chosen may not have been sealed: until it is, it must not be the past (R2).
             session.gate.wait_for(self.resumed_from, lambda: not session.protected)
+        elif self.forgone == session.version and controller is not None:
+            self._wait_for_others(controller.patience_s)
         elif job is not None and controller is not None:
             self.wait_left(job)
             capture = self._engine.planning.capture
@@ -157,6 +161,13 @@ class OptimizerGate:
         if controller is not None:
             controller.waited(spent)
         self._times.hooked(spent)
+
+    def _wait_for_others(self, patience_s: float) -> None:
+        """Until they have given this version up as well: who goes ahead of them refuses what they still send."""
+        session, pacer = self._session, self._engine.pacer
+        if session.world > 1 and self._max_repeated == 1:
+            over = lambda: not session.protected  # noqa: E731
+            session.gate.wait(self.forgone, over, lambda: pacer.progress_at, patience_s)
 
     def _stand_by(self, job: Job | None) -> None:
         """The job is about to leave a node: nothing is repeated where all ranks stop at a version that is kept."""
