@@ -21,7 +21,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     lengths = [torch.empty_like(length) for _ in range(world)]
     dist.all_gather(lengths, length, group=group)
     sizes = [int(n.item()) for n in lengths]
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ class _EpochSampler:
         if self._shuffle:
             generator = torch.Generator()
             generator.manual_seed((self._seed * 1_000_003 + self.epoch) & (2**63 - 1))
-            order = torch.randperm(self._size, generator=generator)
+            order = torch.randperm(self._size, generator=generator, device="cpu")
         else:
-            order = torch.arange(self._size)
+            order = torch.arange(self._size, device="cpu")
         usable = len(self) * self._world
         yield from order[self._rank : usable : self._world][self.skip :].tolist()
 
@@ -113,7 +114,7 @@ class StatefulLoader:
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
         if not self._loader.num_workers:  # then what makes the batch may draw from this process's generators
             self._call_before_batch()
-        for batch in self._loader:
+        for batch in self._begin():
             if self._restored != started:
                 raise RuntimeError("the loader's position was restored during iteration: start a new iterator")
             self._taken += 1
@@ -122,6 +123,12 @@ class StatefulLoader:
             if self._taken < len(self):
                 self._between()
         self._epoch, self._taken = epoch + 1, 0
+
+    def _begin(self) -> Iterator[Any]:
+        """Return an iterator of torch's loader, which draws a number for itself where its generator is."""
+        on_host = torch.get_default_device().type == "cpu"
+        with nullcontext() if on_host else torch.device("cpu"):
+            return iter(self._loader)
 
     def _call_before_batch(self) -> None:
         if self._before_batch is not None:
