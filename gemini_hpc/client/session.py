@@ -331,6 +331,8 @@ class Session:
 
     def _on_degraded(self, reason: str) -> None:
         self.state = "degraded"
+        if self.ending:
+            return  # the last links break when the ranks do not leave together
         self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._what} goes on")
         self.event("degraded", reason)
 

@@ -20,7 +20,7 @@ from gemini_hpc import clock
 from gemini_hpc.client import mistake
 from gemini_hpc.client.session import Session
 from gemini_hpc.tier import names
-from gemini_hpc.train import arguments, failure_hold, keeping
+from gemini_hpc.train import arguments, failure_hold, keeping, rejecting
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.restorer import Restorer
@@ -264,6 +264,20 @@ class Checkpointer:
         Bounded; may be called twice."""
         self._end(success=True)
 
+    def abandon(self) -> None:
+        """Give this checkpointer up, for another one in the same process: the script builds model and optimizer anew,
+        after out-of-memory for instance. The copies stay; the next Checkpointer of this name resumes from them.
+
+        Collective, over the store of the process group, so also while collectives are stuck or broken: a rank whose
+        others do not call it within a minute gets a RuntimeError. May be called twice. Trainings of other names have
+        to be abandoned as well. Let go of model, optimizer and this object afterwards, or their memory stays.
+        """
+        if self._closed or self._session.forked:
+            return
+        session = self._session
+        self._end(success=False, goes_on=True)
+        rejecting.meet(session.rank, session.world, "abandon()", f"{session.name}-{session.epoch}", rejecting.MEET_S)
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -277,7 +291,8 @@ class Checkpointer:
                 self._holding.error(error)
             self._end(success=False)
 
-    def _end(self, *, success: bool) -> None:
+    def _end(self, *, success: bool, goes_on: bool = False) -> None:
+        """goes_on: the process does, with another checkpointer: the last version is finished, and mappings end."""
         if self._closed or self._session.forked:
             return
         self._closed = True
@@ -289,10 +304,10 @@ class Checkpointer:
             recorder.stop()
         if self._holding is not None:
             self._holding.end()
-        in_peace = success and session.protected and not session.verdict.refused
+        in_peace = (success or goes_on) and session.protected and not session.verdict.refused
         engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         session.finish(success=success)
-        if engine.wait_ended(_LAST_S) and success:
+        if engine.wait_ended(_LAST_S) and (success or goes_on):
             for keeper in engine.keepers():
                 keeper.close()
 

@@ -14,13 +14,13 @@ TIMEOUT_S = 30.0
 MOST_TEXT = 300
 
 
-def meet(rank: int, world: int, occasion: str, within_s: float) -> None:
-    """Return when all ranks are here, for the same occasion. Over the store of the process group, which waits for
-    nobody's collectives. Raises RuntimeError where some have not come in time."""
+def meet(rank: int, world: int, call: str, occasion: str, within_s: float) -> None:
+    """Return when all ranks have made this call, on the same occasion. Over the store of the process group, which
+    waits for nobody's collectives. Raises RuntimeError where some have not come in time."""
     if world == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    keys = [f"gemini/{occasion}/{other}" for other in range(world)]
+    keys = [f"gemini/{call}-{occasion}/{other}" for other in range(world)]
     store.set(keys[rank], "here")
     try:
         store.wait(keys, timedelta(seconds=within_s))
@@ -30,7 +30,7 @@ def meet(rank: int, world: int, occasion: str, within_s: float) -> None:
             return
         store.delete_key(keys[rank])
         raise RuntimeError(
-            f"reject() is collective: rank {', '.join(missing[:8]) or 'of another call'} did not call it within "
+            f"{call} is collective: rank {', '.join(missing[:8]) or 'of another call'} did not call it within "
             f"{within_s:g} s"
         ) from None
 

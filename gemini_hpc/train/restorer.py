@@ -105,7 +105,7 @@ class Restorer:
         if not self.called:
             raise RuntimeError("reject() before resume(): nothing has been loaded")
         session = self._session
-        rejecting.meet(session.rank, session.world, f"reject-{session.name}-{session.epoch}", rejecting.MEET_S)
+        rejecting.meet(session.rank, session.world, "reject()", f"{session.name}-{session.epoch}", rejecting.MEET_S)
         fresh = session.agreed(fresh)
         self._record(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
         if trained:
