@@ -149,7 +149,8 @@ class OptimizerGate:
             capture = self._engine.planning.capture
             assert capture is not None
             if job.version == session.version:
-                for key in capture.audit(job):
+                changed = capture.audit(job)
+                for key in changed if not job.hopeless else ():  # a void version is named already
                     session.note("changed", job.version, f"{key} changed between step() and the optimizer's step")
             if controller.due(job.version):
                 self.wait_sealed(job)
@@ -224,7 +225,7 @@ class OptimizerGate:
         if not self.late or not session.protected or gate.degraded:
             return
         gate.missed(job.version)
-        if not job.hopeless and not gate.degraded:
+        if not (job.hopeless or gate.degraded or gate.abandoned(job.version)):
             controller.unsealed += 1
             self._tell_late(job.version)
 

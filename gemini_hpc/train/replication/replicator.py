@@ -220,9 +220,9 @@ class Replicator(Keeper):
         for replica in replicas:
             replica.end(job, unchanged=not changed and job.as_it_was())
         self._copied_s = clock.monotonic() - began
-        job.left.set()
         if changed:
             return self._void(job, slot_index, changed)
+        job.left.set()
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
