@@ -195,7 +195,8 @@ class Sessions:
             if clock.monotonic() > deadline:
                 raise Rejected(
                     f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
-                    "several trainings in one job need names: Checkpointer(name=...)"
+                    "several trainings in one job need names: Checkpointer(name=...); where this one takes the place "
+                    "of an earlier one, call abandon() on that"
                 )
             await asyncio.sleep(0.02)
 

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -113,6 +114,17 @@ def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds
         raise AgentLost(f"cannot decode the agent's answer: {error}") from None
 
 
+_clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for client in list(_clients):
+        client.forget()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
 class AgentClient:
     """Requests to the agent, from any thread; one at a time.
 
@@ -141,6 +153,17 @@ class AgentClient:
         self._posted: dict[type[Posted], Posted] = {}
         self._events_changed = threading.Condition()
         self._sending_event = False
+        _clients.add(self)
+
+    def forget(self) -> None:
+        """Give the connection up in a process that was forked: it is the parent's. Takes none of the locks, which
+        threads of the parent may have held."""
+        sock, self._sock = self._sock, None
+        self._lock, self._events_changed = threading.Lock(), threading.Condition()
+        self._closed = threading.Event()
+        self._closed.set()
+        if sock is not None:
+            sock.close()
 
     @property
     def lost(self) -> bool:

@@ -81,6 +81,11 @@ class SealGate:
         if first:
             self._on_degraded(reason)
 
+    def abandoned(self, version: int) -> bool:
+        """Whether the agents have given this version up: the rank that could not take it has told why."""
+        page = self._page()
+        return page is not None and page.abandoned >= (self._epoch, version)
+
     def missed(self, version: int) -> None:
         """The training went on without this version, though nobody said that none can be sealed. One such is nothing;
         where a later one is missed as well, longer than the timeout after it, and no seal has come between them,

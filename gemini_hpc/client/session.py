@@ -80,6 +80,7 @@ class Session:
         self._print, self._leave = say or lines.tell, leave
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
         self._parity = parity
+        self._pid = os.getpid()
         self.path = os.environ.get(SOCKET_ENV, "")
         self.keepers: Callable[[], Iterable[Keeper[Any]]] = list
         self.on_lost: list[Callable[[str], None]] = []
@@ -144,6 +145,11 @@ class Session:
         self.unsaved[name] = self.unsaved.get(name, 0) + 1
 
     # ---- joining ---------------------------------------------------------------------------------------
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the rank, and is none."""
+        return os.getpid() != self._pid
 
     @property
     def protected(self) -> bool:
@@ -275,7 +281,7 @@ class Session:
 
     def finish(self, *, success: bool) -> None:
         """Hang up. success: the copies are no longer needed."""
-        if self.client is None:
+        if self.client is None or self.forked:
             return
         self.client.flush()
         if success:
@@ -325,6 +331,8 @@ class Session:
 
     def _on_degraded(self, reason: str) -> None:
         self.state = "degraded"
+        if self.ending:
+            return  # the last links break when the ranks do not leave together
         self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._what} goes on")
         self.event("degraded", reason)
 

@@ -20,7 +20,7 @@ from gemini_hpc import clock
 from gemini_hpc.client import mistake
 from gemini_hpc.client.session import Session
 from gemini_hpc.tier import names
-from gemini_hpc.train import arguments, failure_hold, keeping
+from gemini_hpc.train import arguments, failure_hold, keeping, rejecting
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.not_given import NotGiven
@@ -121,7 +121,7 @@ class Checkpointer:
             local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
             imported_at=IMPORTED_AT,
         )
-        meetings = Meetings(ranks, name, session.say)
+        meetings = self._meetings = Meetings(ranks, name, session.say)
         self._engine = SaveEngine(session, tree, traffic, ranks=ranks, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._not_given, max_repeated, self._times)
         self._engine.frozen = self._gate.frozen
@@ -225,6 +225,8 @@ class Checkpointer:
         """
         if self._closed:
             raise RuntimeError("step() after close()")
+        if self._session.forked:
+            return
         began, session = time.perf_counter(), self._session
         session.version += 1
         self._gate.passed = False
@@ -280,6 +282,19 @@ class Checkpointer:
         Bounded; may be called twice."""
         self._end(success=True)
 
+    def abandon(self) -> None:
+        """Give this checkpointer up, for another one in the same process: the script builds model and optimizer anew,
+        after out-of-memory for instance. The copies stay; the next Checkpointer of this name resumes from them.
+
+        Collective, over the store of the process group, so also while collectives are stuck or broken: a rank whose
+        others do not call it within a minute gets a RuntimeError. May be called twice. Trainings of other names have
+        to be abandoned as well. Let go of model, optimizer and this object afterwards, or their memory stays.
+        """
+        if self._closed or self._session.forked:
+            return
+        self._end(success=False, goes_on=True)
+        self._meetings.meet("abandon()", rejecting.MEET_S)
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -293,8 +308,9 @@ class Checkpointer:
                 self._holding.error(error)
             self._end(success=False)
 
-    def _end(self, *, success: bool) -> None:
-        if self._closed:
+    def _end(self, *, success: bool, goes_on: bool = False) -> None:
+        """goes_on: the process does, with another checkpointer: the last version is finished, and mappings end."""
+        if self._closed or self._session.forked:
             return
         self._closed = True
         session, engine = self._session, self._engine
@@ -305,17 +321,17 @@ class Checkpointer:
             recorder.stop()
         if self._holding is not None:
             self._holding.end()
-        in_peace = success and session.protected and not session.verdict.refused
+        in_peace = (success or goes_on) and session.protected and not session.verdict.refused
         engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         session.finish(success=success)
-        if engine.wait_ended(_LAST_S) and success:
+        if engine.wait_ended(_LAST_S) and (success or goes_on):
             for keeper in engine.keepers():
                 keeper.close()
 
     def _exiting(self) -> None:
         """At interpreter exit without `close()`: hold if a node is dead, and end the threads, or Python would abort
         over them."""
-        if self._closed:
+        if self._closed or self._session.forked:
             return
         if self._session.protected and self._holding is not None:
             self._holding.exit()

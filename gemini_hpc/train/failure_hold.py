@@ -7,6 +7,7 @@ first asks its agent; while a node of the job is dead or suspected it stays, bou
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -65,6 +66,7 @@ class Hold:
         self._path, self._hold_s, self._say, self._raised = path, hold_s, say, raised
         self._before = sys.excepthook
         self._over = False
+        self._pid = os.getpid()
         sys.excepthook = self._uncaught
 
     def end(self) -> None:
@@ -76,7 +78,7 @@ class Hold:
     def error(self, error: BaseException) -> None:
         """It ends the training, and is seen for the first time: where it is a communication error, block while a node
         may be dead; tell of others."""
-        if self._over or getattr(error, "__gemini_seen__", False):
+        if self._over or os.getpid() != self._pid or getattr(error, "__gemini_seen__", False):
             return
         error.__gemini_seen__ = True  # type: ignore[attr-defined]
         if not is_communication_error(error):

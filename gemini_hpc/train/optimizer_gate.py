@@ -53,9 +53,10 @@ class OptimizerGate:
     """Of one rank. A hook of all optimizers of the process: those of the training wait here, once after each
     `step()`.
 
-    not_given: of the checkpointer. job: the last version that was taken; late: the training went on
-    without its seal; resumed_from: the (epoch, version) that was loaded. in_closure: the optimizers write nothing
-    before the closure that they are given has run, so the wait is behind that.
+    not_given: of the checkpointer. job: the last version that was taken; late: the training went on without its seal;
+    forgone: the last version that this rank could not take; resumed_from: the (epoch, version) that was loaded.
+    in_closure: the optimizers write nothing before the closure that they are given has run, so the wait is behind
+    that.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class OptimizerGate:
         self._not_given, self._max_repeated, self._times = not_given, max_repeated, times
         self.job: Job | None = None
         self.late = False
+        self.forgone = 0  # the last version that this rank could not take
         self.resumed_from: tuple[int, int] | None = None
         self.in_closure = False
         self.stepped = False  # an optimizer of the training has stepped since the last `step()`
@@ -94,6 +96,11 @@ class OptimizerGate:
     def close(self) -> None:
         """Optimizers step freely from now on."""
         self._hook.remove()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the rank: what it trains is not watched."""
+        return self._session.forked
 
     @property
     def waited_s(self) -> float:
@@ -135,12 +142,15 @@ class OptimizerGate:
         if job is None and self.resumed_from is not None:
             # The version that was chosen may not have been sealed: until it is, it must not be the past (R2).
             session.gate.wait_for(self.resumed_from, lambda: not session.protected)
+        elif self.forgone == session.version and controller is not None:
+            self._wait_for_others(controller.patience_s)
         elif job is not None and controller is not None:
             self.wait_left(job)
             capture = self._engine.planning.capture
             assert capture is not None
             if job.version == session.version:
-                for key in capture.audit(job):
+                changed = capture.audit(job)
+                for key in changed if not job.hopeless else ():  # a void version is named already
                     session.note("changed", job.version, f"{key} changed between step() and the optimizer's step")
             if controller.due(job.version):
                 self.wait_sealed(job)
@@ -152,6 +162,13 @@ class OptimizerGate:
         if controller is not None:
             controller.waited(spent)
         self._times.hooked(spent)
+
+    def _wait_for_others(self, patience_s: float) -> None:
+        """Until they have given this version up as well: who goes ahead of them refuses what they still send."""
+        session, pacer = self._session, self._engine.pacer
+        if session.world > 1 and self._max_repeated == 1:
+            over = lambda: not session.protected  # noqa: E731
+            session.gate.wait(self.forgone, over, lambda: pacer.progress_at, patience_s)
 
     def _stand_by(self, job: Job | None) -> None:
         """The job is about to leave a node: nothing is repeated where all ranks stop at a version that is kept."""
@@ -208,7 +225,7 @@ class OptimizerGate:
         if not self.late or not session.protected or gate.degraded:
             return
         gate.missed(job.version)
-        if not job.hopeless and not gate.degraded:
+        if not (job.hopeless or gate.degraded or gate.abandoned(job.version)):
             controller.unsealed += 1
             self._tell_late(job.version)
 
@@ -254,7 +271,7 @@ def _pre_hook(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """What the optimizer is called with instead, where that changes."""
     gate = me()
-    if gate is None:
+    if gate is None or gate.forked:
         return None
     closure: Callable[[], Any] | None = kwargs.get("closure")
     if closure is None or not gate.in_closure:

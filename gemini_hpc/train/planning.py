@@ -22,11 +22,12 @@ from gemini_hpc.train.state.layout import Draft, Plan, lay_out
 from gemini_hpc.train.state.lifted import LEAST_BYTES
 from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.source import StateChangedError
-from gemini_hpc.train.state.tree import Leaf, StateTree, local
+from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: its tensors, and in the first `step()` also the size of its slot."""
+    """What a rank tells the others: its tensors, and in the first `step()` also the size of its slot. ready: it has
+    them all now."""
 
     ready: bool = True
     problem: str = ""
@@ -74,6 +75,7 @@ class Planning:
         self._layout_bytes = 0  # of a slot, as planned
         self._apart: frozenset[str] = frozenset()  # what ranks have under one name, and not alike
         self._draft: Draft | None = None  # that was offered for a new plan
+        self._told: set[str] = set()
 
     # ---- the first plan --------------------------------------------------------------------------------
 
@@ -96,6 +98,9 @@ class Planning:
         if failure is None:
             try:
                 draft = Draft.of(self._tree, leaves, odd, self._session.world, lifting=self._transport != "nccl")
+            except NotGivenError as error:
+                self.not_given(error)
+                ready = False
             except Exception as error:
                 failure = error
         offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else []), failure)
@@ -200,6 +205,19 @@ class Planning:
         self._misfits |= found
         return True
 
+    def not_given(self, error: NotGivenError) -> None:
+        """This version is without the state of an object, so it is none. Each object's mistake is told once."""
+        session, why = self._session, str(error)
+        if why not in self._told:
+            self._told.add(why)
+            session.find(why)
+            session.say(
+                f"rank {session.rank}: version {session.version} is not saved: {why}; protection goes on with the "
+                "next version"
+            )
+        session.count("skipped")
+        session.event("skipped", f"rank {session.rank}: {why}")
+
     def fits(self) -> None:
         """All tensors are as planned."""
         self._changing.clear()
@@ -228,6 +246,9 @@ class Planning:
                 closely=closely,
             )
             offer = _Offer(entries=self._draft.shared)
+        except NotGivenError as error:
+            self.not_given(error)
+            offer = _Offer(ready=False)
         except Exception as error:  # all ranks hear of it
             offer = _Offer(problem=f"rank {self._session.rank}: {error}")
         return msgspec.msgpack.encode(offer)
@@ -245,6 +266,9 @@ class Planning:
         assert replanning is not None and self._layout_bytes
         draft, self._draft = self._draft, None
         offers = [msgspec.msgpack.decode(part, type=_Offer) for part in offered]
+        if not all(offer.ready for offer in offers):  # an object has not given its state
+            replanning.want(session.version, at_once=True)
+            return
         problem = next((offer.problem for offer in offers if offer.problem), "")
         if problem or draft is None:
             raise _OfferError(problem or "this rank has made no offer for a new plan")

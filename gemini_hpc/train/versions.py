@@ -16,7 +16,7 @@ from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.stillness import Stillness
-from gemini_hpc.train.state.tree import Leaf, StateTree, local, nothing_deferred
+from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local, nothing_deferred
 from gemini_hpc.train.uncaptured import Uncaptured
 
 _TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
@@ -175,7 +175,12 @@ class Versions:
         if self._too_early():
             return
         defers = capture.defers if engine.driver is None else nothing_deferred
-        small = self._tree.pack_small(odd, late, session.world, capture.lifted.takes, defers)
+        try:
+            small = self._tree.pack_small(odd, late, session.world, capture.lifted.takes, defers)
+        except NotGivenError as error:
+            planning.not_given(error)
+            self._gate.forgone = session.version
+            return
         gone = capture.lifted.bind(small.lifted)
         if small.unplanned or late or gone:
             planning.unlifted |= capture.lifted.missed(small.lifted)
@@ -188,6 +193,7 @@ class Versions:
             session.note(
                 "skipped", session.version, f"{gone[0]} has changed since the state was divided among the ranks"
             )
+            self._gate.forgone = session.version
             return
         audit = bool(self._audit) and session.version % self._audit == 0
         job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
@@ -225,8 +231,8 @@ class Versions:
         if planning.misfit(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count("skipped")
-        if session.client is not None:
-            session.client.event("skipped", session.version, f"rank {session.rank}: {why}")
+        session.event("skipped", f"rank {session.rank}: {why}")
+        self._gate.forgone = session.version
 
     def _ship(self, job: Job | None) -> None:
         """At each step() since the ranks have begun to save, where copies go over NCCL: what this rank has of this

@@ -507,12 +507,31 @@ def test_what_is_replaced_after_steps_without_a_change_is_found(
     assert torch.equal(pieces(capture, area, "optimizer.0.model.0.weight.exp_avg"), torch.full((20, 300), 7.0))
 
 
-def test_memory_that_is_replaced_before_the_copy_voids_it() -> None:
+def test_memory_that_is_replaced_before_the_copy_is_copied_as_it_was() -> None:
+    """An encoder that follows another one may be written so in each forward: `p.data = ...`."""
+    model, optimizer = fresh()
+    capture, tree, area = capture_of(model, optimizer)
+    capture.watches_all = True
+    for version in (1, 2):
+        capture.bind(tree.leaves()[0])
+        before = model[0].bias.detach().clone()
+        job = capture.snapshot(version, b"", audit=version == 2)
+        model[0].bias.data = before + 1.0
+        capture.copy(job, 0, area)
+        assert capture.changed(job, 0, area) == []
+        assert torch.equal(pieces(capture, area, "model.0.bias"), before)
+        assert torch.equal(job.memory["model.0.bias"], before), "also for copies of other ranks' shards"
+
+
+def test_memory_that_is_replaced_and_then_written_voids_the_copy() -> None:
+    """As where an evaluation's weights and those of the training change places, and then the average goes on."""
     model, optimizer = fresh()
     capture, tree, area = capture_of(model, optimizer)
     capture.bind(tree.leaves()[0])
+    average = torch.zeros(20)
     job = capture.snapshot(1, b"", audit=False)
-    model[0].bias.data = torch.zeros(20)
+    model[0].bias.data, average = average, model[0].bias.data
+    average.lerp_(model[0].bias.data, 0.5)
     capture.copy(job, 0, area)
     assert capture.changed(job, 0, area) == ["model.0.bias"]
 

@@ -243,6 +243,13 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
     assert (time.monotonic() - began > 0.25) is gone
 
 
+def test_a_version_that_the_agents_have_given_up_is_known_as_such(scene: Scene) -> None:
+    """The rank that voids it names it: the others have nothing to tell."""
+    scene.page.set_abandoned(3, 7)
+    assert not scene.gate.wait(7, lambda: False)
+    assert scene.gate.abandoned(7) and not scene.gate.abandoned(8) and not scene.said
+
+
 def test_a_wait_now_and_then_while_degraded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait and ranks that do not would come to save different versions."""
     real, ahead = time.monotonic, 0.0

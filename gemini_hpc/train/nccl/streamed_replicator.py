@@ -191,7 +191,7 @@ class StreamedReceiver(Receiver):
         if grant is None:
             return None
         self.release(self._gate.sealed)
-        rest = torch.empty(head.sent_bytes, dtype=torch.uint8)
+        rest = torch.empty(head.sent_bytes, dtype=torch.uint8, device="cpu")
         self._inbox.receive(rest)
         digest = self._inbox.digest()
         if not desk.arrived(self.rank, grant):

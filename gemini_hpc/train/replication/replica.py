@@ -21,7 +21,6 @@ from gemini_hpc.train.replication.overlap import Piece
 from gemini_hpc.train.replication.receiver import Reserved
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.ownership import Own
-from gemini_hpc.train.state.tree import local as part_here
 from gemini_hpc.wire import local
 
 
@@ -143,7 +142,7 @@ class Replica:
 
     def _bound(self, job: Job, shard: Shard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(to, from) of every piece. Raises KeyError, ValueError, RuntimeError where the state is another one."""
-        tensors = {leaf.key: part_here(leaf.tensor) for leaf in job.leaves}
+        tensors = job.memory
         ptrs = [tensors[piece.key].data_ptr() for piece in self._pieces]
         known = self._pairs.get(index)
         if known is not None and known[0] == ptrs:

@@ -85,6 +85,7 @@ class Replicator(Keeper):
         self._kept: tuple[Range, ...] = ()  # since then unchanged
         self._replicas: Sequence[Replica] = ()
         self._own, self._sketches = plan.own, bool(plan.live)
+        self._capture.watches_all = self._sketches
         self._begun = self._before = 0  # the versions that were begun last
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
@@ -93,7 +94,7 @@ class Replicator(Keeper):
         self._replicas = replicas
         for replica in replicas:
             replica.pins(self.pin if self._pins is not None else None)
-        self._capture.watches_all = bool(replicas)
+        self._capture.watches_all = bool(replicas) or self._sketches
 
     def pin(self, shard: Shard) -> None:
         """For copies from a device. Takes some 0.1 s per GiB; not beside another call of this."""
@@ -125,7 +126,7 @@ class Replicator(Keeper):
 
     def follow(self, plan: Plan) -> None:
         """All jobs from now on are of this plan; its slots are no smaller. Called by the training."""
-        plan.capture.watches_all = bool(self._replicas)
+        plan.capture.watches_all = bool(self._replicas) or bool(plan.live)
         self._jobs.put(plan)
 
     def stop(self, timeout_s: float) -> bool:
@@ -219,9 +220,9 @@ class Replicator(Keeper):
         for replica in replicas:
             replica.end(job, unchanged=not changed and job.as_it_was())
         self._copied_s = clock.monotonic() - began
-        job.left.set()
         if changed:
             return self._void(job, slot_index, changed)
+        job.left.set()
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True

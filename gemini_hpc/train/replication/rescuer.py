@@ -22,7 +22,6 @@ from gemini_hpc.train.replication import overlap
 from gemini_hpc.train.replication.registration import Identity
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.ownership import Own
-from gemini_hpc.train.state.tree import local as part_here
 from gemini_hpc.wire import local
 
 _RETRY_S = 1.0
@@ -151,8 +150,7 @@ class Rescuer:
             pieces = overlap.pieces(manifest, layout, own)
             if len(pieces) != len(manifest.pieces):
                 return f"{len(manifest.pieces) - len(pieces)} of its {len(manifest.pieces)} pieces are not here"
-            tensors = {leaf.key: part_here(leaf.tensor) for leaf in job.leaves}
-            capture.read(job, overlap.pairs(pieces, own, tensors, memory))
+            capture.read(job, overlap.pairs(pieces, own, job.memory, memory))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""

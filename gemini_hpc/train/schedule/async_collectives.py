@@ -57,7 +57,7 @@ class AsyncCollectives:
 
     def highest(self, words: Sequence[int]) -> None:
         """Start a round: of each word the largest of all ranks."""
-        self._mine, self._all = torch.tensor(list(words), dtype=torch.int64), None
+        self._mine, self._all = torch.tensor(list(words), dtype=torch.int64, device="cpu"), None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._start(lambda: self._backend.allreduce([self._mine], options))
@@ -66,10 +66,10 @@ class AsyncCollectives:
         """Start a round: from every rank up to room_bytes - 8 bytes. Raises ValueError for more."""
         if len(blob) > room_bytes - 8:
             raise ValueError(f"{len(blob)} bytes do not go into {room_bytes - 8}")
-        mine = torch.zeros(room_bytes, dtype=torch.uint8)
+        mine = torch.zeros(room_bytes, dtype=torch.uint8, device="cpu")
         packed = len(blob).to_bytes(8, "little") + blob
         mine[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._mine, self._all = mine, torch.empty(self._world * room_bytes, dtype=torch.uint8)
+        self._mine, self._all = mine, torch.empty(self._world * room_bytes, dtype=torch.uint8, device="cpu")
         self._start(lambda: self._backend._allgather_base(self._all, mine, AllgatherOptions()))
 
     def _start(self, launch: Any) -> None:

@@ -46,7 +46,7 @@ def _nothing(p: torch.Tensor, *, sparse: bool) -> torch.Tensor:
         return torch.zeros_like(p)
     rows = torch.empty((1, 0), dtype=torch.int64, device=p.device)
     values = torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device)
-    return torch.sparse_coo_tensor(rows, values, p.shape, check_invariants=True, is_coalesced=True)
+    return torch.sparse_coo_tensor(rows, values, p.shape, device=p.device, check_invariants=True, is_coalesced=True)
 
 
 class ArrivalOrder:

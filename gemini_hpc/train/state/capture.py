@@ -9,7 +9,7 @@ from then on (it becomes eager).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -134,6 +134,7 @@ class Job:
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
     lifted: Sequence[Seen] = ()  # at step()
     leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of these, by key: as they were at step()
     unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had
     all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
     gaps: Gaps | None = None  # in the small state, as long as they are not filled
@@ -206,6 +207,7 @@ class Capture:
         self._leaves: Sequence[Leaf] | None = None  # that were bound last
         self._late: list[Leaf] = []
         self._bound: Bound | None = None
+        self._memory: tuple[Sequence[Leaf], list[int], Mapping[str, torch.Tensor]] = ((), [], {})
         for number, block in enumerate(blocks):
             leaf, entry = leaves[block.entry], entries[block.entry]
             offset = tuple(b - e for b, e in zip(block.offset, entry.offset, strict=True))
@@ -297,8 +299,17 @@ class Capture:
         job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps)
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
+            job.memory = self._memory_of(job.leaves)
         job.ready = self.mark()
         return job
+
+    def _memory_of(self, leaves: Sequence[Leaf]) -> Mapping[str, torch.Tensor]:
+        """Return what lies here of each leaf, by key. It stays what it is where the training puts other memory behind
+        a parameter, as encoders that follow others do (`p.data = ...`)."""
+        ptrs = [local(leaf.tensor).data_ptr() for leaf in leaves]
+        if self._memory[0] is not leaves or self._memory[1] != ptrs:
+            self._memory = leaves, ptrs, {leaf.key: local(leaf.tensor).detach() for leaf in leaves}
+        return self._memory[2]
 
     # ---- from the copying thread -----------------------------------------------------------------------
 
@@ -399,8 +410,8 @@ class Capture:
 
     def moved(self, job: Job) -> list[str]:
         """The same for copies that the device makes later, in order with what it is given from here on: what has
-        changed since step()."""
-        return self.make_eager(self._moved(job), "changed before its copy was made")
+        changed since step(), or has other memory."""
+        return self.make_eager(self._moved(job) + self._replaced(job), "changed before its copy was made")
 
     def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
@@ -417,22 +428,26 @@ class Capture:
         return [view for views in job.views for view in views]
 
     def _moved(self, job: Job) -> list[str]:
+        """Return the names of what has been written since. What has other memory since was copied from what it had,
+        which is as it was unless its samples say otherwise."""
         bound = job.bound
         counts = bound.counts()
         lifted = [seen.source.key for seen in job.lifted if seen.moved()]
-        if counts == job.counts and bound.holds():
+        if counts == job.counts:
             return lifted
         pairs = zip(bound.watch, counts, job.counts, strict=True)
-        return (
-            lifted
-            + [source.key for (source, _), now, then in pairs if now != then]
-            + [
-                source.key
-                for source in self._sources
-                if not source.eager and source.base is not None and source.whole is not None
-                if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
-            ]
-        )
+        return lifted + [source.key for (source, _), now, then in pairs if now != then]
+
+    def _replaced(self, job: Job) -> list[str]:
+        """Return the names of what has other memory since."""
+        if job.bound.holds():
+            return []
+        return [
+            source.key
+            for source in self._sources
+            if not source.eager and source.base is not None and source.whole is not None
+            if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
+        ]
 
     def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         targets = self._target(index, area)

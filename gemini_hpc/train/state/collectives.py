@@ -40,7 +40,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     device = _device(group)
     lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = [int(n.item()) for n in lengths]
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     parts = _gather(padded.to(device), group)

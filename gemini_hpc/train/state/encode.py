@@ -378,7 +378,7 @@ class _Reader:
         if math.prod(shape) * dtype.itemsize != len(payload):
             raise ValueError(f"encoded state has a tensor of shape {shape} in {len(payload)} bytes")
         if not len(payload):
-            result = torch.empty(shape, dtype=dtype)
+            result = torch.empty(shape, dtype=dtype, device="cpu")
         else:
             # memory of its own, which can be resized
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).clone().view(dtype).reshape(shape)

@@ -89,7 +89,7 @@ def _join(shards: Iterable[Saved]) -> Whole:
             key = saved.key(row)
             first = whole.rows.setdefault(key, row)
             if key not in whole.tensors:
-                whole.tensors[key] = torch.zeros(row.shape, dtype=dtype_of(row.dtype))
+                whole.tensors[key] = torch.zeros(row.shape, dtype=dtype_of(row.dtype), device="cpu")
                 have[key] = set()
             elif (first.shape, first.dtype) != (row.shape, row.dtype):
                 raise ValueError(
@@ -239,7 +239,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, io.BytesIO):
         value = value.getvalue()
     if isinstance(value, (bytes, bytearray)):
-        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            if value
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
     if isinstance(value, np.generic):
         return _scalar(value)
     if isinstance(value, np.ndarray):

@@ -183,7 +183,7 @@ class LiftedSources:
                 if source.key in self._shared:
                     gone.append(source.key)
                 elif source.base is None:
-                    source.bind(torch.zeros(source.shape, dtype=source.dtype))
+                    source.bind(torch.zeros(source.shape, dtype=source.dtype, device="cpu"))
                     source.whole = source.base
             elif not source.is_at(tensor):
                 source.bind(tensor)

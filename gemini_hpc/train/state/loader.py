@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ class _EpochSampler:
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed((self._seed * 1_000_003 + self.epoch) & (2**63 - 1))
-            order = torch.randperm(self.size, generator=generator)
+            order = torch.randperm(self.size, generator=generator, device="cpu")
         else:
-            order = torch.arange(self.size)
+            order = torch.arange(self.size, device="cpu")
         rest = order[self.start :]
         usable = len(rest) // self.world * self.world
         yield from rest[self._rank : usable : self.world][self.skip :].tolist()
@@ -130,7 +130,7 @@ class StatefulLoader:
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
         if not self._loader.num_workers:  # then what makes the batch may draw from this process's generators
             self._call_before_batch()
-        for batch in self._loader:
+        for batch in self._begin():
             if self._restored != started:
                 raise RuntimeError("the loader's position was restored during iteration: start a new iterator")
             self._taken += 1
@@ -142,6 +142,12 @@ class StatefulLoader:
 
     def _go_to(self, epoch: int, start: int = 0, taken: int = 0) -> None:
         self._epoch, self._start, self._taken = epoch, start, taken
+
+    def _begin(self) -> Iterator[Any]:
+        """Return an iterator of torch's loader, which draws a number for itself where its generator is."""
+        on_host = torch.get_default_device().type == "cpu"
+        with nullcontext() if on_host else torch.device("cpu"):
+            return iter(self._loader)
 
     def _call_before_batch(self) -> None:
         if self._before_batch is not None:

@@ -33,7 +33,7 @@ def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
             line = torch.view_as_real(line)[:, 0]
         return line.view(_AS_INTEGERS[line.element_size()])
     except RuntimeError:  # bits of a kind that cannot be seen as integers, a conjugated view: not sampled
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

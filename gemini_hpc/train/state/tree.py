@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from gemini_hpc.client import mistake
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
 from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, host_bytes, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
@@ -32,6 +33,10 @@ from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.torch_dtypes import dtype_name
 
 _PRINT_SAMPLES = 4096
+
+
+class NotGivenError(Exception):
+    """An object of the training's has not given its state this time; the message names it."""
 
 
 @runtime_checkable
@@ -447,7 +452,8 @@ class StateTree:
     # ---- small state -----------------------------------------------------------------------------------
 
     def small(self, odd: Mapping[tuple[int, str, str], Any]) -> dict[str, Any]:
-        """Everything that is captured at once: generators, buffers, groups, schedulers and the like."""
+        """Everything that is captured at once: generators, buffers, groups, schedulers and the like. Raises
+        NotGivenError."""
         buffers = {name: local(tensor) for name, tensor in self.buffers.items()}
         return {
             "rng": rng.capture(),
@@ -469,7 +475,7 @@ class StateTree:
             "transient": sorted(self._modules.transient & buffers.keys()),
             "odd": dict(odd),
             "made": self.made(),
-            "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
+            "stateful": {name: sharded.parts(_given(name, item)) for name, item in self.stateful.items()},
             "counted": counted_in(self.stateful.get("loader")),
             "buckets": [recorder.order for recorder in self.ddps],
         }
@@ -492,8 +498,8 @@ class StateTree:
         defers: Callable[[torch.Tensor], bool] = nothing_deferred,
     ) -> Packed:
         """late: tensors that have no place in the tensor area; lifts: whether a large one of the small state itself,
-        known by this name, has one; defers: whether a tensor's bytes are put in later. Raises UnknownTypeError,
-        UnsupportedStateError."""
+        known by this name, has one; defers: whether a tensor's bytes are put in later. Raises NotGivenError,
+        UnknownTypeError, UnsupportedStateError."""
         extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
         lift = Lift(lifts)
         small = lift.out_of(self.small(odd))
@@ -608,6 +614,14 @@ class StateTree:
                     f"buffer {name} appeared in mid-training, in a module that this training does not have: build it "
                     "before resume()"
                 )
+
+
+def _given(name: str, item: Stateful) -> Any:
+    """Return an object's state. Raises NotGivenError for whatever the object raises."""
+    try:
+        return item.state_dict()
+    except Exception as error:
+        raise NotGivenError(f"state_dict() of {name} has raised {mistake.in_words(error)}") from error
 
 
 def _folded(tensor: torch.Tensor) -> bool:

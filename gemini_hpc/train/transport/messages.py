@@ -111,7 +111,7 @@ class _Link:
         return self.start(True, torch.frombuffer(bytearray(data), dtype=torch.uint8), tag)
 
     def receive_bytes(self, count: int, tag: int) -> bytes:
-        message = self.start(False, torch.empty(count, dtype=torch.uint8), tag)
+        message = self.start(False, torch.empty(count, dtype=torch.uint8, device="cpu"), tag)
         message.wait()
         return message.bytes()
 
@@ -160,7 +160,7 @@ class MessageOutbox(_Link, Outbox):
             announced = f"of {self._sizes[k]} bytes" if k < len(self._sizes) else "none more"
             raise ValueError(f"chunk {k} has {chunk.numel()} bytes; announced was {announced}")
         self._next += 1
-        ack = self.start(False, torch.empty(_NUMBER.size, dtype=torch.uint8), _ACK_TAG)
+        ack = self.start(False, torch.empty(_NUMBER.size, dtype=torch.uint8, device="cpu"), _ACK_TAG)
         return _Sent(self, self.start(True, chunk, _CHUNK_TAG), ack, k)
 
     def finish(self, digest: str) -> None:
