@@ -35,6 +35,7 @@ from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
+from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.pledges import Pledges
@@ -115,7 +116,7 @@ class Agent:
         self._hangs = Hangs(node, directory, settings.hang_s, here, trainings, self.launches, sick.hung, log, spawn)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
-        rejections = Rejections(self.pledges, log)
+        rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
         keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
         self.controller_link = ControllerLink(me, here, self, log, spawn)
         events.follow(self.controller_link.tell)
@@ -158,7 +159,7 @@ class Agent:
         )
         self.salvage = Salvage(node, here, trainings, store, rejections, saver, node_writer, log, spawn)
         sessions = Sessions(
-            me, here, trainings, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
+            me, here, trainings, saver, tier, rejections, closings, stats, notice=lambda: self.controller_link.notice
         )
         self.service = RankRequests(
             node,
@@ -172,6 +173,7 @@ class Agent:
             saver,
             keeps,
             rejections,
+            closings,
             self._outlines,
             self.rescue,
             stats,
@@ -190,6 +192,7 @@ class Agent:
             self.salvage,
             tier,
             rejections,
+            closings,
             self.service,
             self.controller_link,
             self._predecessor,

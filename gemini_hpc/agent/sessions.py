@@ -11,13 +11,16 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
+from gemini_hpc.core.sequence import Place, step_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.local_server import Client, Reply
@@ -40,11 +43,12 @@ class Rejected(Exception):
 
 
 class Session(NamedTuple):
-    """What a process has said."""
+    """What a process has said. series: what its step has in common with others (`core.sequence`)."""
 
     step: str
     set: str
     rank: int
+    series: str
 
 
 class Sessions:
@@ -58,12 +62,14 @@ class Sessions:
         saver: Saver,
         tier: TierChoice,
         rejections: Rejections,
+        closings: Closings,
         stats: StatsStore,
         notice: Callable[[], str],
     ) -> None:
         """notice: tells what the controller wants users to know."""
         self._identity, self._membership, self._sets, self._saver = identity, membership, sets, saver
         self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
+        self._closings = closings
         self._clients: dict[Client, Session] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------
@@ -101,6 +107,11 @@ class Sessions:
         if self.training(client, m.set).present.get(m.rank) is not client:
             raise Rejected(f"rank {m.rank} does not belong to this process")
 
+    def series(self, client: Client) -> str:
+        """What the step of this process has in common with its other starts."""
+        session = self._clients.get(client)
+        return "" if session is None else session.series
+
     def _steps(self) -> set[str]:
         """Launches whose training ranks are connected now."""
         return {session.step for session in self._clients.values()}
@@ -117,7 +128,8 @@ class Sessions:
         proto = version.common(m.least, m.most)
         if not proto:
             raise Rejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
-        if not self._sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
+        name_fits = NAME.fullmatch(m.set) is not None and self._sets.may_have(self._set(m))
+        if not name_fits or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise Rejected(
                 f"set {m.set[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, or too many sets"
             )
@@ -140,12 +152,14 @@ class Sessions:
             raise Rejected("the job has gone on without this process")
         if client.closed.is_set():
             raise Rejected("closed")
-        training = self._sets.named(m.set)
+        if not self._sets.may_have(name := self._set(m)):
+            raise Rejected(f"set {name[:80]!r}: too many sets")
+        training = self._sets.named(name)
         if training.greeted and m.world != training.world:
             raise Rejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
         if not m.rejoin:
-            self._stats.begun(m.set, m.rank)
+            self._stats.begun(name, m.rank)
         training.finished.discard(m.rank)
         training.left.pop(m.rank, None)
         training.present[m.rank] = client
@@ -153,7 +167,8 @@ class Sessions:
             training.ranks.add(m.rank, fds[0], clock.monotonic())
         (training.restarts.add if m.restarts else training.restarts.discard)(m.rank)
         training.world = m.world
-        self._clients[client] = Session(m.step, m.set, m.rank)
+        self._clients[client] = Session(m.step, name, m.rank, _series(m))
+        closed = self._closings.get(name)
         chosen = training.chosen or Stamp(0, 0)
         plan = rounds.plan
         heritage = plan.heritage if plan is not None else None
@@ -176,26 +191,39 @@ class Sessions:
             lost=lost,
             notice="; ".join(filter(None, (self._notice(), self._saver.problem))),
             proto=proto,
-            rejected=self._rejections.sentences(m.set)[-_TOLD:],
-            fresh=self._rejections.fresh(m.set),
+            rejected=self._rejections.sentences(name)[-_TOLD:],
+            fresh=self._rejections.fresh(name),
             parity=here.redundancy.parity,
             group=here.redundancy.group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
+            set=name,
+            closed=closed.version if closed is not None else 0,
         )
         return welcome, [training.page_fd()]
+
+    def _set(self, m: local.Hello) -> str:
+        """Name the set of a training by its place in the job's sequence. The plan, which all agents have, says of which
+        step it is; the process says which one of that step."""
+        incarnation = self._membership.incarnation
+        plan = incarnation.rounds.plan if incarnation is not None else None
+        if incarnation is None or plan is None:
+            return Place(m.set, 1, m.nth).set_name
+        held = [s.name for s in plan.sets if s.chosen is not None]
+        step = step_of(m.set, _series(m), incarnation.restart, plan.closed, held)
+        return Place(m.set, step, m.nth).set_name
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
         deadline = clock.monotonic() + _LEAVE_S
         while True:
-            training = self._sets.get(m.set)
+            training = self._sets.get(self._set(m))
             other = training.present.get(m.rank) if training is not None else None
             if other is None or other.closed.is_set() or self._step(other) != m.step:
                 return
             if clock.monotonic() > deadline:
                 raise Rejected(
                     f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
-                    "several trainings in one job need names: Checkpointer(name=...)"
+                    "several trainings in one job need names: Checkpointer(name=...), or close() before the next"
                 )
             await asyncio.sleep(0.02)
 
@@ -211,7 +239,7 @@ class Sessions:
     async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for the round that serves this launch; ask for one where it is a new launch."""
         await rounds.wait_live(None)
-        training = self._sets.get(m.set)
+        training = self._sets.get(self._set(m))
         again = training is not None and m.rank in training.greeted
         chooses = self._tier.heeds(m.tier)
         if rounds.step == m.step and not again and not rounds.unseen and not chooses:
@@ -238,3 +266,7 @@ class Sessions:
                     await rounds.changed()
             except TimeoutError:
                 continue
+
+
+def _series(m: local.Hello) -> str:
+    return m.series or m.step.partition("+")[0]

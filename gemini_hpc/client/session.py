@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.client import joining
+from gemini_hpc.client import finished, joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.hand_back import hand_back, same_or_new
 from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, Notice
@@ -74,7 +74,8 @@ class Session:
         parity: bool = False,
     ) -> None:
         """parity: this program can do with parity in place of copies."""
-        self.ranks, self.name, self.tier = ranks, name, tier
+        self.ranks, self.title, self.tier = ranks, name, tier
+        self.name = name  # as the agents call it, with its place among the job's trainings of that title
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
@@ -116,6 +117,15 @@ class Session:
         """One line of all ranks: rank 0's."""
         if self.rank == 0:
             self.say(text)
+
+    def tell_closed(self) -> None:
+        """Say that what was resumed from is an end. A script that leaves out what is done takes it for another one."""
+        closed = self.welcome.closed
+        if closed and self.version <= closed:
+            self.say_once(
+                f"{self._what} {self.name} was closed at version {closed} by an earlier start: it has its end again. "
+                f"A script that leaves out what is done gives each {self._what} a name of its own"
+            )
 
     def find(self, text: str) -> None:
         """For the report."""
@@ -161,8 +171,11 @@ class Session:
 
     def join(self, problem: str = "") -> None:
         """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected."""
-        notice = self._greet(problem)
+        notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title))
         notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
+        if problem := joining.unclosed(notices):  # what one of them was told is not this training's
+            self.say_once(f"this {self._what} is not protected: {problem}")
+            return
         problem = joining.problem(notices, notice, with_parity=self._parity)
         if problem:
             if self.client is not None and self.client.page is not None:
@@ -214,7 +227,7 @@ class Session:
             return Notice(problem=joining.no_agent())
         if problem:
             return Notice(problem=problem)
-        hello = joining.hello(self.name, self.rank, self.world, self._local_rank, self.tier)
+        hello = joining.hello(self.title, self.rank, self.world, self._local_rank, self.tier)
         self._waiting_said = ""
         try:
             if self._progress is None:
@@ -227,6 +240,7 @@ class Session:
             return Notice(problem=str(error), later=isinstance(error, NotYet))
         if self._imported_at is not None:  # a rank that was started again had it all imported
             self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
+        self.name = self.welcome.set or self.title
         return Notice.of(self.welcome)
 
     def _own_progress(self) -> OwnProgress | None:
@@ -276,13 +290,15 @@ class Session:
 
     def finish(self, *, success: bool) -> None:
         """Hang up. success: the copies are no longer needed."""
+        if success:
+            finished.count(self.title)
         if self.client is None:
             return
         self.client.flush()
         if success:
             try:
-                finished = local.Finished(set=self.name, rank=self.rank)
-                self.client.request(finished, timeout_s=FINISHED_TIMEOUT_S)
+                message = local.Finished(set=self.name, rank=self.rank, version=self.version)
+                self.client.request(message, timeout_s=FINISHED_TIMEOUT_S)
             except (AgentLost, AgentRefused) as error:
                 self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")
         self.client.close()

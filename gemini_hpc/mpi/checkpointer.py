@@ -144,6 +144,7 @@ class Checkpointer:
         session.version = self._last = welcome.chosen_version
         place = joining.place(welcome)
         session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
+        session.tell_closed()
         return session.version
 
     def _load(self, shards: list[Saved], same: bool) -> None:

@@ -92,6 +92,7 @@ class Restorer:
             self._set_generators(small["rng"])
         done = clock.time()
         session.say_once(f"resumed at version {session.version} from {joining.place(welcome)} ({done - began:.2f} s)")
+        session.tell_closed()
         self._tell_data()
         assert session.client is not None
         detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
@@ -176,7 +177,7 @@ class Restorer:
         began, why = clock.time(), self._unsupported
         if not why:
             try:
-                found = start.load(self._tree, self._path, session.name, session.rank, session.world)
+                found = start.load(self._tree, self._path, session.title, session.rank, session.world)
             except (ValueError, OSError, ImportError, UnsupportedStateError) as error:
                 why = str(error)
         if not session.agreed(not why):

@@ -1,0 +1,148 @@
+"""Trainings of one name, one after the other in a job: each begins at 0, and a new start finds each in its place."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .agents import RealJob
+from .launch import Process, environments
+
+pytestmark = pytest.mark.slow
+
+MakeJob = Callable[..., RealJob]
+STEPS, DIED = 6, [-signal.SIGKILL] * 2
+
+
+class Steps:
+    """Steps of a job of two ranks on two nodes; without a job they are undisturbed."""
+
+    def __init__(self, job: RealJob | None, directory: Path) -> None:
+        self.job, self.log = job, directory / "log"
+        self.errors: list[str] = []
+        directory.mkdir()
+
+    def begin(self, step: str, *seeds: int, launcher: bool = False, series: str = "", **more: Any) -> list[Process]:
+        """Start the ranks of one step."""
+        options = json.dumps({"log": str(self.log), "seeds": seeds, "steps": STEPS, **more})
+        found = []
+        for rank, place in enumerate(environments(2)):
+            env = dict(place)
+            if self.job is not None:
+                env |= {"GEMINI_SOCKET": self.job.nodes[rank].path, "GEMINI_STEP": step}
+                env |= {"GEMINI_RESTARTS_STEP": series} if series else {}
+            module, words = "tests.train.seeds", [options]
+            if launcher:
+                module, words = "gemini_hpc.launch", ["-m", module, options]
+            found.append(Process(env, module=module, arguments=words))
+        return found
+
+    def run(self, step: str, *seeds: int, **more: Any) -> list[int | None]:
+        """One step to its end: the exit statuses."""
+        processes = self.begin(step, *seeds, **more)
+        try:
+            return [process.wait(60.0) for process in processes]
+        finally:
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                process.wait(10.0)
+            self.errors += [process.read()[1] for process in processes]
+
+    def lines(self, what: str) -> list[dict[str, Any]]:
+        """What rank 0 has noted."""
+        found = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line for line in found if line["what"] == what and line["rank"] == 0]
+
+    @property
+    def begun(self) -> list[tuple[str, int]]:
+        """Each training that has begun: its set, and the step at which it did."""
+        return [(line["set"], line["step"]) for line in self.lines("begins")]
+
+    @property
+    def digests(self) -> list[str]:
+        """The final weights of each training that has ended."""
+        assert all(line["state"] != "unprotected" for line in self.lines("ends")), self.errors
+        return [line["digest"] for line in self.lines("ends")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The final weights with each of three seeds, without agents."""
+    steps = Steps(None, tmp_path_factory.mktemp("undisturbed") / "steps")
+    assert steps.run("", 1, 2, 3, pause_s=0) == [0, 0], steps.errors
+    return [line["digest"] for line in steps.lines("ends")]
+
+
+@pytest.fixture
+def steps(make_agents: MakeJob, tmp_path: Path) -> Steps:
+    return Steps(make_agents(2, 2, heartbeat_s=1.0), tmp_path / "steps")
+
+
+def test_folds_of_one_process(steps: Steps, undisturbed: list[str]) -> None:
+    assert steps.run("81.0", 1, 2, 3) == [0, 0], steps.errors
+    assert steps.begun == [("default", 0), ("default+1.2", 0), ("default+1.3", 0)]
+    assert steps.digests == undisturbed
+
+
+def test_the_launcher_starts_a_step_again(steps: Steps, undisturbed: list[str]) -> None:
+    """It dies between its trainings: the first one has its end, with its weights, and the second begins."""
+    assert steps.run("81.0", 1, 2, launcher=True, dies=[1, 0, 0]) == [0, 0], steps.errors
+    assert steps.begun == [("default", 0), ("default", STEPS), ("default+1.2", 0)], steps.errors
+    assert steps.digests == [undisturbed[0], *undisturbed[:2]]
+    told = f"training default was closed at version {STEPS} by an earlier start: it has its end again"
+    assert steps.errors[0].count(told) == 1 and told not in steps.errors[1], steps.errors
+
+
+@pytest.mark.parametrize("at", [0, 3, -1])
+def test_gemini_hpc_run_starts_a_step_again(steps: Steps, undisturbed: list[str], at: int) -> None:
+    """The first training of a job is killed, or has just been closed; the next step of the script is another one."""
+    assert steps.run("81.0", 1, series="run-1", dies=[0, at, 0]) == DIED, steps.errors
+    assert steps.run("81.1", 1, series="run-1") == [0, 0], steps.errors
+    assert steps.run("81.2", 2, series="run-2") == [0, 0], steps.errors
+    first, again, second = steps.begun if at else [("default", 0), *steps.begun]
+    assert first == ("default", 0) and again[0] == "default" and second == ("default+2.1", 0), steps.errors
+    assert again[1] == {0: 0, -1: STEPS}.get(at, again[1]) and (at <= 0 or again[1] in (at - 1, at)), steps.errors
+    assert steps.digests[-2:] == undisturbed[:2]
+
+
+def test_requeued_between_two_steps(steps: Steps, undisturbed: list[str]) -> None:
+    """A loop over seeds in the batch script: the first step has its end, with its weights, on other nodes, too."""
+    assert steps.run("81.0", 1) == [0, 0], steps.errors
+    assert steps.run("81.1", 2, dies=[0, 0, 0]) == DIED, steps.errors
+    assert steps.job is not None
+    steps.job.requeue(["n1", "n7"], "0:15")
+    assert steps.run("81.0", 1) == [0, 0], steps.errors
+    assert steps.run("81.1", 2) == [0, 0], steps.errors
+    assert steps.begun == [("default", 0), ("default", STEPS), ("default+2.1", 0)], steps.errors
+    assert steps.digests == [undisturbed[0], *undisturbed[:2]]
+
+
+def test_requeued_in_the_middle_of_the_second_step(steps: Steps, undisturbed: list[str]) -> None:
+    assert steps.run("81.0", 1) == [0, 0], steps.errors
+    assert steps.run("81.1", 2, dies=[0, 4, 0]) == DIED, steps.errors
+    assert steps.job is not None
+    steps.job.requeue(["n1", "n7"], "0:15")
+    assert steps.run("81.0", 1) == [0, 0], steps.errors
+    assert steps.run("81.1", 2) == [0, 0], steps.errors
+    assert steps.begun[-1][0] == "default+2.1" and steps.begun[-1][1] in (3, 4), (steps.begun, steps.errors)
+    assert steps.digests[-1] == undisturbed[1]
+
+
+def test_a_step_that_was_not_closed_is_tried_again(steps: Steps, undisturbed: list[str]) -> None:
+    """`until srun train.py` in the batch script: nobody says that it is the same step."""
+    assert steps.run("81.0", 1, dies=[0, 4, 0]) == DIED, steps.errors
+    assert steps.run("81.1", 1) == [0, 0], steps.errors
+    assert [name for name, _ in steps.begun] == ["default"] * 2 and steps.begun[1][1] in (3, 4), steps.errors
+    assert steps.digests == undisturbed[:1]
+
+
+def test_closed_on_one_rank_only(steps: Steps) -> None:
+    """The next training begins at 0 all the same, without protection, and a line says why."""
+    assert steps.run("81.0", 1, 2, closes=[0]) == [0, 0], steps.errors
+    assert [step for _, step in steps.begun] == [0, 0] and steps.lines("begins")[1]["state"] == "unprotected"
+    assert "rank 1 did not call close() on the training before this one, other ranks did" in steps.errors[0]
