@@ -202,8 +202,8 @@ class Sessions:
         return welcome, [training.page_fd()]
 
     def _set(self, m: local.Hello) -> str:
-        """Name the set of a training by its place in the job's sequence. The plan, which all agents have, says of which
-        step it is; the process says which one of that step."""
+        """Name the set of a training by its place in the job's sequence. The plan, which all agents have, says which
+        step it is of; the process says which one of that step."""
         incarnation = self._membership.incarnation
         plan = incarnation.rounds.plan if incarnation is not None else None
         if incarnation is None or plan is None:

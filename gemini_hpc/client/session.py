@@ -119,7 +119,7 @@ class Session:
             self.say(text)
 
     def tell_closed(self) -> None:
-        """Say that what was resumed from is an end. A script that leaves out what is done takes it for another one."""
+        """Say that what was resumed from is an end: a script that leaves out what is done gets another's."""
         closed = self.welcome.closed
         if closed and self.version <= closed:
             self.say_once(
@@ -268,6 +268,24 @@ class Session:
         if self.client is not None:
             self.client.close()
         self._leave()
+
+    def begun_without_resume(self) -> None:
+        """On every rank alike, at the first `step()`: what there is to resume from stays as it is."""
+        version = self.welcome.chosen_version if self.protected else 0
+        if not version:
+            return
+        self.verdict.withdraw()
+        self.state = "unprotected"
+        why = f"resume() was not called before the first step(), but there is version {version} to resume from"
+        self.findings.append(why)
+        self.event("unprotected", why)
+        self.say_once(
+            f"{why}: this {self._what} began anew and is not protected, and that version stays as it is. Call "
+            f"resume() before the loop; to begin anew on purpose, give the {self._what} another name, or submit a "
+            "new job"
+        )
+        for told in self.on_lost:
+            told(why)
 
     # ---- what the agent has ----------------------------------------------------------------------------
 

@@ -188,6 +188,8 @@ class Checkpointer:
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
         session = self._session
+        if not (session.version or self._resumed):
+            session.begun_without_resume()
         session.version += 1
         if not session.protected or session.version % self._every:
             return

@@ -206,6 +206,8 @@ class Checkpointer:
         if self._closed:
             raise RuntimeError("step() after close()")
         began, session = time.perf_counter(), self._session
+        if not session.version:
+            self._restorer.begins()
         session.version += 1
         self._gate.passed = False
         self._versions.take()

@@ -69,6 +69,14 @@ class Restorer:
             session.say_once(session.welcome.notice)
         return self._load() or self._begin_anew()
 
+    def begins(self) -> None:
+        """At the first `step()` of a training that begins at 0. One that has left `resume()` out hears of it."""
+        if self.called:
+            return
+        self._session.begun_without_resume()
+        if self._path:
+            self._session.say_once(f"resume() was not called before the first step(): {self._path} was not loaded")
+
     def _load(self) -> int:
         """The version that the agents have chosen; 0: none, and the training may begin anew. Collective."""
         began, session = clock.time(), self._session

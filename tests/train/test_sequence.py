@@ -146,3 +146,14 @@ def test_closed_on_one_rank_only(steps: Steps) -> None:
     assert steps.run("81.0", 1, 2, closes=[0]) == [0, 0], steps.errors
     assert [step for _, step in steps.begun] == [0, 0] and steps.lines("begins")[1]["state"] == "unprotected"
     assert "rank 1 did not call close() on the training before this one, other ranks did" in steps.errors[0]
+
+
+def test_resume_forgotten(steps: Steps, undisturbed: list[str]) -> None:
+    """What is in memory stays as it is, until a start that calls `resume()`."""
+    assert steps.run("81.0", 1, dies=[0, 5, 0]) == DIED, steps.errors
+    assert steps.run("81.1", 1, dies=[0, 4, 0], resumes=False) == DIED, steps.errors
+    told = "resume() was not called before the first step(), but there is version"
+    assert [error.count(told) for error in steps.errors[2:]] == [1, 0], steps.errors
+    assert [step for _, step in steps.begun] == [0, 0]
+    assert steps.run("81.2", 1) == [0, 0], steps.errors
+    assert steps.begun[-1][1] in (4, 5) and steps.digests == undisturbed[:1], steps.errors
