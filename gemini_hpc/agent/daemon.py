@@ -17,6 +17,7 @@ from typing import Any
 
 from gemini_hpc import clock, logs
 from gemini_hpc.agent import bequest, own_directory
+from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
@@ -157,9 +158,10 @@ class Agent:
         self.saver = saver = Saver(
             me, here, trainings, tier, keeps, rejections, node_writer, log, spawn, salvaging=lambda: self.salvage.busy
         )
+        self._closed = ClosedTrainings(here, trainings, store, closings, saver, node_writer, spawn)
         self.salvage = Salvage(node, here, trainings, store, rejections, saver, node_writer, log, spawn)
         sessions = Sessions(
-            me, here, trainings, saver, tier, rejections, closings, stats, notice=lambda: self.controller_link.notice
+            me, here, trainings, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
         )
         self.service = RankRequests(
             node,
@@ -173,7 +175,7 @@ class Agent:
             saver,
             keeps,
             rejections,
-            closings,
+            self._closed,
             self._outlines,
             self.rescue,
             stats,
@@ -296,6 +298,7 @@ class Agent:
             self.member.tend()
             self.keeps.tend(now)
             self.transfers.incoming.tend()
+            self._closed.tend()
             self._hangs.look(now)
             self._retention.runs(now)
 
@@ -539,6 +542,7 @@ class Agent:
         self.trainings.on_link(incarnation, name)
         self.launches.on_link(incarnation, name)
         self._outlines.on_link(name)
+        self._closed.on_link(incarnation, name)
 
     def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
         incarnation = self.membership.incarnation
@@ -552,6 +556,8 @@ class Agent:
             self.launches.heard(incarnation, name, message)
         elif isinstance(message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)):
             self._sick.heard(incarnation, name, message)
+        elif isinstance(message, (peer.ClosedUp, peer.ClosedDown)):
+            self._closed.heard(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
             self._hangs.heard(incarnation, name, message)
         elif isinstance(message, (peer.MoveUp, peer.HoldDown)):
@@ -597,6 +603,7 @@ class Agent:
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
             self.saver.sealed(training, stamp)
+            self._closed.sealed(incarnation, training)
 
     # ---- the controller --------------------------------------------------------------------------------
 

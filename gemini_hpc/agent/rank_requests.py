@@ -6,12 +6,12 @@ import asyncio
 import os
 
 from gemini_hpc import clock
+from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas import galois, replica_fills
-from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.parity import Parity
@@ -56,7 +56,7 @@ class RankRequests:
         saver: Saver,
         keeps: Keeps,
         rejections: Rejections,
-        closings: Closings,
+        closed: ClosedTrainings,
         outlines: Outlines,
         rescue: Rescue,
         stats: StatsStore,
@@ -67,7 +67,7 @@ class RankRequests:
         self._node, self._membership, self._sessions = node, membership, sessions
         self._store, self._sets = store, sets
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
-        self._saver, self._keeps, self._rejections, self._closings = saver, keeps, rejections, closings
+        self._saver, self._keeps, self._rejections, self._closed = saver, keeps, rejections, closed
         self._outlines, self._rescue = outlines, rescue
         self._stats, self._ends, self._log, self._spawn = stats, ends, log, spawn
         self._fills: dict[tuple[str, int, int], Client] = {}
@@ -156,7 +156,7 @@ class RankRequests:
                 self._sessions.own(client, request)
                 training = self._sessions.training(client, request.set)
                 training.finished.add(request.rank)
-                self._closings.close(training, self._sessions.series(client), request.version)
+                self._closed.close(training, self._sessions.series(client), request.version)
                 return local.Ok(), []
             if isinstance(request, local.Reject):
                 self._sessions.own(client, request)

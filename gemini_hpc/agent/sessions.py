@@ -11,7 +11,6 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
-from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
@@ -20,7 +19,7 @@ from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
-from gemini_hpc.core.sequence import Place, step_of
+from gemini_hpc.core.sequence import Place, passed, step_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.local_server import Client, Reply
@@ -62,14 +61,12 @@ class Sessions:
         saver: Saver,
         tier: TierChoice,
         rejections: Rejections,
-        closings: Closings,
         stats: StatsStore,
         notice: Callable[[], str],
     ) -> None:
         """notice: tells what the controller wants users to know."""
         self._identity, self._membership, self._sets, self._saver = identity, membership, sets, saver
         self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
-        self._closings = closings
         self._clients: dict[Client, Session] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------
@@ -143,6 +140,8 @@ class Sessions:
             try:
                 async with asyncio.timeout(_ROUND_S):
                     await self._round_for(rounds, m)
+                    if not rounds.unseen and self._may_be_stored(rounds, self._set(m)):
+                        await self._look_at_tier(rounds, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
                 raise Rejected(f"the agents did not agree in time{why}") from None
@@ -168,9 +167,9 @@ class Sessions:
         (training.restarts.add if m.restarts else training.restarts.discard)(m.rank)
         training.world = m.world
         self._clients[client] = Session(m.step, name, m.rank, _series(m))
-        closed = self._closings.get(name)
-        chosen = training.chosen or Stamp(0, 0)
         plan = rounds.plan
+        closed = {c.set: c for c in plan.closed} if plan is not None else {}
+        chosen = training.chosen or Stamp(0, 0)
         heritage = plan.heritage if plan is not None else None
         lost = training.lost[:100]
         if heritage is not None and heritage.lost and training.chosen is None:
@@ -197,7 +196,8 @@ class Sessions:
             group=here.redundancy.group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
             set=name,
-            closed=closed.version if closed is not None else 0,
+            closed=closed[name].version if name in closed else 0,
+            passed=passed(name, [*closed, *(s.name for s in plan.sets)] if plan is not None else ()),
         )
         return welcome, [training.page_fd()]
 
@@ -211,6 +211,25 @@ class Sessions:
         held = [s.name for s in plan.sets if s.chosen is not None]
         step = step_of(m.set, _series(m), incarnation.restart, plan.closed, held)
         return Place(m.set, step, m.nth).set_name
+
+    def _may_be_stored(self, rounds: RecoveryRounds, name: str) -> bool:
+        """Whether the end of a closed training has gone from memory, and nobody has looked for it on the tier."""
+        plan = rounds.plan
+        if plan is None or plan.looked or not self._tier.directory:
+            return False
+        chosen = any(s.name == name and s.chosen is not None for s in plan.sets)
+        return not chosen and any(closed.set == name for closed in plan.closed)
+
+    async def _look_at_tier(self, rounds: RecoveryRounds, m: local.Hello) -> None:
+        """Wait for another round of this launch, which looks at the tier."""
+        before = rounds.round
+        while rounds.stage != "live" or rounds.round == before:
+            self._membership.doubt = True
+            if rounds.stage == "live":
+                rounds.need(before, m.step, True, m.tier)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await rounds.changed()
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""

@@ -43,8 +43,8 @@ class Ranks(Protocol):
         """Collective: what every rank gave, by rank."""
 
 
-def _exit() -> NoReturn:
-    raise SystemExit(TRY_AGAIN_EXIT)
+def _exit(status: int) -> NoReturn:
+    raise SystemExit(status)
 
 
 class Session:
@@ -69,7 +69,7 @@ class Session:
         local_rank: int = 0,
         imported_at: float | None = None,
         say: Callable[[str], None] | None = None,
-        leave: Callable[[], NoReturn] = _exit,
+        leave: Callable[[int], NoReturn] = _exit,
         handing: AbstractContextManager[Any] | None = None,
         parity: bool = False,
     ) -> None:
@@ -126,6 +126,26 @@ class Session:
                 f"{self._what} {self.name} was closed at version {closed} by an earlier start: it has its end again. "
                 f"A script that leaves out what is done gives each {self._what} a name of its own"
             )
+
+    def leave_what_is_done(self) -> None:
+        """On every rank alike: end a start of a closed training whose last version has gone. What comes behind it
+        must not go on with the weights of a beginning."""
+        welcome = self.welcome
+        if not welcome.closed or welcome.chosen_version:
+            return
+        self.say_once(
+            f"{self._what} {self.name} was closed at version {welcome.closed}, and that version has gone: a later "
+            f"{self._what} of the job has been sealed since. "
+            + (
+                "Ending this step with success, as it has nothing left to do"
+                if welcome.passed
+                else "Ending: it would go on untrained. Give the job a tier; or give each training a name, and have "
+                "the script leave out what is done"
+            )
+        )
+        self.version = welcome.closed
+        self.finish(success=welcome.passed)
+        self._leave(0 if welcome.passed else 1)
 
     def find(self, text: str) -> None:
         """For the report."""
@@ -267,7 +287,7 @@ class Session:
         self.say_once(f"{why}; ending with {TRY_AGAIN_EXIT} so that a new launch can load it")
         if self.client is not None:
             self.client.close()
-        self._leave()
+        self._leave(TRY_AGAIN_EXIT)
 
     def begun_without_resume(self) -> None:
         """On every rank alike, at the first `step()`: what there is to resume from stays as it is."""

@@ -91,6 +91,12 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
     return tuple(sorted(newest.values(), key=lambda closed: closed._age)[-MAX_KEPT:])
 
 
+def passed(set_name: str, sets: Iterable[str]) -> bool:
+    """Whether a later step than this training's has trained under its name, as far as these sets show."""
+    place = Place.of(set_name)
+    return any(other.name == place.name and other.step > place.step for other in map(Place.of, sets))
+
+
 def step_of(name: str, series: str, restart: int, closed: Iterable[Closed], held: Iterable[str]) -> int:
     """The number of a step among those of this incarnation that have closed trainings of this name. held: sets that
     have a version to resume from.

@@ -99,10 +99,10 @@ class Checkpointer:
             self._said.add(text)
             print(f"gemini-hpc: {text}", file=sys.stderr, flush=True)
 
-    def _leave(self) -> NoReturn:
+    def _leave(self, status: int) -> NoReturn:
         sys.stderr.flush()
         self._comm.Barrier()
-        os._exit(joining.TRY_AGAIN_EXIT)
+        os._exit(status)
 
     def _refuse(self, reason: str) -> None:
         """From any thread: this rank's part has ended. All hear of it in the next step."""
@@ -126,6 +126,7 @@ class Checkpointer:
             for line in welcome.lost:
                 session.say_once(f"memory could not serve: {line}")
             if not welcome.chosen_version:
+                session.leave_what_is_done()
                 return 0
             began = clock.monotonic()
             shards: list[Saved] = []

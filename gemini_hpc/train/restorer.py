@@ -85,6 +85,7 @@ class Restorer:
         if not shards:
             if welcome.rejected and not welcome.fresh:
                 self._give_up("; ".join(welcome.rejected))
+            session.leave_what_is_done()
             return 0
         fetched = clock.time()
         own = next((s for s in shards if s.manifest.rank == session.rank), shards[session.rank % len(shards)])

@@ -234,7 +234,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
     from; 0: this one has made it itself. parity: as of `Attach`, or fewer where nodes are. group: node ranks, as
     `placement.ring` has them. set: what the training is called in all further messages; "": as it said itself.
-    closed: it has been closed by all ranks before, at this version.
+    closed: it has been closed by all ranks before, at this version; passed: so have all of its step, and a later step
+    has begun.
     """
 
     job: int
@@ -257,6 +258,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     group: tuple[int, ...] = ()
     set: str = ""
     closed: Version = 0
+    passed: bool = False
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):

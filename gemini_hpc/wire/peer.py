@@ -36,7 +36,7 @@ from gemini_hpc.core.numbers import (
     Version,
 )
 from gemini_hpc.core.placement import Order
-from gemini_hpc.core.sequence import Closed, Closing
+from gemini_hpc.core.sequence import Closed, Closing, Series
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.standstill import Host, Standing
 from gemini_hpc.wire.message import Message
@@ -242,7 +242,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     instances whose inventories it was made of; an agent that was started since does not take it. rejected: versions
     that nobody is to choose any more. heritage: where the job takes over what another one has left. order: of
     placement (`placement.Order`); domains: what it could not keep apart, None where no failure domain is known.
-    closed: trainings that all ranks have closed."""
+    closed: trainings that all ranks have closed. looked: the tier has been looked at for all sets."""
 
     round: Round
     step: str
@@ -261,6 +261,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     order: tuple[Count, ...] = ()
     domains: Separation | None = None
     closed: tuple[Closed, ...] = ()
+    looked: bool = False
 
     def __post_init__(self) -> None:
         if self.order and len(Order(self.order).ranks) != len(self.noderanks):
@@ -336,6 +337,28 @@ class DecisionDown(Message, frozen=True, tag="decision"):
     sealed: Stamp | None
     abandoned: tuple[Stamp, ...]
     degraded: bool
+
+
+# ---- closed trainings, along the tree --------------------------------------------------------------------
+
+
+class ClosedUp(Message, frozen=True, tag="closed"):
+    """Up: so many ranks of the subtree, of `world`, have closed this training (`core.sequence.Closed`)."""
+
+    round: Round
+    set: SetName
+    ranks: Count
+    world: Count
+    version: Version
+    series: Series
+
+
+class ClosedDown(Message, frozen=True, tag="closed-by-all"):
+    """Down: all ranks have closed it. gone: and the job's next training has sealed a version, so nobody keeps it."""
+
+    round: Round
+    closed: Closed
+    gone: bool = False
 
 
 # ---- hangs, along the tree -----------------------------------------------------------------------------

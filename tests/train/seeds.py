@@ -23,6 +23,8 @@ from torch import nn
 
 import gemini_hpc as gemini
 
+from .worker import wait_armed
+
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ATTEMPT = int(os.environ.get("GEMINI_ATTEMPT", "0"))
@@ -56,6 +58,8 @@ def train(index: int, seed: int, name: str) -> None:
         optimizer.step()
         time.sleep(OPTIONS.get("pause_s", 0.03))
         checkpointer.step()
+        if step == start + 1:
+            wait_armed(checkpointer)
         stumble(index, step)
     state = checkpointer.report()["state"]
     digest = xxhash.xxh3_64(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire.inspect_schema import HeldSlot
 
 from .agents import RealJob
 from .launch import Process, environments
@@ -57,6 +62,11 @@ class Steps:
         """What rank 0 has noted."""
         found = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [line for line in found if line["what"] == what and line["rank"] == 0]
+
+    def held(self, name: str) -> list[HeldSlot]:
+        """The slots of a set, on all nodes."""
+        assert self.job is not None
+        return [slot for node in self.job.nodes for slot in self.job.inspect(node).held if slot.set == name]
 
     @property
     def begun(self) -> list[tuple[str, int]]:
@@ -123,14 +133,83 @@ def test_requeued_between_two_steps(steps: Steps, undisturbed: list[str]) -> Non
 
 
 def test_requeued_in_the_middle_of_the_second_step(steps: Steps, undisturbed: list[str]) -> None:
+    """Nothing is left of the first training: its step ends with success, and the second one goes on."""
     assert steps.run("81.0", 1) == [0, 0], steps.errors
     assert steps.run("81.1", 2, dies=[0, 4, 0]) == DIED, steps.errors
     assert steps.job is not None
     steps.job.requeue(["n1", "n7"], "0:15")
     assert steps.run("81.0", 1) == [0, 0], steps.errors
+    assert f"training default was closed at version {STEPS}, and that version has gone" in steps.errors[-2]
+    assert "Ending this step with success" in steps.errors[-2] and "gone" not in steps.errors[-1], steps.errors
     assert steps.run("81.1", 2) == [0, 0], steps.errors
-    assert steps.begun[-1][0] == "default+2.1" and steps.begun[-1][1] in (3, 4), (steps.begun, steps.errors)
-    assert steps.digests[-1] == undisturbed[1]
+    assert [name for name, _ in steps.begun] == ["default", "default+2.1", "default+2.1"], steps.errors
+    assert steps.begun[-1][1] in (3, 4) and steps.digests == undisturbed[:2], (steps.begun, steps.errors)
+
+
+def test_the_same_with_a_tier(make_agents: MakeJob, tmp_path: Path, undisturbed: list[str]) -> None:
+    """What memory has given up is on the tier: the first step has its end, with its weights."""
+    (tmp_path / "tier").mkdir()
+    steps = Steps(make_agents(2, 2, heartbeat_s=1.0, tier=tmp_path / "tier"), tmp_path / "steps")
+    assert steps.job is not None
+    assert steps.run("81.0", 1) == [0, 0], steps.errors
+    second = steps.begin("81.1", 2, steps=9999)
+    try:
+        job = steps.job
+        until(lambda: steps.held("default") == [], 60, what="the first training has gone from memory")
+    finally:
+        for process in second:
+            process.signal(signal.SIGKILL)
+            process.wait(10.0)
+    job.requeue(["n1", "n7"], "0:15")
+    assert steps.run("81.0", 1) == [0, 0], steps.errors
+    assert steps.begun[0] == ("default", 0) and steps.begun[-1] == ("default", STEPS), (steps.begun, steps.errors)
+    assert steps.digests == [undisturbed[0]] * 2, steps.errors
+    assert f"resumed at version {STEPS} from the tier" in steps.errors[-2]
+    assert steps.run("81.1", 2, steps=steps.begun[1][1] + 1) == [0, 0], steps.errors
+    assert steps.begun[-1][0] == "default+2.1" and steps.begun[-1][1] > 0, (steps.begun, steps.errors)
+
+
+@pytest.mark.parametrize("names", [[], ["a", "b", "c"]])
+def test_what_a_closed_training_keeps(steps: Steps, names: list[str]) -> None:
+    """Its last sealed version, once a shard, until the next one has sealed something."""
+    one, two, three = names or ["default", "default+1.2", "default+1.3"]
+    go = steps.log.parent / "go"
+    ranks = steps.begin("81.0", 1, 2, 3, waits=str(go), **({"names": names} if names else {}))
+    try:
+        until(lambda: steps.log.exists() and len(steps.lines("ends")) == 3, 60, what="all are closed")
+        until(lambda: not steps.held(one) and not steps.held(two), 20, what="two have gone")
+        until(lambda: len(steps.held(three)) == 4, 20, what="one slot a shard and holder")
+        assert steps.job is not None
+        assert {slot.stamp for slot in steps.held(three)} == {Stamp(1, STEPS)}
+        for node in steps.job.nodes:
+            part = steps.job.inspect(node)
+            assert part.memory_bytes == sum(slot.bytes for slot in part.held)
+            assert node.process is not None
+            files = {os.readlink(file) for file in Path(f"/proc/{node.process.pid}/fd").iterdir()}
+            slots = {name: [f for f in files if f.startswith(f"/memfd:gemini:{name}:")] for name in (one, two, three)}
+            assert [len(slots[name]) for name in (one, two, three)] == [0, 0, 2], files
+    finally:
+        go.touch()
+        assert [rank.wait(20.0) for rank in ranks] == [0, 0]
+
+
+def test_a_closed_training_goes_on(steps: Steps, undisturbed: list[str]) -> None:
+    """Its step is started again for more iterations: it has two slots a shard again."""
+    assert steps.run("81.0", 1, series="run-1") == [0, 0], steps.errors
+    until(lambda: len(steps.held("default")) == 4, 20, what="one slot a shard and holder")
+    assert steps.run("81.1", 1, series="run-1", steps=STEPS + 4, dies=[0, STEPS + 3, 0]) == DIED, steps.errors
+    assert steps.begun[-1] == ("default", STEPS) and len(steps.held("default")) == 8, steps.errors
+    assert steps.run("81.2", 1, series="run-1", steps=STEPS + 4) == [0, 0], steps.errors
+    assert steps.begun[-1][1] in (STEPS + 2, STEPS + 3), (steps.begun, steps.errors)
+    assert steps.errors[0] == "" and steps.digests[0] == undisturbed[0]
+
+
+def test_what_has_gone_is_never_begun_anew(steps: Steps) -> None:
+    """Three folds in one process without a tier: the launcher can do nothing for the third."""
+    assert steps.run("81.0", 1, 2, 3, launcher=True, dies=[2, 4, 0]) == [1, 1], steps.errors
+    assert [name for name, _ in steps.begun] == ["default", "default+1.2", "default+1.3"], steps.errors
+    told = f"training default was closed at version {STEPS}, and that version has gone"
+    assert told in steps.errors[0] and "Ending: it would go on untrained" in steps.errors[0], steps.errors
 
 
 def test_a_step_that_was_not_closed_is_tried_again(steps: Steps, undisturbed: list[str]) -> None:

@@ -462,7 +462,9 @@ class RecoveryRounds:
             records = (*records, *more)
             plan, sure = self._decide(records)
         # was ever sealed
-        nothing = self._host.restart == 0 and all(r.unbroken and not (r.sealed or r.rejected) for r in records)
+        nothing = self._host.restart == 0 and all(
+            r.unbroken and not (r.sealed or r.rejected or r.closed) for r in records
+        )
         # Who took a plan that was made without a look at the tier may have forgotten what was newer.
         seen = nothing or (sure and not any(r.doubt for r in records))
         if self._host.tier and not seen:
@@ -470,6 +472,7 @@ class RecoveryRounds:
             try:
                 stored = await self._host.stored(without, launched=bool(plan.step))
                 plan, seen = round_plan.from_tier(plan, stored), True
+                plan = msgspec.structs.replace(plan, looked=True)
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if self._may_inherit(plan) and not plan.unseen:
