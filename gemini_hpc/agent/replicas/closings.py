@@ -60,5 +60,5 @@ class Closings:
     def _put(self, closed: tuple[Closed, ...], closing: tuple[Closing, ...]) -> None:
         pledges = self._pledges
         now = msgspec.structs.replace(pledges.now, closed=closed, closing=closing[-sequence.MAX_KEPT :])
-        if not pledges.put(now):
+        if now != pledges.now and not pledges.put(now):
             self._log("unwritten", detail="cannot write the list of closed trainings to this node's disk")
