@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.core.sequence import Place, passed, step_of
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import local, version
+from gemini_hpc.wire import local, peer, version
 from gemini_hpc.wire.local_server import Client, Reply
 
 _OTHER_LAUNCH_S = 5.0
@@ -30,7 +30,7 @@ _CHOICE_S = 10.0
 _LEAVE_S = 2.0
 _REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
 _MAX_STEP = 64
-_TOLD = 8  # rejected versions
+_TOLD = 8  # rejected versions, or those of other trainings
 
 
 class Rejected(Exception):
@@ -198,6 +198,7 @@ class Sessions:
             set=name,
             closed=closed[name].version if name in closed else 0,
             passed=passed(name, [*closed, *(s.name for s in plan.sets)] if plan is not None else ()),
+            others=self._others(plan, closed) if plan is not None and training.chosen is None else (),
         )
         return welcome, [training.page_fd()]
 
@@ -211,6 +212,15 @@ class Sessions:
         held = [s.name for s in plan.sets if s.chosen is not None]
         step = step_of(m.set, _series(m), incarnation.restart, plan.closed, held)
         return Place(m.set, step, m.nth).set_name
+
+    def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
+        """Versions that nobody has come for."""
+        found = []
+        for s in plan.sets:
+            training = self._sets.get(s.name)
+            if s.chosen is not None and s.name not in closed and not (training is not None and training.greeted):
+                found.append(f"version {s.chosen[1]} of training {s.name}")
+        return tuple(found[:_TOLD])
 
     def _may_be_stored(self, rounds: RecoveryRounds, name: str) -> bool:
         """Whether the end of a closed training has gone from memory, and nobody has looked for it on the tier."""

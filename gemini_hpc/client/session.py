@@ -147,6 +147,16 @@ class Session:
         self.finish(success=welcome.passed)
         self._leave(0 if welcome.passed else 1)
 
+    def tell_others(self) -> None:
+        """Say what else there is to resume from, where nothing is of this training: its name may change with each
+        start."""
+        welcome = self.welcome
+        if welcome.others and not (welcome.chosen_version or welcome.closed or welcome.lost):
+            self.say_once(
+                f"{self._what} {self.name} begins anew, but there is {', '.join(welcome.others)}: what is to be "
+                "resumed needs the same name= in each start, none from the clock"
+            )
+
     def find(self, text: str) -> None:
         """For the report."""
         self.findings.append(text)

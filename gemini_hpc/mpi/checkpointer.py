@@ -127,6 +127,7 @@ class Checkpointer:
                 session.say_once(f"memory could not serve: {line}")
             if not welcome.chosen_version:
                 session.leave_what_is_done()
+                session.tell_others()
                 return 0
             began = clock.monotonic()
             shards: list[Saved] = []

@@ -86,6 +86,7 @@ class Restorer:
             if welcome.rejected and not welcome.fresh:
                 self._give_up("; ".join(welcome.rejected))
             session.leave_what_is_done()
+            session.tell_others()
             return 0
         fetched = clock.time()
         own = next((s for s in shards if s.manifest.rank == session.rank), shards[session.rank % len(shards)])

@@ -235,7 +235,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     from; 0: this one has made it itself. parity: as of `Attach`, or fewer where nodes are. group: node ranks, as
     `placement.ring` has them. set: what the training is called in all further messages; "": as it said itself.
     closed: it has been closed by all ranks before, at this version; passed: so have all of its step, and a later step
-    has begun.
+    has begun. others: where nothing is chosen, versions of trainings that are not closed, and of which no rank has
+    said hello here.
     """
 
     job: int
@@ -259,6 +260,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     set: str = ""
     closed: Version = 0
     passed: bool = False
+    others: tuple[str, ...] = ()
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):

@@ -236,3 +236,14 @@ def test_resume_forgotten(steps: Steps, undisturbed: list[str]) -> None:
     assert [step for _, step in steps.begun] == [0, 0]
     assert steps.run("81.2", 1) == [0, 0], steps.errors
     assert steps.begun[-1][1] in (4, 5) and steps.digests == undisturbed[:1], steps.errors
+
+
+def test_another_name_in_each_start(steps: Steps) -> None:
+    """A name from the clock: what the last start has left is named."""
+    assert steps.run("81.0", 1, names=["at-1001"], dies=[0, 4, 0]) == DIED, steps.errors
+    assert steps.run("81.1", 1, 2, names=["at-1002", "at-1001"]) == [0, 0], steps.errors
+    assert [name for name, _ in steps.begun] == ["at-1001", "at-1002", "at-1001"] and steps.begun[1][1] == 0
+    told = "training at-1002 begins anew, but there is version "
+    assert [error.count(told) for error in steps.errors[2:]] == [1, 0], steps.errors
+    assert "of training at-1001: what is to be resumed needs the same name= in each start" in steps.errors[2]
+    assert steps.begun[2][1] in (3, 4) and "begins anew" not in steps.errors[2].replace(told, ""), steps.errors
