@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gemini_hpc import clock
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
@@ -20,6 +21,8 @@ from gemini_hpc.agent.tier.node_writer import NodeWriter
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.sequence import Closed
 from gemini_hpc.wire import peer
+
+_LATER_S = 1.0  # the job's end, which often comes first, needs no word of it
 
 
 class _Count(NamedTuple):
@@ -48,9 +51,10 @@ class ClosedTrainings:
         self._closings, self._saver, self._writer, self._spawn = closings, saver, writer, spawn
         self._round = (-1, 0)
         self._own: dict[str, _Count] = {}
+        self._due: dict[str, float] = {}  # when the own count is told
         self._below: dict[str, dict[str, _Count]] = {}  # by set and child
         self._down: dict[str, peer.ClosedDown] = {}  # the root's words in this round
-        self._beside: dict[str, frozenset[str]] = {}  # at the root: what trained when a rank closed one
+        self._beside: dict[str, frozenset[str]] = {}  # at the root: what had begun when a rank closed one
         self._parting: set[str] = set()  # at the root: that are about to be given up
         self._gone: set[str] = set()  # that are given up here as soon as nobody uses them
 
@@ -63,7 +67,8 @@ class ClosedTrainings:
         if incarnation is not None:
             self._enter(incarnation)
             self._own[training.name] = _Count(len(training.finished), training.world, version, series)
-            self._count(incarnation, training.name)
+            self._due[training.name] = clock.monotonic() + _LATER_S
+            self._note_beside(incarnation, training.name)
 
     # ---- peers -----------------------------------------------------------------------------------------
 
@@ -76,6 +81,7 @@ class ClosedTrainings:
         if isinstance(message, peer.ClosedUp) and host in rounds.children:
             count = _Count(message.ranks, message.world, message.version, message.series)
             self._below.setdefault(message.set, {})[host] = count
+            self._note_beside(incarnation, message.set)
             self._count(incarnation, message.set)
         elif isinstance(message, peer.ClosedDown) and host == rounds.parent:
             self._take(incarnation, message)
@@ -84,7 +90,7 @@ class ClosedTrainings:
         """A link to a peer is new: what it may have missed is told again."""
         self._enter(incarnation)
         if host == incarnation.rounds.parent:
-            for name in self._own.keys() | self._below.keys():
+            for name in (self._own.keys() - self._due.keys()) | self._below.keys():
                 self._count(incarnation, name)
         elif host in incarnation.rounds.children:
             for message in self._down.values():
@@ -95,21 +101,18 @@ class ClosedTrainings:
         at = incarnation.restart, incarnation.rounds.round
         if at != self._round:
             self._round = at
-            for known in (self._own, self._below, self._down, self._parting):
+            for known in (self._own, self._due, self._below, self._down, self._parting):
                 known.clear()
 
     def _count(self, incarnation: Incarnation, name: str) -> None:
-        counts = [*self._below.get(name, {}).values(), *filter(None, [self._own.get(name)])]
+        own = self._own.get(name) if name not in self._due else None
+        counts = [*self._below.get(name, {}).values(), *([own] if own is not None else [])]
         ranks, last = sum(c.ranks for c in counts), max(counts, key=lambda c: c.version)
         rounds = incarnation.rounds
         if rounds.parent is not None:
             up = peer.ClosedUp(rounds.round, name, ranks, last.world, last.version, last.series)
             incarnation.send(rounds.parent, up)
-            return
-        # A rank may begin the next training before the last one has closed this one.
-        others = (t.name for t in self._trainings if t.name != name and t.greeted and not t.succeeded)
-        self._beside.setdefault(name, frozenset(others))
-        if ranks == last.world:
+        elif ranks == last.world:
             closed = Closed(name, last.version, incarnation.restart, last.series)
             self._take(incarnation, peer.ClosedDown(rounds.round, closed))
 
@@ -123,16 +126,25 @@ class ClosedTrainings:
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def sealed(self, incarnation: Incarnation, training: Training) -> None:
-        """The root has sealed a version of this training: those before it are given up."""
-        self._enter(incarnation)
+    def _note_beside(self, incarnation: Incarnation, name: str) -> None:
+        """Note what is not the next training. A rank may begin that one before the last rank has closed this one."""
+        if incarnation.leads:
+            begun = {t.name for t in self._trainings if t.greeted} | {closed.set for closed in self._closings.all}
+            self._beside.setdefault(name, frozenset(begun - {name}))
+
+    def _part_with(self, incarnation: Incarnation) -> None:
+        """At the root: give up each closed training behind which another one has sealed a version."""
+        plan = incarnation.rounds.plan
+        before = frozenset(closed.set for closed in plan.closed) if plan is not None else frozenset()
+        epoch = self._membership.epoch
+        newer = {t.name for t in self._trainings if t.greeted and t.sealed is not None and t.sealed.epoch == epoch}
         for closed in self._closings.all:
-            before = self._trainings.get(closed.set)
-            if before is None or before is training or before.present or closed.set in self._parting:
+            training = self._trainings.get(closed.set)
+            if training is None or training.present or closed.set in self._parting:
                 continue
-            if training.name not in self._beside.get(closed.set, ()) and self._closings.get(training.name) is None:
+            if newer - self._beside.get(closed.set, before) - {closed.set}:
                 self._parting.add(closed.set)
-                self._spawn(self._give_up(incarnation, before, closed, incarnation.rounds.round))
+                self._spawn(self._give_up(incarnation, training, closed, incarnation.rounds.round))
 
     async def _give_up(self, incarnation: Incarnation, training: Training, closed: Closed, number: int) -> None:
         if self._saver.tier and training.sealed is not None:
@@ -143,8 +155,15 @@ class ClosedTrainings:
 
     def tend(self) -> None:
         """Called a few times a second: free what nobody needs of closed trainings."""
-        if self._membership.live is None:
+        incarnation, now = self._membership.live, clock.monotonic()
+        if incarnation is None:
             return
+        self._enter(incarnation)
+        for name in [name for name, due in self._due.items() if due < now]:
+            del self._due[name]
+            self._count(incarnation, name)
+        if incarnation.leads:
+            self._part_with(incarnation)
         for closed in self._closings.all:
             training = self._trainings.get(closed.set)
             if training is None or training.present:
@@ -162,4 +181,5 @@ class ClosedTrainings:
                     self._store.trim(shard, training.sealed)
             if closed.set in self._gone:
                 self._gone.discard(closed.set)
+                self._beside.pop(closed.set, None)
                 self._trainings.remove(closed.set)

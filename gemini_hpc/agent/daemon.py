@@ -603,7 +603,6 @@ class Agent:
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
             self.saver.sealed(training, stamp)
-            self._closed.sealed(incarnation, training)
 
     # ---- the controller --------------------------------------------------------------------------------
 

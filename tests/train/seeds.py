@@ -2,8 +2,9 @@
 
 OPTIONS is a JSON object. log: a file, to which each rank appends lines of JSON; seeds: one training each; steps.
 names: of the trainings, "" for none. dies: [index of the training, step, attempt]: all ranks end there by SIGKILL, at
-step 0 before the Checkpointer is made, at step -1 when it is closed. resumes: false leaves `resume()` out. closes:
-the ranks that call `close()`. waits: a file for which all ranks wait behind the last `close()`.
+step 0 before the Checkpointer is made, at step -1 when it is closed; dies_with: as soon as this file is there.
+resumes: false leaves `resume()` out. closes: the ranks that call `close()`. waits: a file for which all ranks wait
+behind the last `close()`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def say(what: str, **more: Any) -> None:
 
 def stumble(index: int, step: int) -> None:
     if OPTIONS.get("dies") == [index, step, ATTEMPT]:
+        while "dies_with" in OPTIONS and not Path(OPTIONS["dies_with"]).exists():
+            time.sleep(0.02)
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
