@@ -52,7 +52,7 @@ class Checkpointer:
         scheduler: one or a list; like `scaler`, `loader` and the values of `extra` anything with state_dict and
             load_state_dict.
         extra: what else belongs to the state, by name. A module in it (an EMA, say) is captured as the model is.
-        name: of this training, where a job runs several.
+        name: of this training, where a job runs several at the same time.
         max_repeated: completed steps that one failure may cost. 1: the next optimizer step waits for the seal; 2:
             only the next save does.
         seal_timeout_s: longest wait, in seconds, while nothing of a version arrives anywhere.
@@ -259,7 +259,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """The training has succeeded: finish the last version, tell the agent that the memory is no longer needed.
-        Bounded; may be called twice."""
+        The job's next training begins at 0. Bounded; may be called twice."""
         self._end(success=True)
 
     def __enter__(self) -> Checkpointer:
