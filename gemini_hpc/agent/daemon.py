@@ -17,6 +17,7 @@ from typing import Any
 
 from gemini_hpc import clock, logs
 from gemini_hpc.agent import bequest, own_directory
+from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
@@ -35,6 +36,7 @@ from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
+from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.pledges import Pledges
@@ -115,7 +117,7 @@ class Agent:
         self._hangs = Hangs(node, directory, settings.hang_s, here, trainings, self.launches, sick.hung, log, spawn)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
-        rejections = Rejections(self.pledges, log)
+        rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
         keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
         self.controller_link = ControllerLink(me, here, self, log, spawn)
         events.follow(self.controller_link.tell)
@@ -156,6 +158,7 @@ class Agent:
         self.saver = saver = Saver(
             me, here, trainings, tier, keeps, rejections, node_writer, log, spawn, salvaging=lambda: self.salvage.busy
         )
+        self._closed = ClosedTrainings(here, trainings, store, closings, saver, node_writer, spawn)
         self.salvage = Salvage(node, here, trainings, store, rejections, saver, node_writer, log, spawn)
         sessions = Sessions(
             me, here, trainings, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
@@ -172,6 +175,7 @@ class Agent:
             saver,
             keeps,
             rejections,
+            self._closed,
             self._outlines,
             self.rescue,
             stats,
@@ -190,6 +194,7 @@ class Agent:
             self.salvage,
             tier,
             rejections,
+            closings,
             self.service,
             self.controller_link,
             self._predecessor,
@@ -293,6 +298,7 @@ class Agent:
             self.member.tend()
             self.keeps.tend(now)
             self.transfers.incoming.tend()
+            self._closed.tend()
             self._hangs.look(now)
             self._retention.runs(now)
 
@@ -536,6 +542,7 @@ class Agent:
         self.trainings.on_link(incarnation, name)
         self.launches.on_link(incarnation, name)
         self._outlines.on_link(name)
+        self._closed.on_link(incarnation, name)
 
     def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
         incarnation = self.membership.incarnation
@@ -549,6 +556,8 @@ class Agent:
             self.launches.heard(incarnation, name, message)
         elif isinstance(message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)):
             self._sick.heard(incarnation, name, message)
+        elif isinstance(message, (peer.ClosedUp, peer.ClosedDown)):
+            self._closed.heard(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
             self._hangs.heard(incarnation, name, message)
         elif isinstance(message, (peer.MoveUp, peer.HoldDown)):

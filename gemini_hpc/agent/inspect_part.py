@@ -75,6 +75,8 @@ class Picture:
     def _held(self) -> Iterable[inspect_schema.HeldSlot]:
         for shard in self._store.every():
             for index, slot in enumerate(shard.pair.slots):
+                if shard.memory[index].fd < 0:
+                    continue  # it has been trimmed
                 yield inspect_schema.HeldSlot(
                     set=shard.set,
                     rank=shard.rank,

@@ -6,6 +6,7 @@ import asyncio
 import os
 
 from gemini_hpc import clock
+from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
@@ -55,6 +56,7 @@ class RankRequests:
         saver: Saver,
         keeps: Keeps,
         rejections: Rejections,
+        closed: ClosedTrainings,
         outlines: Outlines,
         rescue: Rescue,
         stats: StatsStore,
@@ -65,7 +67,7 @@ class RankRequests:
         self._node, self._membership, self._sessions = node, membership, sessions
         self._store, self._sets = store, sets
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
-        self._saver, self._keeps, self._rejections = saver, keeps, rejections
+        self._saver, self._keeps, self._rejections, self._closed = saver, keeps, rejections, closed
         self._outlines, self._rescue = outlines, rescue
         self._stats, self._ends, self._log, self._spawn = stats, ends, log, spawn
         self._fills: dict[tuple[str, int, int], Client] = {}
@@ -154,6 +156,7 @@ class RankRequests:
                 self._sessions.own(client, request)
                 training = self._sessions.training(client, request.set)
                 training.finished.add(request.rank)
+                self._closed.close(training, self._sessions.series(client), request.version)
                 return local.Ok(), []
             if isinstance(request, local.Reject):
                 self._sessions.own(client, request)

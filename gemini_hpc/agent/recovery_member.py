@@ -17,6 +17,7 @@ from gemini_hpc.agent.peers.round_plan import Left
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
+from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.seal_notes import Within
 from gemini_hpc.agent.replicas.store import Store
@@ -27,6 +28,7 @@ from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import hostlist
 from gemini_hpc.core.placement import Order
+from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.node import map_file
 from gemini_hpc.tier.version import Manifest
@@ -54,6 +56,7 @@ class RecoveryMember:
         salvage: Salvage,
         tier: TierChoice,
         rejections: Rejections,
+        closings: Closings,
         service: RankRequests,
         controller: outside_inventory.Holders,
         predecessor: Predecessor,
@@ -63,6 +66,7 @@ class RecoveryMember:
         self._identity, self._membership, self._state = identity, membership, state
         self._store, self._sets, self._transfers = store, sets, transfers
         self._saver, self._salvage, self._tier, self._rejections = saver, salvage, tier, rejections
+        self._closings = closings
         self._service, self._controller, self._log, self._spawn = service, controller, log, spawn
         self._predecessor = predecessor
         self._domains = FailureDomains(
@@ -147,6 +151,8 @@ class RecoveryMember:
             doubt=here.doubt,
             rejected=self._rejections.all,
             order=here.placed.ranks,
+            closed=self._closings.all,
+            closing=self._closings.own,
         )
 
     @property
@@ -202,6 +208,10 @@ class RecoveryMember:
         """Know of these rejected versions, too; all that are known."""
         return self._rejections.learn(found)
 
+    def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
+        """Know of these closed trainings, too; all that are known."""
+        return self._closings.learn(found, parts)
+
     def begun(self, number: int, step: str) -> None:
         """Coordinator: keep on disk that this number is taken."""
         state = self._state.state
@@ -235,6 +245,7 @@ class RecoveryMember:
         self._tier.chosen, here.doubt = plan.tier, plan.doubt
         here.heritage = plan.heritage or here.heritage
         self._rejections.learn(plan.rejected)
+        self._closings.learn(plan.closed)
         self._saver.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
         here.placed = Order(plan.order)

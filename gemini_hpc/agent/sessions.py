@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,9 +17,11 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
+from gemini_hpc.core.sequence import Place, passed, step_of
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import local, version
+from gemini_hpc.wire import local, peer, version
 from gemini_hpc.wire.local_server import Client, Reply
 
 _OTHER_LAUNCH_S = 5.0
@@ -28,7 +30,7 @@ _CHOICE_S = 10.0
 _LEAVE_S = 2.0
 _REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
 _MAX_STEP = 64
-_TOLD = 8  # rejected versions
+_TOLD = 8  # rejected versions, or those of other trainings
 
 
 class Rejected(Exception):
@@ -40,11 +42,12 @@ class Rejected(Exception):
 
 
 class Session(NamedTuple):
-    """What a process has said."""
+    """What a process has said. series: what its step has in common with others (`core.sequence`)."""
 
     step: str
     set: str
     rank: int
+    series: str
 
 
 class Sessions:
@@ -101,6 +104,11 @@ class Sessions:
         if self.training(client, m.set).present.get(m.rank) is not client:
             raise Rejected(f"rank {m.rank} does not belong to this process")
 
+    def series(self, client: Client) -> str:
+        """What the step of this process has in common with its other starts."""
+        session = self._clients.get(client)
+        return "" if session is None else session.series
+
     def _steps(self) -> set[str]:
         """Launches whose training ranks are connected now."""
         return {session.step for session in self._clients.values()}
@@ -117,7 +125,8 @@ class Sessions:
         proto = version.common(m.least, m.most)
         if not proto:
             raise Rejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
-        if not self._sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
+        name_fits = NAME.fullmatch(m.set) is not None and self._sets.may_have(self._set(m))
+        if not name_fits or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise Rejected(
                 f"set {m.set[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, or too many sets"
             )
@@ -131,6 +140,8 @@ class Sessions:
             try:
                 async with asyncio.timeout(_ROUND_S):
                     await self._round_for(rounds, m)
+                    if not rounds.unseen and self._may_be_stored(rounds, self._set(m)):
+                        await self._look_at_tier(rounds, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
                 raise Rejected(f"the agents did not agree in time{why}") from None
@@ -140,12 +151,14 @@ class Sessions:
             raise Rejected("the job has gone on without this process")
         if client.closed.is_set():
             raise Rejected("closed")
-        training = self._sets.named(m.set)
+        if not self._sets.may_have(name := self._set(m)):
+            raise Rejected(f"set {name[:80]!r}: too many sets")
+        training = self._sets.named(name)
         if training.greeted and m.world != training.world:
             raise Rejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
         if not m.rejoin:
-            self._stats.begun(m.set, m.rank)
+            self._stats.begun(name, m.rank)
         training.finished.discard(m.rank)
         training.left.pop(m.rank, None)
         training.present[m.rank] = client
@@ -153,9 +166,10 @@ class Sessions:
             training.ranks.add(m.rank, fds[0], clock.monotonic())
         (training.restarts.add if m.restarts else training.restarts.discard)(m.rank)
         training.world = m.world
-        self._clients[client] = Session(m.step, m.set, m.rank)
-        chosen = training.chosen or Stamp(0, 0)
+        self._clients[client] = Session(m.step, name, m.rank, _series(m))
         plan = rounds.plan
+        closed = {c.set: c for c in plan.closed} if plan is not None else {}
+        chosen = training.chosen or Stamp(0, 0)
         heritage = plan.heritage if plan is not None else None
         lost = training.lost[:100]
         if heritage is not None and heritage.lost and training.chosen is None:
@@ -176,27 +190,70 @@ class Sessions:
             lost=lost,
             notice="; ".join(filter(None, (self._notice(), self._saver.problem))),
             proto=proto,
-            rejected=self._rejections.sentences(m.set)[-_TOLD:],
-            fresh=self._rejections.fresh(m.set),
+            rejected=self._rejections.sentences(name)[-_TOLD:],
+            fresh=self._rejections.fresh(name),
             parity=here.redundancy.parity,
             group=here.redundancy.group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
+            set=name,
+            closed=closed[name].version if name in closed else 0,
+            passed=passed(name, [*closed, *(s.name for s in plan.sets)] if plan is not None else ()),
+            others=self._others(plan, closed) if plan is not None and training.chosen is None else (),
         )
         return welcome, [training.page_fd()]
+
+    def _set(self, m: local.Hello) -> str:
+        """Name the set of a training by its place in the job's sequence. The plan, which all agents have, says which
+        step it is of; the process says which one of that step."""
+        incarnation = self._membership.incarnation
+        plan = incarnation.rounds.plan if incarnation is not None else None
+        if incarnation is None or plan is None:
+            return Place(m.set, 1, m.nth).set_name
+        held = [s.name for s in plan.sets if s.chosen is not None]
+        step = step_of(m.set, _series(m), incarnation.restart, plan.closed, held)
+        return Place(m.set, step, m.nth).set_name
+
+    def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
+        """Versions that nobody has come for."""
+        found = []
+        for s in plan.sets:
+            training = self._sets.get(s.name)
+            if s.chosen is not None and s.name not in closed and not (training is not None and training.greeted):
+                found.append(f"version {s.chosen[1]} of training {s.name}")
+        return tuple(found[:_TOLD])
+
+    def _may_be_stored(self, rounds: RecoveryRounds, name: str) -> bool:
+        """Whether the end of a closed training has gone from memory, and nobody has looked for it on the tier."""
+        plan = rounds.plan
+        if plan is None or plan.looked or not self._tier.directory:
+            return False
+        chosen = any(s.name == name and s.chosen is not None for s in plan.sets)
+        return not chosen and any(closed.set == name for closed in plan.closed)
+
+    async def _look_at_tier(self, rounds: RecoveryRounds, m: local.Hello) -> None:
+        """Wait for another round of this launch, which looks at the tier."""
+        before = rounds.round
+        while rounds.stage != "live" or rounds.round == before:
+            self._membership.doubt = True
+            if rounds.stage == "live":
+                rounds.need(before, m.step, True, m.tier)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await rounds.changed()
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
         deadline = clock.monotonic() + _LEAVE_S
         while True:
-            training = self._sets.get(m.set)
+            training = self._sets.get(self._set(m))
             other = training.present.get(m.rank) if training is not None else None
             if other is None or other.closed.is_set() or self._step(other) != m.step:
                 return
             if clock.monotonic() > deadline:
                 raise Rejected(
                     f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
-                    "several trainings in one job need names: Checkpointer(name=...); where this one takes the place "
-                    "of an earlier one, call abandon() on that"
+                    "several trainings in one job need names: Checkpointer(name=...), or close() before the next; "
+                    "where this one takes the place of an earlier one, call abandon() on that"
                 )
             await asyncio.sleep(0.02)
 
@@ -212,7 +269,7 @@ class Sessions:
     async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for the round that serves this launch; ask for one where it is a new launch."""
         await rounds.wait_live(None)
-        training = self._sets.get(m.set)
+        training = self._sets.get(self._set(m))
         again = training is not None and m.rank in training.greeted
         chooses = self._tier.heeds(m.tier)
         if rounds.step == m.step and not again and not rounds.unseen and not chooses:
@@ -239,3 +296,7 @@ class Sessions:
                     await rounds.changed()
             except TimeoutError:
                 continue
+
+
+def _series(m: local.Hello) -> str:
+    return m.series or m.step.partition("+")[0]

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
-    env = {**os.environ, **({RESTARTS_ENV: "1"} if args.max_restarts else {})}
+    env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if args.max_restarts else {})}
     ended = threading.Event()
     attempts = RestartLimit(args.max_restarts)
     before: _Failure | None = None

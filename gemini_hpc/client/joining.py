@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gemini_hpc.client import finished
 from gemini_hpc.core import parity, placement
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
@@ -17,14 +18,15 @@ UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # by the plugin, where the prolog has sa
 STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
 SPARES_ENV = "GEMINI_SPARES"  # nodes of the job that wait until another one is lost
 ATTEMPT_ENV = "GEMINI_ATTEMPT"  # by a launcher (`gemini_hpc.launch`) that has started this rank again
-RESTARTS_ENV = "GEMINI_RESTARTS_STEP"  # by `gemini-hpc run`: it starts the step again when a rank fails
+# by `gemini-hpc run`, which starts the step again when a rank fails: what these steps have in common
+RESTARTS_ENV = "GEMINI_RESTARTS_STEP"
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from;
     later: with a problem, that there may be something which cannot be seen now. holders: the nodes that keep this
-    one's shards, itself the first."""
+    one's shards, itself the first. nth: which training of its name this is, in this process."""
 
     node_rank: int = -1
     replicas: int = 0
@@ -35,6 +37,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
     later: bool = False
     holders: tuple[int, ...] = ()
+    nth: int = 1
 
     @property
     def redundancy(self) -> Redundancy:
@@ -73,12 +76,20 @@ def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> 
         pid=pid,
         tier=tier,
         restarts=RESTARTS_ENV in os.environ,
+        nth=finished.nth(set_name),
+        series=series(os.environ),
     )
 
 
 def step_name(environ: Mapping[str, str]) -> str:
     """This launch of the training, the same on all its ranks."""
     return environ.get(STEP_ENV) or f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
+
+
+def series(environ: Mapping[str, str]) -> str:
+    """What all starts of this step have in common, as far as one allocation goes."""
+    known = environ.get(RESTARTS_ENV, "")
+    return known[:64] if len(known) > 1 else step_name(environ).partition("+")[0]
 
 
 def waiting(waited_s: float, why: str) -> str:
@@ -107,6 +118,18 @@ def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
     if not mine.redundancy.parity:
         return placement.targets(homes, found)
     return parity.targets(homes, list(found.values()))
+
+
+def unclosed(notices: Sequence[Notice]) -> str:
+    """Which ranks have not closed the training before this one; "" where all have, or none."""
+    most = max(n.nth for n in notices)
+    behind = [str(rank) for rank, n in enumerate(notices) if n.nth < most]
+    if not behind:
+        return ""
+    return (
+        f"rank {', '.join(behind[:8])} did not call close() on the training before this one, other ranks did: "
+        "call it on all ranks"
+    )
 
 
 def problem(notices: Sequence[Notice], mine: Notice, *, with_parity: bool = False) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from gemini_hpc import clock, lines
-from gemini_hpc.client import joining
+from gemini_hpc.client import finished, joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.hand_back import hand_back, same_or_new
 from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, Notice
@@ -42,8 +42,8 @@ class Ranks(Protocol):
         """Collective: what every rank gave, by rank."""
 
 
-def _exit() -> NoReturn:
-    raise SystemExit(TRY_AGAIN_EXIT)
+def _exit(status: int) -> NoReturn:
+    raise SystemExit(status)
 
 
 class Session:
@@ -68,12 +68,13 @@ class Session:
         local_rank: int = 0,
         imported_at: float | None = None,
         say: Callable[[str], None] | None = None,
-        leave: Callable[[], NoReturn] = _exit,
+        leave: Callable[[int], NoReturn] = _exit,
         handing: AbstractContextManager[Any] | None = None,
         parity: bool = False,
     ) -> None:
         """parity: this program can do with parity in place of copies."""
-        self.ranks, self.name, self.tier = ranks, name, tier
+        self.ranks, self.title, self.tier = ranks, name, tier
+        self.name = name  # as the agents call it, with its place among the job's trainings of that title
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
@@ -116,6 +117,45 @@ class Session:
         """One line of all ranks: rank 0's."""
         if self.rank == 0:
             self.say(text)
+
+    def tell_closed(self) -> None:
+        """Say that what was resumed from is an end: a script that leaves out what is done gets another's."""
+        closed = self.welcome.closed
+        if closed and self.version <= closed:
+            self.say_once(
+                f"{self._what} {self.name} was closed at version {closed} by an earlier start: it has its end again. "
+                f"A script that leaves out what is done gives each {self._what} a name of its own"
+            )
+
+    def leave_what_is_done(self) -> None:
+        """On every rank alike: end a start of a closed training whose last version has gone. What comes behind it
+        must not go on with the weights of a beginning."""
+        welcome = self.welcome
+        if not welcome.closed or welcome.chosen_version:
+            return
+        self.say_once(
+            f"{self._what} {self.name} was closed at version {welcome.closed}, and that version has gone: a later "
+            f"{self._what} of the job has been sealed since. "
+            + (
+                "Ending this step with success, as it has nothing left to do"
+                if welcome.passed
+                else "Ending: it would go on untrained. Give the job a tier; or give each training a name, and have "
+                "the script leave out what is done"
+            )
+        )
+        self.version = welcome.closed
+        self.finish(success=welcome.passed)
+        self._leave(0 if welcome.passed else 1)
+
+    def tell_others(self) -> None:
+        """Say what else there is to resume from, where nothing is of this training: its name may change with each
+        start."""
+        welcome = self.welcome
+        if welcome.others and not (welcome.chosen_version or welcome.closed or welcome.lost):
+            self.say_once(
+                f"{self._what} {self.name} begins anew, but there is {', '.join(welcome.others)}: what is to be "
+                "resumed needs the same name= in each start, none from the clock"
+            )
 
     def find(self, text: str) -> None:
         """For the report."""
@@ -166,8 +206,11 @@ class Session:
 
     def join(self, problem: str = "") -> None:
         """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected."""
-        notice = self._greet(problem)
+        notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title))
         notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
+        if problem := joining.unclosed(notices):  # what one of them was told is not this training's
+            self.say_once(f"this {self._what} is not protected: {problem}")
+            return
         problem = joining.problem(notices, notice, with_parity=self._parity)
         if problem:
             if self.client is not None and self.client.page is not None:
@@ -219,7 +262,7 @@ class Session:
             return Notice(problem=joining.no_agent())
         if problem:
             return Notice(problem=problem)
-        hello = joining.hello(self.name, self.rank, self.world, self._local_rank, self.tier)
+        hello = joining.hello(self.title, self.rank, self.world, self._local_rank, self.tier)
         self._waiting_said = ""
         try:
             if self._progress is None:
@@ -232,6 +275,7 @@ class Session:
             return Notice(problem=str(error), later=isinstance(error, NotYet))
         if self._imported_at is not None:  # a rank that was started again had it all imported
             self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
+        self.name = self.welcome.set or self.title
         return Notice.of(self.welcome)
 
     def _own_progress(self) -> OwnProgress | None:
@@ -258,7 +302,25 @@ class Session:
         self.say_once(f"{why}; ending with {TRY_AGAIN_EXIT} so that a new launch can load it")
         if self.client is not None:
             self.client.close()
-        self._leave()
+        self._leave(TRY_AGAIN_EXIT)
+
+    def begun_without_resume(self) -> None:
+        """On every rank alike, at the first `step()`: what there is to resume from stays as it is."""
+        version = self.welcome.chosen_version if self.protected else 0
+        if not version:
+            return
+        self.verdict.withdraw()
+        self.state = "unprotected"
+        why = f"resume() was not called before the first step(), but there is version {version} to resume from"
+        self.findings.append(why)
+        self.event("unprotected", why)
+        self.say_once(
+            f"{why}: this {self._what} began anew and is not protected, and that version stays as it is. Call "
+            f"resume() before the loop; to begin anew on purpose, give the {self._what} another name, or submit a "
+            "new job"
+        )
+        for told in self.on_lost:
+            told(why)
 
     # ---- what the agent has ----------------------------------------------------------------------------
 
@@ -281,13 +343,17 @@ class Session:
 
     def finish(self, *, success: bool) -> None:
         """Hang up. success: the copies are no longer needed."""
-        if self.client is None or self.forked:
+        if self.forked:
+            return
+        if success:
+            finished.count(self.title)
+        if self.client is None:
             return
         self.client.flush()
         if success:
             try:
-                finished = local.Finished(set=self.name, rank=self.rank)
-                self.client.request(finished, timeout_s=FINISHED_TIMEOUT_S)
+                message = local.Finished(set=self.name, rank=self.rank, version=self.version)
+                self.client.request(message, timeout_s=FINISHED_TIMEOUT_S)
             except (AgentLost, AgentRefused) as error:
                 self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")
         self.client.close()

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # of a training, also as a part of paths
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # that users give
+PLACES = 9999
+# of a training, also as a part of paths; with its place in the job's sequence (`core.sequence`)
+SET_NAME = re.compile(rf"{NAME.pattern}(\+[1-9][0-9]{{0,3}}\.[1-9][0-9]{{0,3}})?")
 VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `control_page.pack_seal`
 MAX_RANKS = 1 << 20
 

@@ -98,10 +98,10 @@ class Checkpointer:
             self._said.add(text)
             lines.tell(text)
 
-    def _leave(self) -> NoReturn:
+    def _leave(self, status: int) -> NoReturn:
         lines.settle()
         self._comm.Barrier()
-        os._exit(joining.TRY_AGAIN_EXIT)
+        os._exit(status)
 
     def _refuse(self, reason: str) -> None:
         """From any thread: this rank's part has ended. All hear of it in the next step."""
@@ -125,6 +125,8 @@ class Checkpointer:
             for line in welcome.lost:
                 session.say_once(f"memory could not serve: {line}")
             if not welcome.chosen_version:
+                session.leave_what_is_done()
+                session.tell_others()
                 return 0
             began = clock.monotonic()
             shards: list[Saved] = []
@@ -143,6 +145,7 @@ class Checkpointer:
         session.version = self._last = welcome.chosen_version
         place = joining.place(welcome)
         session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
+        session.tell_closed()
         return session.version
 
     def _load(self, shards: list[Saved], same: bool) -> None:
@@ -186,6 +189,8 @@ class Checkpointer:
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
         session = self._session
+        if not (session.version or self._resumed):
+            session.begun_without_resume()
         session.version += 1
         if not session.protected or session.version % self._every:
             return

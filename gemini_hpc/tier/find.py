@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from gemini_hpc.core.numbers import SET_NAME
+from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import names, version
 from gemini_hpc.tier.version import Manifest
@@ -59,7 +59,7 @@ def find(
 def split(path: str) -> tuple[str, str]:
     """The path, and the name behind its last "@", "" where it has none; what is there as it stands has none."""
     before, at, name = path.rpartition("@")
-    if at and before and SET_NAME.fullmatch(name) and not os.path.lexists(path):
+    if at and before and NAME.fullmatch(name) and not os.path.lexists(path):
         return before, name
     return path, ""
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import SET_NAME, SetName, Version
+from gemini_hpc.core.numbers import NAME, SetName, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import publish, version
 from gemini_hpc.wire.bounds import Strict
@@ -31,7 +31,7 @@ def checked(name: object) -> str:
     """A name that a version may have. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"a version's name is a str, not a {type(name).__name__}")
-    if not SET_NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise ValueError(
             f"{name[:80]!r} cannot be a version's name: use letters, digits, '.', '_' and '-', 64 at most, "
             "the first a letter, a digit or '_'"

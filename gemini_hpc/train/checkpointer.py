@@ -55,7 +55,7 @@ class Checkpointer:
         scheduler: one or a list; like `scaler`, `loader` and the values of `extra` anything with state_dict and
             load_state_dict.
         extra: what else belongs to the state, by name. A module in it (an EMA, say) is captured as the model is.
-        name: of this training, where a job runs several.
+        name: of this training, where a job runs several at the same time.
         process_group: the ranks that train, where those are not all: each of them makes a Checkpointer, and no other
             does. Ranks count within it. None: the default process group.
         max_repeated: completed steps that one failure may cost. 1: the next optimizer step waits for the seal; 2:
@@ -228,6 +228,8 @@ class Checkpointer:
         if self._session.forked:
             return
         began, session = time.perf_counter(), self._session
+        if not session.version:
+            self._restorer.begins()
         session.version += 1
         self._gate.passed = False
         self._versions.take()
@@ -279,7 +281,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """The training has succeeded: finish the last version, tell the agent that the memory is no longer needed.
-        Bounded; may be called twice."""
+        The job's next training begins at 0. Bounded; may be called twice."""
         self._end(success=True)
 
     def abandon(self) -> None:

@@ -74,6 +74,14 @@ class Restorer:
             session.say_once(session.welcome.notice)
         return self._load() or self._begin_anew()
 
+    def begins(self) -> None:
+        """At the first `step()` of a training that begins at 0. One that has left `resume()` out hears of it."""
+        if self.called:
+            return
+        self._session.begun_without_resume()
+        if self._path:
+            self._session.say_once(f"resume() was not called before the first step(): {self._path} was not loaded")
+
     def _load(self) -> int:
         """The version that the agents have chosen; 0: none, and the training may begin anew. Collective."""
         began, session = clock.time(), self._session
@@ -82,6 +90,8 @@ class Restorer:
         if not shards:
             if welcome.rejected and not welcome.fresh:
                 self._give_up("; ".join(welcome.rejected))
+            session.leave_what_is_done()
+            session.tell_others()
             return 0
         fetched = clock.time()
         own = next((s for s in shards if s.manifest.rank == session.rank), shards[session.rank % len(shards)])
@@ -97,6 +107,7 @@ class Restorer:
             self._set_generators(small["rng"])
         done = clock.time()
         session.say_once(f"resumed at version {session.version} from {joining.place(welcome)} ({done - began:.2f} s)")
+        session.tell_closed()
         self._tell_data()
         self._tell_counts(restore.counts(small, welcome.chosen_world))
         self._tell_begins_anew()
@@ -200,7 +211,7 @@ class Restorer:
         began, why = clock.time(), self._unsupported
         if not why:
             try:
-                found = start.load(self._tree, self._path, session.name, session.rank, session.world)
+                found = start.load(self._tree, self._path, session.title, session.rank, session.world)
             except (ValueError, OSError, ImportError, UnsupportedStateError) as error:
                 why = str(error)
         if not session.agreed(not why):

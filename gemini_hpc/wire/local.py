@@ -33,6 +33,7 @@ from gemini_hpc.core.numbers import (
     Version,
 )
 from gemini_hpc.core.parity import MAX_MEMBERS
+from gemini_hpc.core.sequence import Nth, Series
 from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Reason, Tier
@@ -205,7 +206,8 @@ class Hello(Message, frozen=True, tag="hello"):
     `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
     starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
     It speaks protocols `least` to `most`. `tier`: what its program has chosen. `restarts`: what has started it starts
-    it again when it fails. Beside it may be one descriptor: the rank's progress page.
+    it again when it fails. nth: which training of the name `set` this is, in its process; series: what is the same in
+    each start of its step (`core.sequence`). Beside it may be one descriptor: the rank's progress page.
     """
 
     least: int
@@ -219,6 +221,8 @@ class Hello(Message, frozen=True, tag="hello"):
     rejoin: bool = False
     tier: Tier = Tier()
     restarts: bool = False
+    nth: Nth = 1
+    series: Series = ""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -230,7 +234,10 @@ class Welcome(Message, frozen=True, tag="welcome"):
     the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
     of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
     from; 0: this one has made it itself. parity: as of `Attach`, or fewer where nodes are. group: node ranks, as
-    `placement.ring` has them.
+    `placement.ring` has them. set: what the training is called in all further messages; "": as it said itself.
+    closed: it has been closed by all ranks before, at this version; passed: so have all of its step, and a later step
+    has begun. others: where nothing is chosen, versions of trainings that are not closed, and of which no rank has
+    said hello here.
     """
 
     job: int
@@ -251,6 +258,10 @@ class Welcome(Message, frozen=True, tag="welcome"):
     after: int = 0
     parity: Blocks = 0
     group: tuple[int, ...] = ()
+    set: str = ""
+    closed: Version = 0
+    passed: bool = False
+    others: tuple[str, ...] = ()
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):
@@ -375,7 +386,9 @@ class Event(Message, frozen=True, tag="event"):
 
 
 class Finished(OfRank, frozen=True, tag="finished"):
-    """This rank has closed its checkpointer: its training succeeded."""
+    """This rank has closed its checkpointer, after this version: its training succeeded."""
+
+    version: Version = 0
 
 
 class Reject(OfRank, frozen=True, tag="reject"):
@@ -619,6 +632,22 @@ def hello(
     rejoin: bool = False,
     tier: Tier = Tier(),  # noqa: B008 (frozen)
     restarts: bool = False,
+    nth: int = 1,
+    series: str = "",
 ) -> Hello:
     """A `Hello` in all versions that this end speaks."""
-    return Hello(version.OLDEST, version.CURRENT, set, rank, world, local_rank, step, pid, rejoin, tier, restarts)
+    return Hello(
+        version.OLDEST,
+        version.CURRENT,
+        set,
+        rank,
+        world,
+        local_rank,
+        step,
+        pid,
+        rejoin,
+        tier,
+        restarts,
+        nth,
+        series,
+    )

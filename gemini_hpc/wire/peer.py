@@ -37,6 +37,7 @@ from gemini_hpc.core.numbers import (
     Version,
 )
 from gemini_hpc.core.placement import Order
+from gemini_hpc.core.sequence import Closed, Closing, Series
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.standstill import Host, Standing
 from gemini_hpc.wire.message import Message
@@ -137,7 +138,8 @@ class Collect(Message, frozen=True, tag="collect"):
 class InventoryRecord(msgspec.Struct, frozen=True):
     """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
     no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last;
-    rejected: versions that ranks have found bad. order: of placement, in that map (`placement.Order`)."""
+    rejected: versions that ranks have found bad. order: of placement, in that map (`placement.Order`).
+    closed: trainings that all ranks have closed; closing: those that ranks of this node have (`core.sequence`)."""
 
     host: str
     noderanks: dict[str, Count] | None
@@ -152,6 +154,8 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     doubt: bool = False
     rejected: tuple[Rejection, ...] = ()
     order: tuple[Count, ...] = ()
+    closed: tuple[Closed, ...] = ()
+    closing: tuple[Closing, ...] = ()
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -238,7 +242,8 @@ class PlanDown(Message, frozen=True, tag="plan"):
     not. doubt: the tier may have something newer, so whoever plans next has to look there. counted: by host, the
     instances whose inventories it was made of; an agent that was started since does not take it. rejected: versions
     that nobody is to choose any more. heritage: where the job takes over what another one has left. order: of
-    placement (`placement.Order`); domains: what it could not keep apart, None where no failure domain is known."""
+    placement (`placement.Order`); domains: what it could not keep apart, None where no failure domain is known.
+    closed: trainings that all ranks have closed. looked: the tier has been looked at for all sets."""
 
     round: Round
     step: str
@@ -256,6 +261,8 @@ class PlanDown(Message, frozen=True, tag="plan"):
     heritage: Heritage | None = None
     order: tuple[Count, ...] = ()
     domains: Separation | None = None
+    closed: tuple[Closed, ...] = ()
+    looked: bool = False
 
     def __post_init__(self) -> None:
         if self.order and len(Order(self.order).ranks) != len(self.noderanks):
@@ -336,6 +343,28 @@ class DecisionDown(Message, frozen=True, tag="decision"):
     degraded: bool
     void: Stamp | None = None
     why: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+
+
+# ---- closed trainings, along the tree --------------------------------------------------------------------
+
+
+class ClosedUp(Message, frozen=True, tag="closed"):
+    """Up: so many ranks of the subtree, of `world`, have closed this training (`core.sequence.Closed`)."""
+
+    round: Round
+    set: SetName
+    ranks: Count
+    world: Count
+    version: Version
+    series: Series
+
+
+class ClosedDown(Message, frozen=True, tag="closed-by-all"):
+    """Down: all ranks have closed it. gone: and the job's next training has sealed a version, so nobody keeps it."""
+
+    round: Round
+    closed: Closed
+    gone: bool = False
 
 
 # ---- hangs, along the tree -----------------------------------------------------------------------------

@@ -30,6 +30,8 @@ AnyMessage = (
     | peer.DecisionDown
     | peer.StandingUp
     | peer.HungDown
+    | peer.ClosedUp
+    | peer.ClosedDown
     | peer.MoveUp
     | peer.HoldDown
     | peer.SaveDown

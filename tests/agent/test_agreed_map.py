@@ -12,6 +12,7 @@ import pytest
 from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.sequence import Closed, Closing, merged
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 from gemini_hpc.tier.errors import TierFailed
@@ -76,6 +77,9 @@ class Host:
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         self.known = tuple(dict.fromkeys((*self.known, *found)))
         return self.known
+
+    def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
+        return merged(found, parts)
 
     def begun(self, number: int, step: str) -> None:
         pass

@@ -151,7 +151,21 @@ def test_requests_before_hello(agent: AgentProcess) -> None:
     trainer.step()
 
 
-NAMES = ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\nb", "a\0b", "-" * 65, "\u00e4", ".hidden", "x" * 60000]
+NAMES = [
+    "default+2.1",
+    "",
+    ".",
+    "..",
+    "../x",
+    "a/b",
+    "/etc/passwd",
+    "a\nb",
+    "a\0b",
+    "-" * 65,
+    "\u00e4",
+    ".hidden",
+    "x" * 60000,
+]
 
 
 def test_set_names_that_look_like_paths(agent: AgentProcess) -> None:

@@ -23,6 +23,7 @@ import time
 import msgspec
 import xxhash
 
+from gemini_hpc.client import joining
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
@@ -131,7 +132,7 @@ def main() -> int:
         os.write(log, (json.dumps({**line, "t": time.time(), **more}) + "\n").encode())
 
     path = os.environ["GEMINI_SOCKET"]
-    hello = local.Hello(LEAST, MOST, SET, rank, world, 0, step_id, os.getpid())
+    hello = local.Hello(LEAST, MOST, SET, rank, world, 0, step_id, os.getpid(), series=joining.series(os.environ))
     agent, welcome, fds = greet(path, hello)
     if not isinstance(welcome, local.Welcome):
         print(f"lite: rank {rank}: {welcome}", file=sys.stderr)

@@ -27,6 +27,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.recovery_member import RecoveryMember
+from gemini_hpc.agent.replicas.closings import Closings
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.restart_state import StateFile
@@ -142,7 +143,8 @@ class Node:
         self.membership = Membership()
         self.store = _Store()
         self.state = Disk(cluster, name)
-        self.rejections = Rejections(Promises(cluster, name), self.log)
+        pledges = Promises(cluster, name)
+        self.rejections = Rejections(pledges, self.log)
         self.jobs: deque[Coroutine[object, object, None]] = deque()
         still: Any = _Still()
         sets, transfers, spawn = cast(Any, _Sets()), cast(Any, _Transfers()), cast(Any, self.jobs.append)
@@ -158,6 +160,7 @@ class Node:
             salvage=still,
             tier=tier,
             rejections=self.rejections,
+            closings=Closings(self.membership, pledges, self.log),
             service=still,
             controller=still,
             predecessor=Predecessor(self.identity, self.membership, still, spawn),

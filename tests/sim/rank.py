@@ -203,7 +203,14 @@ class Rank:
 
     def _hello(self, *, rejoin: bool) -> local.Hello:
         return local.hello(
-            set=SET, rank=self.rank, world=self.size, local_rank=0, step=self.step, pid=1, rejoin=rejoin
+            set=SET,
+            rank=self.rank,
+            world=self.size,
+            local_rank=0,
+            step=self.step,
+            pid=1,
+            rejoin=rejoin,
+            series="run",  # all launches of a job are of one step, which `gemini-hpc run` starts again
         )
 
     def _join(self) -> local.Welcome | None:

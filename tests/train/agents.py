@@ -153,11 +153,11 @@ class RealJob:
         for node in self.nodes:
             node.ask(local.Epilog(JOB, self.restart, exit_code))
 
-    def requeue(self, names: list[str]) -> None:
+    def requeue(self, names: list[str], exit_code: str = "") -> None:
         """The next incarnation, on these nodes; agents of nodes that it has left go."""
         for node in self.nodes:
             if node.process is not None:
-                node.ask(local.Epilog(JOB, self.restart))
+                node.ask(local.Epilog(JOB, self.restart, exit_code))
         for name in set(self.all) - set(names):
             self.all[name].die()
         self.restart += 1

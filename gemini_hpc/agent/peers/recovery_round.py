@@ -23,6 +23,7 @@ import msgspec
 
 from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.core import domains, node_ranks, recovery_plan
+from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import FANOUT, children, parent
 from gemini_hpc.tier.errors import TierFailed
@@ -110,6 +111,9 @@ class Host(Protocol):
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Know of these rejected versions, too; all that are known."""
+
+    def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
+        """Know of these closed trainings, too; all that are known."""
 
     def begun(self, number: int, step: str) -> None:
         """Coordinator: keep on disk that this number is taken."""
@@ -458,7 +462,9 @@ class RecoveryRounds:
             records = (*records, *more)
             plan, sure = self._decide(records)
         # was ever sealed
-        nothing = self._host.restart == 0 and all(r.unbroken and not (r.sealed or r.rejected) for r in records)
+        nothing = self._host.restart == 0 and all(
+            r.unbroken and not (r.sealed or r.rejected or r.closed) for r in records
+        )
         # Who took a plan that was made without a look at the tier may have forgotten what was newer.
         seen = nothing or (sure and not any(r.doubt for r in records))
         if self._host.tier and not seen:
@@ -466,6 +472,7 @@ class RecoveryRounds:
             try:
                 stored = await self._host.stored(without, launched=bool(plan.step))
                 plan, seen = round_plan.from_tier(plan, stored), True
+                plan = msgspec.structs.replace(plan, looked=True)
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if self._may_inherit(plan) and not plan.unseen:
@@ -574,6 +581,9 @@ class RecoveryRounds:
             tier=self._host.chosen,
             counted={r.host: r.instance for r in records if r.host in self.hosts},
             rejected=rejected,
+            closed=self._host.closed(
+                [found for r in records for found in r.closed], [part for r in records for part in r.closing]
+            ),
             order=plan.order.ranks,
             domains=domains.separation(
                 self._host.domains, plan.noderanks, min(self._host.replicas, len(plan.noderanks)), plan.order

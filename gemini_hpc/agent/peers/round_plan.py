@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gemini_hpc.core import domains, node_ranks, recovery_plan
+from gemini_hpc.core import domains, node_ranks, recovery_plan, sequence
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import Order
+from gemini_hpc.core.sequence import Closed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import peer
@@ -184,7 +185,16 @@ def take_over(
             for order in theirs.pulls
         ),
         heritage=heritage,
+        closed=sequence.merged((*plan.closed, *_closed(left.records))),
     )
+
+
+def _closed(records: Iterable[peer.InventoryRecord]) -> list[Closed]:
+    """The predecessor's closed trainings: no step of this job has closed them."""
+    records = tuple(records)
+    known = [closed for record in records for closed in record.closed]
+    found = sequence.merged(known, [part for record in records for part in record.closing])
+    return [msgspec.structs.replace(closed, restart=0, series="") for closed in found]
 
 
 def _renamed(copy: Copy) -> Copy:

@@ -1,7 +1,8 @@
 """What the ranks of a job have asked of its agents for good: one file in the job's directory.
 
 It outlives the agent and the incarnation: versions that are to be kept under a name until that has been done, and
-versions that are not to be loaded any more. Where it cannot be written an agent's death forgets it, and others know.
+versions that are not to be loaded any more; also which trainings they have closed. Where it cannot be written an
+agent's death forgets it, and others know.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gemini_hpc.core.numbers import SetName, Version
+from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Rejection
 
@@ -32,6 +34,8 @@ class Pledged(msgspec.Struct, frozen=True):
 
     wishes: tuple[Wish, ...] = ()
     rejections: tuple[Rejection, ...] = ()
+    closed: tuple[Closed, ...] = ()
+    closing: tuple[Closing, ...] = ()
 
 
 _decoder = Strict(msgspec.json.Decoder(Pledged))

@@ -58,6 +58,12 @@ class SealNotes:
             return False
         return True
 
+    def forget(self, name: str) -> None:
+        """Give this set's line to another one."""
+        if self._fd is not None and (place := self._places.pop(name, None)) is not None:
+            with suppress(OSError):
+                os.pwrite(self._fd, b"\n".rjust(_LINE_BYTES), place * _LINE_BYTES)
+
     def read(self, within: Within) -> dict[str, Stamp]:
         """By set, what a predecessor has noted in this round."""
         found: dict[str, Stamp] = {}

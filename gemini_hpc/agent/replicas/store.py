@@ -150,10 +150,11 @@ class Store:
         """
         async with self._making:
             old = self.shards.get((set_name, rank))
+            name, what = f"gemini:{set_name}:{rank}", f"shard of rank {rank}"
             if old is not None and old.bytes == size_bytes and old.world == world:
+                await self._complete(old, name, what)
                 old.home = home
                 return old
-            name, what = f"gemini:{set_name}:{rank}", f"shard of rank {rank}"
             memory = await self._slots(name, what, size_bytes, reserve=reserve)
             shard = Shard(set_name, rank, world, home, size_bytes, memory)
             self.put(shard)
@@ -174,14 +175,47 @@ class Store:
         wanted = Parity(dict(of), blocks)
         async with self._making:
             old = self.parities.get((set_name, rank))
+            name, what = f"gemini:{set_name}:parity {rank}", f"parity beside the shard of rank {rank}"
             same = old is not None and (old.bytes, old.world) == (size_bytes, world)
             if same and old is not None and old.parity is not None and old.parity.is_like(wanted):
+                await self._complete(old, name, what)
                 old.home = home
                 return old
-            what = f"parity beside the shard of rank {rank}"
-            memory = await self._slots(f"gemini:{set_name}:parity {rank}", what, size_bytes)
+            memory = await self._slots(name, what, size_bytes)
             self.put(Shard(set_name, rank, world, home, size_bytes, memory, parity=wanted))
             return self.parities[set_name, rank]
+
+    def trim(self, shard: Shard, sealed: Stamp) -> None:
+        """Free what is older than this sealed version of a training that is closed, where that is here."""
+        if shard.pair.find(sealed) is None:
+            return
+        for index, slot in enumerate(shard.pair.slots):
+            if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed):
+                shard.pair.void(index)
+                shard.memory[index].close()
+                self.budget.give(shard.bytes)
+
+    async def _complete(self, shard: Shard, name: str, what: str) -> None:
+        """Take memory once more for a slot that was trimmed. Raises `NoMemory`."""
+        for index, memory in enumerate(shard.memory):
+            if memory.fd < 0:
+                slot = shard.pair.slots[index]
+                slot.busy = True
+                try:
+                    shard.memory[index] = await self._slot(f"{name}:{index}", what, shard.bytes)
+                finally:
+                    slot.busy = False
+
+    async def _slot(self, name: str, what: str, size_bytes: int) -> Memfd:
+        self.budget.take(size_bytes, what)
+        memory = Memfd(name, size_bytes, slot=True)
+        try:
+            await asyncio.to_thread(memory.reserve, self.budget.left_bytes)
+        except BaseException:
+            memory.close()
+            self.budget.give(size_bytes)
+            raise
+        return memory
 
     async def _slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:
         self.budget.take(2 * size_bytes, what, present=not reserve)
@@ -256,15 +290,20 @@ class Store:
         return max(found, key=lambda p: p.registered_round == round_number, default=None)
 
     def drop(self, shard: Shard) -> None:
-        """Free a shard that nobody has registered: a copy that came to nothing."""
-        if self.shards.get((shard.set, shard.rank)) is shard:
-            del self.shards[shard.set, shard.rank]
+        """Free a shard that nobody needs: a copy that came to nothing, or one of a closed training."""
+        key, held = (shard.set, shard.rank), self._like(shard)
+        if held.get(key) is shard:
+            del held[key]
+            self._close(shard)
+        elif shard in self.ancestors:
+            self.ancestors.remove(shard)
             self._close(shard)
 
     def _close(self, shard: Shard) -> None:
         for memory in shard.memory:
-            memory.close()
-        self.budget.give(2 * shard.bytes)
+            if memory.fd >= 0:  # else it has been trimmed
+                memory.close()
+                self.budget.give(shard.bytes)
 
     def drop_stale(self, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
         """After a seal in this round: free ancestors, and what no rank of a training of this size has registered.

@@ -80,6 +80,9 @@ class Trainings:
     def plan(self, plan: peer.PlanDown) -> None:
         """Start anew with what a round has decided."""
         planned = {s.name: s for s in plan.sets}
+        for closed in plan.closed:
+            if closed.set not in planned:
+                self.remove(closed.set)
         for name in planned.keys() | self._sets.keys():
             training = self.named(name)
             self.drop_guests(training)
@@ -103,6 +106,14 @@ class Trainings:
         for training in self:
             self.drop_guests(training)
             training.close()
+
+    def remove(self, name: str) -> None:
+        """Forget a training that nobody needs any more."""
+        training = self._sets.pop(name, None)
+        if training is not None:
+            self.drop_guests(training)
+            training.close()
+            self._notes.forget(name)
 
     def drop_guests(self, training: Training) -> None:
         """Free copies that were pulled for loading only."""

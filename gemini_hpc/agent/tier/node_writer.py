@@ -73,6 +73,13 @@ class NodeWriter:
         for task in self._saving.values():
             task.cancel()
 
+    def forget(self, name: str) -> None:
+        """Free the copies for the saves of a set, unless one is under way."""
+        task = self._saving.get(name)
+        if task is None or task.done():
+            for key in [key for key in self._copies if key[0] == name]:
+                self._free(key)
+
     async def cut_short(self) -> list[Wanted]:
         """After `close`: what was being written then, once nobody writes any more."""
         if self._saving:

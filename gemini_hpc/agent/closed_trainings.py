@@ -1,0 +1,185 @@
+"""What becomes of a training that all ranks have closed: nobody trains it, but a start again may want its end.
+
+Counts of closed ranks go up the tree, the root's word comes down. From then on each agent keeps the last sealed
+version alone. When the job's next training has sealed a version, the root has the closed one saved to the tier, if
+there is one, and all agents give it up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.closings import Closings
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.tier.node_writer import NodeWriter
+from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.core.sequence import Closed
+from gemini_hpc.wire import peer
+
+_LATER_S = 1.0  # the job's end, which often comes first, needs no word of it
+
+
+class _Count(NamedTuple):
+    """Ranks that have closed a training, of all that it has, and after which version."""
+
+    ranks: int
+    world: int
+    version: int
+    series: str
+
+
+class ClosedTrainings:
+    """One agent's part in it."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        trainings: Trainings,
+        store: Store,
+        closings: Closings,
+        saver: Saver,
+        writer: NodeWriter,
+        spawn: Spawn,
+    ) -> None:
+        self._membership, self._trainings, self._store = membership, trainings, store
+        self._closings, self._saver, self._writer, self._spawn = closings, saver, writer, spawn
+        self._round = (-1, 0)
+        self._own: dict[str, _Count] = {}
+        self._due: dict[str, float] = {}  # when the own count is told
+        self._below: dict[str, dict[str, _Count]] = {}  # by set and child
+        self._down: dict[str, peer.ClosedDown] = {}  # the root's words in this round
+        self._beside: dict[str, frozenset[str]] = {}  # at the root: what had begun when a rank closed one
+        self._parting: set[str] = set()  # at the root: that are about to be given up
+        self._gone: set[str] = set()  # that are given up here as soon as nobody uses them
+
+    # ---- ranks -----------------------------------------------------------------------------------------
+
+    def close(self, training: Training, series: str, version: int) -> None:
+        """A rank of this node has closed it. On disk before the rank is answered."""
+        incarnation = self._membership.incarnation
+        self._closings.close(training, series, version)
+        if incarnation is not None:
+            self._enter(incarnation)
+            self._own[training.name] = _Count(len(training.finished), training.world, version, series)
+            self._due[training.name] = clock.monotonic() + _LATER_S
+            self._note_beside(incarnation, training.name)
+
+    # ---- peers -----------------------------------------------------------------------------------------
+
+    def heard(self, incarnation: Incarnation, host: str, message: peer.ClosedUp | peer.ClosedDown) -> None:
+        """A child's count, or the root's word."""
+        rounds = incarnation.rounds
+        if message.round != rounds.round or not incarnation.live:
+            return
+        self._enter(incarnation)
+        if isinstance(message, peer.ClosedUp) and host in rounds.children:
+            count = _Count(message.ranks, message.world, message.version, message.series)
+            self._below.setdefault(message.set, {})[host] = count
+            self._note_beside(incarnation, message.set)
+            self._count(incarnation, message.set)
+        elif isinstance(message, peer.ClosedDown) and host == rounds.parent:
+            self._take(incarnation, message)
+
+    def on_link(self, incarnation: Incarnation, host: str) -> None:
+        """A link to a peer is new: what it may have missed is told again."""
+        self._enter(incarnation)
+        if host == incarnation.rounds.parent:
+            for name in (self._own.keys() - self._due.keys()) | self._below.keys():
+                self._count(incarnation, name)
+        elif host in incarnation.rounds.children:
+            for message in self._down.values():
+                incarnation.send(host, message)
+
+    def _enter(self, incarnation: Incarnation) -> None:
+        """A new round: ranks have to say it again, and a plan has what is known."""
+        at = incarnation.restart, incarnation.rounds.round
+        if at != self._round:
+            self._round = at
+            for known in (self._own, self._due, self._below, self._down, self._parting):
+                known.clear()
+
+    def _count(self, incarnation: Incarnation, name: str) -> None:
+        own = self._own.get(name) if name not in self._due else None
+        counts = [*self._below.get(name, {}).values(), *([own] if own is not None else [])]
+        ranks, last = sum(c.ranks for c in counts), max(counts, key=lambda c: c.version)
+        rounds = incarnation.rounds
+        if rounds.parent is not None:
+            up = peer.ClosedUp(rounds.round, name, ranks, last.world, last.version, last.series)
+            incarnation.send(rounds.parent, up)
+        elif ranks == last.world:
+            closed = Closed(name, last.version, incarnation.restart, last.series)
+            self._take(incarnation, peer.ClosedDown(rounds.round, closed))
+
+    def _take(self, incarnation: Incarnation, message: peer.ClosedDown) -> None:
+        name = message.closed.set
+        self._down[name] = message
+        self._closings.learn([message.closed])
+        if message.gone:
+            self._gone.add(name)
+        incarnation.send_down(message)
+
+    # ---- memory ----------------------------------------------------------------------------------------
+
+    def _note_beside(self, incarnation: Incarnation, name: str) -> None:
+        """Note what is not the next training. A rank may begin that one before the last rank has closed this one."""
+        if incarnation.leads:
+            begun = {t.name for t in self._trainings if t.greeted} | {closed.set for closed in self._closings.all}
+            self._beside.setdefault(name, frozenset(begun - {name}))
+
+    def _part_with(self, incarnation: Incarnation) -> None:
+        """At the root: give up each closed training behind which another one has sealed a version."""
+        plan = incarnation.rounds.plan
+        before = frozenset(closed.set for closed in plan.closed) if plan is not None else frozenset()
+        epoch = self._membership.epoch
+        newer = {t.name for t in self._trainings if t.greeted and t.sealed is not None and t.sealed.epoch == epoch}
+        for closed in self._closings.all:
+            training = self._trainings.get(closed.set)
+            if training is None or training.present or closed.set in self._parting:
+                continue
+            if newer - self._beside.get(closed.set, before) - {closed.set}:
+                self._parting.add(closed.set)
+                self._spawn(self._give_up(incarnation, training, closed, incarnation.rounds.round))
+
+    async def _give_up(self, incarnation: Incarnation, training: Training, closed: Closed, number: int) -> None:
+        if self._saver.tier and training.sealed is not None:
+            await self._saver.flush(training)
+        live = self._membership.live
+        if live is incarnation and live.rounds.round == number and not training.present:
+            self._take(incarnation, peer.ClosedDown(number, closed, gone=True))
+
+    def tend(self) -> None:
+        """Called a few times a second: free what nobody needs of closed trainings."""
+        incarnation, now = self._membership.live, clock.monotonic()
+        if incarnation is None:
+            return
+        self._enter(incarnation)
+        for name in [name for name, due in self._due.items() if due < now]:
+            del self._due[name]
+            self._count(incarnation, name)
+        if incarnation.leads:
+            self._part_with(incarnation)
+        for closed in self._closings.all:
+            training = self._trainings.get(closed.set)
+            if training is None or training.present:
+                continue
+            shards = [shard for shard in self._store.every() if shard.set == closed.set]
+            if any(slot.busy or slot.state == "filling" for shard in shards for slot in shard.pair.slots):
+                continue
+            self._trainings.drop_guests(training)
+            self._writer.forget(closed.set)
+            for shard in shards:
+                nothing = training.chosen is None and not shard.pair.complete_stamps()
+                if closed.set in self._gone or nothing:
+                    self._store.drop(shard)
+                elif training.sealed is not None:
+                    self._store.trim(shard, training.sealed)
+            if closed.set in self._gone:
+                self._gone.discard(closed.set)
+                self._beside.pop(closed.set, None)
+                self._trainings.remove(closed.set)

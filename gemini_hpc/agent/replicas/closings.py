@@ -1,0 +1,64 @@
+"""Trainings that ranks have closed (`Checkpointer.close`): the next one of the name begins anew.
+
+Each agent has it on disk before it answers a rank that closes; inventories carry it to the root, and the plan to
+everybody. So it holds in later rounds and incarnations, for as long as one agent lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.pledges import Pledges
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.core import sequence
+from gemini_hpc.core.sequence import Closed, Closing
+
+
+class Closings:
+    """One agent's knowledge of them; it lives as long as the agent, and is on disk (`pledges`)."""
+
+    def __init__(self, membership: Membership, pledges: Pledges, log: Log) -> None:
+        self._membership, self._pledges, self._log = membership, pledges, log
+
+    @property
+    def all(self) -> tuple[Closed, ...]:
+        """Trainings that all ranks have closed, as far as this agent knows."""
+        return self._pledges.now.closed
+
+    @property
+    def own(self) -> tuple[Closing, ...]:
+        """Those that ranks of this node have closed."""
+        return self._pledges.now.closing
+
+    def get(self, name: str) -> Closed | None:
+        """What is known of a set; None where it is not closed."""
+        return next((closed for closed in self.all if closed.set == name), None)
+
+    def close(self, training: Training, series: str, version: int) -> None:
+        """Ranks of this node have closed their checkpointers, the last one at this version."""
+        here, others = self._membership, [part for part in self.own if part.set != training.name]
+        part = Closing(
+            training.name,
+            training.world,
+            tuple(sorted(training.finished)),
+            version,
+            here.restart,
+            series,
+            here.epoch,
+        )
+        self._put(self.all, (*others, part))
+
+    def learn(self, found: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
+        """Know of these, too, on disk; all that are known now."""
+        self._put(sequence.merged((*self.all, *found), parts), self.own)
+        return self.all
+
+    def _put(self, closed: tuple[Closed, ...], closing: tuple[Closing, ...]) -> None:
+        pledges = self._pledges
+        now = msgspec.structs.replace(pledges.now, closed=closed, closing=closing[-sequence.MAX_KEPT :])
+        if now != pledges.now and not pledges.put(now):
+            self._log("unwritten", detail="cannot write the list of closed trainings to this node's disk")
