@@ -61,7 +61,7 @@ def test_protection_goes_on_with_the_next_version(
     assert report["unsaved"]["skipped"] >= len(filling), report
     said = [line for line in capfd.readouterr().err.splitlines() if "gemini-hpc" in line]
     assert len(said) == 1, said
-    assert "state_dict() of extra.replay has raised KeyError at test_not_given.py:" in said[0]
+    assert "state_dict() of extra.replay has raised KeyError at test_state_dict_raises.py:" in said[0]
 
 
 def test_also_where_the_state_is_dealt_out_anew(job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
