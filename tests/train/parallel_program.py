@@ -1,4 +1,5 @@
-"""Trainings whose ranks have different parts of a model: tensor parallel, pipeline (forked by zygote.py)."""
+"""Trainings whose ranks have different parts of a model: tensor parallel, pipeline. One has them alike, and replaces
+their memory. Forked by zygote.py."""
 
 from __future__ import annotations
 
@@ -56,7 +57,36 @@ def pipeline() -> tuple[nn.Module, Step]:
     return model, step
 
 
-KINDS = {"tp": tensor_parallel, "pipeline": pipeline}
+class Follower(nn.Module):
+    """A network, and one that follows it: in each forward its parameters get other memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 16)) for _ in range(2))
+        self.second.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for ahead, behind in zip(self.first.parameters(), self.second.parameters(), strict=True):
+                behind.data = behind.data * 0.9 + ahead.data * 0.1
+            known = self.second(x)
+        out: torch.Tensor = self.first(x) + 0.1 * known
+        return out
+
+
+def following() -> tuple[nn.Module, Step]:
+    """The same on both ranks, and DDP around it."""
+    model = nn.parallel.DistributedDataParallel(Follower())
+
+    def step(x: torch.Tensor) -> float:
+        loss = (model(x) - x.flip(1)).square().mean()
+        loss.backward()
+        return float(loss)
+
+    return model, step
+
+
+KINDS = {"tp": tensor_parallel, "pipeline": pipeline, "following": following}
 
 
 def main(o: dict[str, Any]) -> None:
