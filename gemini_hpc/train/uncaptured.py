@@ -29,9 +29,23 @@ class Uncaptured:
     def tell_when_planned(self) -> None:
         """The same for optimizers, which have state by now, and name what was not passed. Never raises."""
         self.tell_at_construction()
+        with suppress(Exception):
+            self._tell_join()
         with suppress(Exception):  # of classes that are not ours
             for sentence in self._not_given.sentences():
                 self._say(sentence, sentence)
+
+    def _tell_join(self) -> None:
+        """Say that ranks inside DDP.join stop to mean the same by a version once one of them has no more batches."""
+        joins = [recorder.ddp._join_config for recorder in self._tree.ddps]
+        uneven = any(join.enable and not join.throw_on_early_termination for join in joins)
+        if uneven and self._session.rank == 0:
+            self._say(
+                "join",
+                "the training runs inside DDP.join: a rank that is out of batches makes no step() of its own. From "
+                "then on the ranks do not mean the same iteration by a version, and nothing is sealed. Give all ranks "
+                "as many batches, or use join(throw_on_early_termination=True)",
+            )
 
     def _tell_handed_out(self) -> None:
         for where, look in self._tree.handed_out().items():

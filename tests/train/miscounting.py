@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,26 @@ def main(o: dict[str, Any]) -> None:
     ckpt = gemini.Checkpointer(model, optimizer, extra={"where": Where(where)}, **arguments(o["kwargs"]))
     start = ckpt.resume()
     begun = dict(where)
+    with model.join() if o.get("join") else nullcontext():
+        run(o, model, optimizer, ckpt, where, begun, generator)
+    report = ckpt.report()
+    ckpt.close()
+    del model, optimizer
+    gc.collect()
+    print(json.dumps({"rank": rank, "start": start, "begun": begun["iteration"], "report": report}), flush=True)
+    dist.destroy_process_group()
+
+
+def run(
+    o: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ckpt: gemini.Checkpointer,
+    where: dict[str, int],
+    begun: dict[str, int],
+    generator: torch.Generator,
+) -> None:
+    rank = dist.get_rank()
     while where["iteration"] < o["iterations"]:
         where["iteration"] += 1
         optimizer.zero_grad()
@@ -44,12 +65,6 @@ def main(o: dict[str, Any]) -> None:
         elif where["iteration"] == o["common"]:
             wait_for_seal(ckpt, ckpt.version)
         time.sleep(0.02)
-    report = ckpt.report()
-    ckpt.close()
-    del model, optimizer
-    gc.collect()
-    print(json.dumps({"rank": rank, "start": start, "begun": begun["iteration"], "report": report}), flush=True)
-    dist.destroy_process_group()
 
 
 class Where:

@@ -64,3 +64,13 @@ def test_a_mixture_is_void_and_told_and_not_resumed(
     results = start(job, **options, common=90, deeds={}).wait()
     assert {r["begun"] for r in results} == {common + (deed == "twice")}, "the last one that both ranks meant alike"
     assert all(r["report"]["state"] == "protected" and r["report"]["sealed"][1] >= 89 for r in results)
+
+
+def test_a_training_inside_join_is_told_at_its_first_step(
+    make_agents: Callable[..., RealJob], start: Callable[..., Run]
+) -> None:
+    job = make_agents(2, 2)
+    options: dict[str, Any] = {"program": "tests.train.miscounting", "kwargs": HOST, "deeds": {}, "common": 3}
+    run = start(job, **options, iterations=4, join=True)
+    run.wait()
+    assert "\n".join(run.stderr).count("runs inside DDP.join") == 1
