@@ -43,8 +43,8 @@ class Uncaptured:
             self._say(
                 "join",
                 "the training runs inside DDP.join: a rank that is out of batches makes no step() of its own. From "
-                "then on the ranks do not mean the same iteration by a version, and nothing is sealed. Give all ranks "
-                "as many batches, or use join(throw_on_early_termination=True)",
+                "then on the ranks do not mean the same iteration by a version, and nothing is sealed. Give all "
+                "ranks as many batches, or use join(throw_on_early_termination=True)",
             )
 
     def _tell_handed_out(self) -> None:
