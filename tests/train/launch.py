@@ -50,11 +50,17 @@ def environments(world: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank)} for rank in range(world)]
 
 
+def _remove(directory: str, owner: int) -> None:
+    """Not at the end of a child that a test has forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 @cache
 def _outputs() -> str:
     """One directory for what the processes print; gone when the tests are over."""
     directory = tempfile.mkdtemp(prefix="gemini-test-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(_remove, directory, os.getpid())
     machine.keep(Path(directory))
     return directory
 

@@ -134,7 +134,7 @@ def test_hooks_numbers_and_a_second_watch(two: Found) -> None:
         assert found["launched"] == 150
         assert found["numbers"] == list(range(152))
         assert found["problem"] == "ValueError: a hook of ours fails"
-        assert "another BackendSelect kernel" in found["second"]
+        assert found["second"] == ""
         # the second one took nothing from the first, and after stop() nothing is seen
         assert found["later"] == [151, 152, 152]
         assert found["kernels"] == [True, False]

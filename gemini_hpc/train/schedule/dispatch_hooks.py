@@ -7,6 +7,7 @@ object (`group._get_backend(device).send(...)`), as ours is, does not come by.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,11 +72,44 @@ After = Callable[[Signature, tuple[Any, ...], Any, Any], None]
 
 
 class Dispatch:
-    """The kernels, from here to `remove()`. Neither call may raise: that would end the training's collective.
+    """A look at each operation, from here to `remove()`. Neither call may raise: that would end the training's
+    collective. Several looks of one process (two trainings, say) share the kernels.
 
     No other thread should be inside a collective while kernels come or go. Raises Occupied."""
 
     def __init__(self, before: Before, after: After) -> None:
+        self.before, self.after = before, after
+        _kernels.add(self)
+
+    def remove(self) -> None:
+        """Look no more; without another look all operators are as they were before."""
+        _kernels.remove(self)
+
+
+class _Kernels:
+    """The kernels of this process, while somebody looks."""
+
+    def __init__(self) -> None:
+        self.looks: tuple[Dispatch, ...] = ()
+        self._library: Any = None
+        self._lock = threading.Lock()
+
+    def add(self, look: Dispatch) -> None:
+        """Raises Occupied."""
+        with self._lock:
+            if not self.looks:
+                self._put()
+            self.looks = (*self.looks, look)
+
+    def remove(self, look: Dispatch) -> None:
+        """May be called twice."""
+        with self._lock:
+            self.looks = tuple(other for other in self.looks if other is not look)
+            if not self.looks and self._library is not None:
+                self._library._destroy()
+                self._library = None
+
+    def _put(self) -> None:
         library: Any = torch.library.Library  # without types
         self._library = library("c10d", "IMPL")
         try:
@@ -86,14 +120,14 @@ class Dispatch:
                 if torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY):
                     raise Occupied(f"{name} has another {_KEY} kernel already")
             for name, op, signature in found:
-                self._library.impl(name, _kernel(op, signature, before, after), _KEY, with_keyset=True)
+                self._library.impl(name, _kernel(op, signature), _KEY, with_keyset=True)
         except BaseException:
-            self.remove()
+            self._library._destroy()
+            self._library = None
             raise
 
-    def remove(self) -> None:
-        """All operators are as they were before."""
-        self._library._destroy()
+
+_kernels = _Kernels()
 
 
 def operators() -> list[tuple[str, Any, Signature]]:
@@ -125,14 +159,16 @@ def _element(kind: Any) -> str:
     return str(kind)
 
 
-def _kernel(op: Any, signature: Signature, before: Before, after: After) -> Callable[..., Any]:
+def _kernel(op: Any, signature: Signature) -> Callable[..., Any]:
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     redispatch = op.redispatch
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        begun = before(signature, args)
+        looks = _kernels.looks
+        begun = [look.before(signature, args) for look in looks]
         result = redispatch(keyset & below, *args)
-        after(signature, args, result, begun)
+        for look, begin in zip(looks, begun, strict=True):
+            look.after(signature, args, result, begin)
         return result
 
     disabled: Callable[..., Any] = torch.compiler.disable(kernel)  # type: ignore[no-untyped-call]
