@@ -60,11 +60,12 @@ def _small(content: Content) -> bytes:
     return f"{content.rank} {content.version}".encode().ljust(_SMALL_BYTES)
 
 
-def sketch(payload: bytes) -> tuple[int, tuple[int, int, int]]:
-    """Bytes of the small state; of directory and tensor, and the most of the small state."""
+def sketch(payload: bytes) -> tuple[int, tuple[int, int, int], Moment]:
+    """Bytes of the small state; of directory and tensor, and the most of the small state; the moment."""
     header = parse_header(payload, LIVE_SIZE)
     layout = header.layout
-    return header.small_bytes, (layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity)
+    areas = layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity
+    return header.small_bytes, areas, header.moment
 
 
 def unpack(slot: bytes) -> Content:
