@@ -41,7 +41,7 @@ class Uncaptured:
         uneven = any(join.enable and not join.throw_on_early_termination for join in joins)
         if uneven and self._session.rank == 0:
             self._say(
-                "join",
+                "DDP.join",
                 "the training runs inside DDP.join: a rank that is out of batches makes no step() of its own. From "
                 "then on the ranks do not mean the same iteration by a version, and nothing is sealed. Give all "
                 "ranks as many batches, or use join(throw_on_early_termination=True)",

@@ -232,7 +232,8 @@ def test_a_training_of_one_rank_with_a_large_replay_buffer(job: FakeJob, capsys:
 @pytest.mark.slow
 def test_the_rank_that_has_it_makes_all_save_rarely_and_says_so(make_job: MakeJob) -> None:
     """Of two ranks the second has a large buffer: told is what it costs, and by whom."""
-    options = {"kind": "ddp", "steps": 90, "replay": [10, 10_000], "norm": "layer", "armed": True}
+    options: dict[str, Any] = {"kind": "ddp", "steps": 90, "replay": [10, 10_000], "norm": "layer", "armed": True}
+    options["kwargs"] = {"overhead": gemini.Traffic().overhead}
     training = Run(make_job(2, 2), 2, options)
     reports = [result["report"] for result in training.wait()]
     assert [report["state"] for report in reports] == ["protected"] * 2

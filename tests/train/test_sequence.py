@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,10 @@ def test_what_a_closed_training_keeps(steps: Steps, names: list[str]) -> None:
             part = steps.job.inspect(node)
             assert part.memory_bytes == sum(slot.bytes for slot in part.held)
             assert node.process is not None
-            files = {os.readlink(file) for file in Path(f"/proc/{node.process.pid}/fd").iterdir()}
+            files = set[str]()
+            for file in Path(f"/proc/{node.process.pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed meanwhile
+                    files.add(os.readlink(file))
             slots = {name: [f for f in files if f.startswith(f"/memfd:gemini:{name}:")] for name in (one, two, three)}
             assert [len(slots[name]) for name in (one, two, three)] == [0, 0, 2], files
     finally:
