@@ -1,4 +1,4 @@
-"""What becomes of a training that all ranks have closed: nobody trains it, but a start again may want its end.
+"""Keep the end of a training that all ranks have closed: a start again may want it.
 
 Counts of closed ranks go up the tree, the root's word comes down. From then on each agent keeps the last sealed
 version alone. When the job's next training has sealed a version, the root has the closed one saved to the tier, if
@@ -35,7 +35,7 @@ class _Count(NamedTuple):
 
 
 class ClosedTrainings:
-    """One agent's part in it."""
+    """The closed trainings of one agent, as its ranks, its peers and the root report them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ClosedTrainings:
     # ---- ranks -----------------------------------------------------------------------------------------
 
     def close(self, training: Training, series: str, version: int) -> None:
-        """A rank of this node has closed it. On disk before the rank is answered."""
+        """Record, on disk, that a rank of this node has closed it, before the rank is answered."""
         incarnation = self._membership.incarnation
         self._closings.close(training, series, version)
         if incarnation is not None:
@@ -73,7 +73,7 @@ class ClosedTrainings:
     # ---- peers -----------------------------------------------------------------------------------------
 
     def heard(self, incarnation: Incarnation, host: str, message: peer.ClosedUp | peer.ClosedDown) -> None:
-        """A child's count, or the root's word."""
+        """Record a child's count, or the root's decision."""
         rounds = incarnation.rounds
         if message.round != rounds.round or not incarnation.live:
             return
@@ -87,7 +87,7 @@ class ClosedTrainings:
             self._take(incarnation, message)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
-        """A link to a peer is new: what it may have missed is told again."""
+        """Send again what a peer with a new link may have missed."""
         self._enter(incarnation)
         if host == incarnation.rounds.parent:
             for name in (self._own.keys() - self._due.keys()) | self._below.keys():
@@ -97,7 +97,7 @@ class ClosedTrainings:
                 incarnation.send(host, message)
 
     def _enter(self, incarnation: Incarnation) -> None:
-        """A new round: ranks have to say it again, and a plan has what is known."""
+        """Forget the counts of the round before: the plan has what is known of them."""
         at = incarnation.restart, incarnation.rounds.round
         if at != self._round:
             self._round = at
@@ -127,13 +127,13 @@ class ClosedTrainings:
     # ---- memory ----------------------------------------------------------------------------------------
 
     def _note_beside(self, incarnation: Incarnation, name: str) -> None:
-        """Note what is not the next training. A rank may begin that one before the last rank has closed this one."""
+        """Record which trainings are not the next one. A rank may begin that before the last rank has closed this."""
         if incarnation.leads:
             begun = {t.name for t in self._trainings if t.greeted} | {closed.set for closed in self._closings.all}
             self._beside.setdefault(name, frozenset(begun - {name}))
 
     def _part_with(self, incarnation: Incarnation) -> None:
-        """At the root: give up each closed training behind which another one has sealed a version."""
+        """Give up, at the root, each closed training behind which another one has sealed a version."""
         plan = incarnation.rounds.plan
         before = frozenset(closed.set for closed in plan.closed) if plan is not None else frozenset()
         epoch = self._membership.epoch
@@ -154,7 +154,7 @@ class ClosedTrainings:
             self._take(incarnation, peer.ClosedDown(number, closed, gone=True))
 
     def tend(self) -> None:
-        """Called a few times a second: free what nobody needs of closed trainings."""
+        """Free what nobody needs of closed trainings. Called a few times a second."""
         incarnation, now = self._membership.live, clock.monotonic()
         if incarnation is None:
             return

@@ -42,7 +42,7 @@ class Rejected(Exception):
 
 
 class Session(NamedTuple):
-    """What a process has said. series: what its step has in common with others (`core.sequence`)."""
+    """The `Hello` of a process. series: common to all starts of its step (`core.sequence`)."""
 
     step: str
     set: str
@@ -105,7 +105,7 @@ class Sessions:
             raise Rejected(f"rank {m.rank} does not belong to this process")
 
     def series(self, client: Client) -> str:
-        """What the step of this process has in common with its other starts."""
+        """Return the name that all starts of this process's step share."""
         session = self._clients.get(client)
         return "" if session is None else session.series
 
@@ -214,7 +214,7 @@ class Sessions:
         return Place(m.set, step, m.nth).set_name
 
     def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
-        """Versions that nobody has come for."""
+        """Return the versions that no rank has come for."""
         found = []
         for s in plan.sets:
             training = self._sets.get(s.name)
@@ -223,7 +223,7 @@ class Sessions:
         return tuple(found[:_TOLD])
 
     def _may_be_stored(self, rounds: RecoveryRounds, name: str) -> bool:
-        """Whether the end of a closed training has gone from memory, and nobody has looked for it on the tier."""
+        """Return whether the end of a closed training has gone from memory, and nobody has looked on the tier."""
         plan = rounds.plan
         if plan is None or plan.looked or not self._tier.directory:
             return False

@@ -9,15 +9,15 @@ _closed: Counter[tuple[str, ...]] = Counter()
 
 
 def nth(name: str) -> int:
-    """Which training of this name comes now, counted from 1."""
+    """Return the number of the training of this name that comes now, from 1."""
     return _closed[_key(name)] + 1
 
 
 def count(name: str) -> None:
-    """A training of this name is closed."""
+    """Record that a training of this name is closed."""
     _closed[_key(name)] += 1
 
 
 def _key(name: str) -> tuple[str, ...]:
-    """With the launch, and the job: a process of another one begins anew."""
+    """Return the name with the launch and the job: a process of another one begins anew."""
     return (name, *(os.environ.get(key, "") for key in ("GEMINI_SOCKET", "GEMINI_STEP", "SLURM_STEP_ID")))

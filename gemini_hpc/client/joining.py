@@ -87,7 +87,7 @@ def step_name(environ: Mapping[str, str]) -> str:
 
 
 def series(environ: Mapping[str, str]) -> str:
-    """What all starts of this step have in common, as far as one allocation goes."""
+    """Return the name that all starts of this step share within one allocation."""
     known = environ.get(RESTARTS_ENV, "")
     return known[:64] if len(known) > 1 else step_name(environ).partition("+")[0]
 
@@ -121,7 +121,7 @@ def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
 
 
 def unclosed(notices: Sequence[Notice]) -> str:
-    """Which ranks have not closed the training before this one; "" where all have, or none."""
+    """Return which ranks have not closed the training before this one, "" where all have, or none."""
     most = max(n.nth for n in notices)
     behind = [str(rank) for rank, n in enumerate(notices) if n.nth < most]
     if not behind:

@@ -82,7 +82,7 @@ class SealGate:
             self._on_degraded(reason)
 
     def abandoned(self, version: int) -> bool:
-        """Whether the agents have given this version up: the rank that could not take it has told why."""
+        """Return whether the agents have given this version up; the rank that could not take it has reported why."""
         page = self._page()
         return page is not None and page.abandoned >= (self._epoch, version)
 

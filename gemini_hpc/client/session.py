@@ -128,8 +128,8 @@ class Session:
             )
 
     def leave_what_is_done(self) -> None:
-        """On every rank alike: end a start of a closed training whose last version has gone. What comes behind it
-        must not go on with the weights of a beginning."""
+        """End a start of a closed training whose last version has gone, on every rank alike. The script must not go
+        on with the weights of a beginning."""
         welcome = self.welcome
         if not welcome.closed or welcome.chosen_version:
             return
@@ -188,7 +188,7 @@ class Session:
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the rank, and is none."""
+        """Return whether this process was forked from the rank, and is none."""
         return os.getpid() != self._pid
 
     @property
@@ -305,7 +305,7 @@ class Session:
         self._leave(TRY_AGAIN_EXIT)
 
     def begun_without_resume(self) -> None:
-        """On every rank alike, at the first `step()`: what there is to resume from stays as it is."""
+        """Leave the version to resume from as it is, at the first `step()`, on every rank alike."""
         version = self.welcome.chosen_version if self.protected else 0
         if not version:
             return

@@ -33,7 +33,7 @@ Launches = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Moment(NamedTuple):
-    """Of one rank at one version.
+    """A rank's point in the training at one version.
 
     Attributes:
         mark: the sum of the weights of its launches modulo MODULUS, or UNKNOWN.
@@ -69,7 +69,7 @@ def add(marks: Iterable[int]) -> int:
 
 
 def is_common(mark: int) -> bool:
-    """Whether ranks with this sum of marks may mean the same moment."""
+    """Return whether ranks with this sum of marks may mean the same moment."""
     return mark in (0, UNKNOWN)
 
 

@@ -378,7 +378,7 @@ def _plan_set(
 
 
 def _is_common(ranks: Mapping[int, _Held], made: Mapping[int, Made], context: _Context) -> bool:
-    """Whether all shards of a version are of the same moment of the training."""
+    """Return whether all shards of a version are of the same moment of the training."""
     marks = [next(iter(_best(found, context)[0].values())).mark for found in ranks.values()]
     return moments.is_common(moments.add([*marks, *(wanted.copy.mark for wanted in made.values())]))
 

@@ -30,12 +30,12 @@ class Place(NamedTuple):
 
     @property
     def set_name(self) -> str:
-        """What agents and tier call it: the first one has its name alone."""
+        """Return the name for agents and tier: the first one has its name alone."""
         return self.name if self[1:] == (1, 1) else f"{self.name}+{self.step}.{self.nth}"
 
     @classmethod
     def of(cls, set_name: str) -> Place:
-        """The place of a set."""
+        """Return the place of a set."""
         name, mark, place = set_name.partition("+")
         step, _, nth = place.partition(".")
         return cls(name, int(step), int(nth)) if mark else cls(name)
@@ -68,7 +68,7 @@ class Closing(msgspec.Struct, frozen=True):
 
 
 def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
-    """All closed trainings of which agents have told: by themselves, or each of its own ranks."""
+    """Return all closed trainings that agents have reported, as a whole or each of its own ranks."""
     newest: dict[str, Closed] = {}
 
     def take(closed: Closed) -> None:
@@ -92,14 +92,14 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
 
 
 def passed(set_name: str, sets: Iterable[str]) -> bool:
-    """Whether a later step than this training's has trained under its name, as far as these sets show."""
+    """Return whether these sets show that a later step has trained under this training's name."""
     place = Place.of(set_name)
     return any(other.name == place.name and other.step > place.step for other in map(Place.of, sets))
 
 
 def step_of(name: str, series: str, restart: int, closed: Iterable[Closed], held: Iterable[str]) -> int:
-    """The number of a step among those of this incarnation that have closed trainings of this name. held: sets that
-    have a version to resume from.
+    """Return the number of a step among those of this incarnation that have closed trainings of this name. held: sets
+    that have a version to resume from.
 
     A step counts when it has closed all that it had begun. Else the next one is taken for another start of it.
     """

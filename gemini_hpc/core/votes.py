@@ -33,7 +33,7 @@ _NONE: frozenset[Stamp] = frozenset()
 
 
 class Marks(NamedTuple):
-    """Of the shards of a version that are complete at their homes: the sum of their marks, and their number."""
+    """The sum of the marks of a version's shards that are complete at their homes, and the number of these."""
 
     total: Mark
     shards: Count
@@ -113,7 +113,7 @@ def vote_of(pairs: Iterable[SlotPair], expected: int | None = None, own: Iterabl
 
 
 def _add_marks(marks: Iterable[Mapping[Stamp, Marks]]) -> dict[Stamp, Marks]:
-    """The sums of marks, by stamp."""
+    """Return the sums of marks, by stamp."""
     found: dict[Stamp, list[Marks]] = {}
     for some in marks:
         for stamp, mark in some.items():

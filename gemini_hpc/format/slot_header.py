@@ -56,8 +56,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the first page of a complete slot says. `small_bytes` of the small area's capacity are in use; `moment`:
-    of the training, as the rank has counted it."""
+    """The first page of a complete slot. `small_bytes` of the small area's capacity are in use; `moment`: of the
+    training, as the rank has counted it."""
 
     layout: Layout
     small_bytes: int

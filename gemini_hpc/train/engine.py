@@ -99,7 +99,7 @@ class SaveEngine:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """Of our own, for the main thread's collectives: a rank that calls something else meanwhile joins none."""
+        """Return our own group for the main thread's collectives: a rank that calls something else joins none."""
         return self.transport.group if self.transport is not None else self._control_group
 
     @property

@@ -1,4 +1,4 @@
-"""Calls that need all ranks: one begins when all are in it, and says for whom it waits.
+"""Hold calls that need all ranks until all are in them, and say for whom the others wait.
 
 Over the store of the process group, which needs no collective: a rank that calls something else meanwhile (an
 all-reduce of the training) would otherwise take part in ours.
@@ -29,7 +29,7 @@ _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakK
 
 
 class Meetings:
-    """Of one rank of a training. name: the training's; say: tells the user."""
+    """The meetings of one rank of a training. name: the training's; say: tells the user."""
 
     def __init__(self, ranks: TorchRanks, name: str, say: Callable[[str], None]) -> None:
         self._rank, self._world, self._name, self._say = ranks.rank, ranks.world, name, say
@@ -67,7 +67,7 @@ class Meetings:
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
-        """Around a collective over a group of our own, which begins without a meeting."""
+        """Say who waits for whom in a collective over a group of our own, which begins without a meeting."""
         if self._store is None:
             yield
             return
@@ -77,14 +77,14 @@ class Meetings:
             yield
 
     def _key(self, call: str) -> str:
-        """The same on all ranks: of as many calls before."""
+        """Return the store's key of a call, the same on all ranks that have made as many before."""
         return f"gemini/{self._name}/{call}/{self._counts[f'{self._name}/{call}']}"
 
     # ---- saying ----------------------------------------------------------------------------------------
 
     @contextmanager
     def _telling(self, call: str, key: str, *, posted: bool) -> Iterator[None]:
-        """posted: the other ranks can see that this one is there."""
+        """Say for whom this rank waits. posted: the other ranks can see that this one is there."""
         over, there = threading.Event(), threading.Event()
         args = (call, key, posted, over, there)
         thread = threading.Thread(target=self._tell, args=args, name="gemini-meeting", daemon=True)
@@ -126,7 +126,7 @@ class Meetings:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Ranks, in words."""
+    """Return a few ranks by number."""
     named = ", ".join(map(str, ranks[:_NAMED]))
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' * (len(ranks) != 1)} {named}{more}"

@@ -99,7 +99,7 @@ class OptimizerGate:
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the rank: what it trains is not watched."""
+        """Return whether this process was forked from the rank: its training is not watched."""
         return self._session.forked
 
     @property
@@ -164,7 +164,7 @@ class OptimizerGate:
         self._times.hooked(spent)
 
     def _wait_for_others(self, patience_s: float) -> None:
-        """Until they have given this version up as well: who goes ahead of them refuses what they still send."""
+        """Wait until the other ranks have given this version up, too: a rank ahead of them refuses their copies."""
         session, pacer = self._session, self._engine.pacer
         if session.world > 1 and self._max_repeated == 1:
             over = lambda: not session.protected  # noqa: E731

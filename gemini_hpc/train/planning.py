@@ -26,8 +26,8 @@ from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: its tensors, and in the first `step()` also the size of its slot. ready: it has
-    them all now."""
+    """A rank's tensors, for the other ranks, and in the first `step()` also the size of its slot. ready: it has them
+    all now."""
 
     ready: bool = True
     problem: str = ""
@@ -206,7 +206,7 @@ class Planning:
         return True
 
     def not_given(self, error: NotGivenError) -> None:
-        """This version is without the state of an object, so it is none. Each object's mistake is told once."""
+        """Leave a version out that lacks the state of an object. Name each object's mistake once."""
         session, why = self._session, str(error)
         if why not in self._told:
             self._told.add(why)

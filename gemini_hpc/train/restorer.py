@@ -75,7 +75,7 @@ class Restorer:
         return self._load() or self._begin_anew()
 
     def begins(self) -> None:
-        """At the first `step()` of a training that begins at 0. One that has left `resume()` out hears of it."""
+        """Say, at the first `step()` of a training that begins at 0, that it has left `resume()` out."""
         if self.called:
             return
         self._session.begun_without_resume()

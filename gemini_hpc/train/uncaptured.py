@@ -1,4 +1,4 @@
-"""State of the training that nothing captures: its owner is told which, once, and the training goes on."""
+"""Name the state of a training that nothing captures, once; the training goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_hpc.train.state.tree import StateTree
 
 
 class Uncaptured:
-    """Of one rank."""
+    """The findings of one rank."""
 
     def __init__(self, session: Session, tree: StateTree, not_given: NotGiven) -> None:
         self._session, self._tree, self._not_given = session, tree, not_given
@@ -27,7 +27,7 @@ class Uncaptured:
                     self._say(what, f"{what} is not captured, or only in part, and begins anew after a resume: {why}")
 
     def tell_when_planned(self) -> None:
-        """The same for optimizers, which have state by now, and name what was not passed. Never raises."""
+        """Do the same for optimizers, which have state by now, and name what was not passed. Never raises."""
         self.tell_at_construction()
         with suppress(Exception):
             self._tell_join()

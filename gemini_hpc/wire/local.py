@@ -386,7 +386,7 @@ class Event(Message, frozen=True, tag="event"):
 
 
 class Finished(OfRank, frozen=True, tag="finished"):
-    """This rank has closed its checkpointer, after this version: its training succeeded."""
+    """The rank has closed its checkpointer after this version: its training succeeded."""
 
     version: Version = 0
 

@@ -1,4 +1,4 @@
-"""What a shard's former slots hold is kept until its new ones have what is sealed."""
+"""A shard's former slots are kept until its new ones have what is sealed."""
 
 from __future__ import annotations
 

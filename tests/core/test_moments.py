@@ -70,7 +70,7 @@ def pair(version: int, mark: int) -> SlotPair:
 
 
 def votes(version: int, *marks: int) -> list[Vote]:
-    """Of agents with one rank each, which keep the next one's shard as well."""
+    """Return the votes of agents with one rank each, which keep the next one's shard as well."""
     pairs = [pair(version, mark) for mark in marks]
     return [vote_of([own, pairs[i - 1]], own=[own]) for i, own in enumerate(pairs)]
 

@@ -1,4 +1,4 @@
-"""Which place a training has among those of its name (`core.sequence`)."""
+"""The place of a training among those of its name (`core.sequence`)."""
 
 from __future__ import annotations
 

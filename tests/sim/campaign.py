@@ -107,7 +107,7 @@ class Campaign:
             raise self.problem
 
     def _means(self, rank: int, version: int) -> int:
-        """Until faults end: one rank is an iteration ahead of the others for some versions, and not for others."""
+        """Put one rank an iteration ahead of the others for some versions, until faults end."""
         drawn = random.Random(self.seed * 1000 + version // 6)
         odd, first, last = drawn.randrange(self.job.size), drawn.randint(0, 5), drawn.randint(0, 5)
         return version + (rank == odd and first <= version % 6 <= last and not self._calm)

@@ -19,7 +19,7 @@ _TOTAL_AT = 8 + 8 * 7  # in the header
 
 
 class Content(msgspec.Struct, array_like=True):
-    """What is in the tensor. lineage: of each launch that the state has gone through, its epoch and its beginning;
+    """The content of the tensor. lineage: of each launch that the state has gone through, its epoch and beginning;
     moment: the iteration that the rank means by the version."""
 
     rank: int
@@ -51,7 +51,7 @@ def pack(content: Content, epoch: int, world: int, *, live: bool = False) -> byt
 
 
 def _moment(content: Content, world: int) -> Moment:
-    """One collective of all ranks in each iteration."""
+    """Return the moment of a training with one collective of all ranks in each iteration."""
     mark = content.moment * weigh_collective(range(world), content.rank)
     return Moment(mark % MODULUS, content.moment, 1)
 

@@ -68,7 +68,7 @@ def run(
 
 
 class Where:
-    """Where in the training a rank is."""
+    """A rank's place in the training, as a part of its state."""
 
     def __init__(self, where: dict[str, int]) -> None:
         self._where = where

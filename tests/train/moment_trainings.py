@@ -69,7 +69,7 @@ KINDS: dict[str, Callable[[], Batch]] = {
 
 
 def schedules() -> Iterator[dict[tuple[int, int], str]]:
-    """What ranks do otherwise, by rank and iteration; the same on all ranks."""
+    """Yield the deviations of ranks, by rank and iteration; the same on all ranks."""
     yield {}
     for deed in DEEDS:
         yield {(1, 2): deed}
@@ -85,7 +85,7 @@ def schedules() -> Iterator[dict[tuple[int, int], str]]:
 
 
 def moments() -> dict[str, Any]:
-    """By kind and schedule: of each `step()` of this rank the batches before it, and the rank's moment."""
+    """Return, by kind and schedule, the batches before each `step()` of this rank, and the rank's moment."""
     rank, found = dist.get_rank(), dict[str, Any]()
     watch = CollectiveMonitor(everywhere)
     watch.rest()
@@ -110,8 +110,7 @@ def moments() -> dict[str, Any]:
 
 
 def honest() -> dict[str, Any]:
-    """What programs do beside their iterations, on some ranks only or from other threads: no rank's `step()` is
-    misplaced."""
+    """Do what programs do beside their iterations, on some ranks or in other threads: no `step()` is misplaced."""
     rank, world = dist.get_rank(), dist.get_world_size()
     watch = CollectiveMonitor(everywhere)
     watch.rest()

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_hpc as gemini
 from gemini_hpc.train.state.buckets import ArrivalOrder
 
-from .fake_agent import PROTECTED, FakeJob
-from .test_checkpointer import wait_armed, wait_sealed
+from .fake_agent import FakeJob
+from .test_checkpointer import assert_comes_back, wait_armed
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +82,4 @@ def train(seed: int, stop: int) -> tuple[int, list[str], dict[str, Any]]:
 
 
 def test_embeddings_with_sparse_gradients_come_back(job: FakeJob) -> None:
-    job.stop_after(5)
-    _, losses, report = train(1, 9)
-    assert report["state"] in PROTECTED, report
-    wait_sealed(job, 5)
-    assert (chosen := job.requeue()) is not None and chosen.version == 5
-    assert train(2, 9)[:2] == (5, losses[5:])
+    assert_comes_back(job, train)

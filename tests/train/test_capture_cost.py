@@ -1,4 +1,4 @@
-"""What step() itself takes counts for the ceiling: large small state makes versions rarer, and is named."""
+"""The time of step() itself counts for the ceiling: large small state makes versions rarer, and is named."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.tree import StateTree
 
-from .fake_agent import FakeJob
+from .fake_agent import PROTECTED, FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
 
@@ -55,6 +55,16 @@ def wait_sealed(job: FakeJob, version: int) -> None:
         torch.rand(1)  # yields the GIL as training does
         time.sleep(0.001)
     raise AssertionError(f"version {version} is not sealed; sealed: {job.sealed}")
+
+
+def assert_comes_back(job: FakeJob, train: Callable[[int, int], tuple[int, list[str], dict[str, Any]]]) -> None:
+    """Fail unless a training, by seed and last step, goes on from version 5 with the losses that it had."""
+    job.stop_after(5)
+    _, losses, report = train(1, 9)
+    assert report["state"] in PROTECTED, report
+    wait_sealed(job, 5)
+    assert (chosen := job.requeue()) is not None and chosen.version == 5
+    assert train(2, 9)[:2] == (5, losses[5:])
 
 
 def wait_armed(ckpt: gemini.Checkpointer) -> None:

@@ -16,15 +16,15 @@ from torch.utils._device import _device_constructors
 
 import gemini_hpc as gemini
 
-from .fake_agent import PROTECTED, FakeJob
-from .test_checkpointer import wait_armed, wait_sealed
+from .fake_agent import FakeJob
+from .test_checkpointer import assert_comes_back, wait_armed
 
 PACKAGE = Path(gemini.__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path) -> Iterator[None]:
-    """Where nothing can be read: what is made there by mistake ends the test."""
+    """Return a device where nothing can be read: a tensor made there by mistake ends the test."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
     torch.set_default_device("meta")
     yield
@@ -74,12 +74,7 @@ def train(seed: int, stop: int) -> tuple[int, list[str], dict[str, Any]]:
 
 
 def test_a_training_comes_back(job: FakeJob) -> None:
-    job.stop_after(5)
-    _, losses, report = train(1, 9)
-    assert report["state"] in PROTECTED, report
-    wait_sealed(job, 5)
-    assert (chosen := job.requeue()) is not None and chosen.version == 5
-    assert train(2, 9)[:2] == (5, losses[5:])
+    assert_comes_back(job, train)
 
 
 def test_each_tensor_of_ours_says_where_it_is() -> None:

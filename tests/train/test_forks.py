@@ -34,7 +34,7 @@ class Training:
 
 
 def leaves_the_block(training: Training) -> None:
-    """As a child does that falls out of `with Checkpointer(...)` by an exception."""
+    """Leave the block as a child does that falls out of `with Checkpointer(...)` by an exception."""
     training.ckpt.__exit__(ValueError, ValueError("of the child"), None)
     sys.excepthook(ConnectionResetError, ConnectionResetError("reset by peer"), None)  # nobody is held for that
 

@@ -1,4 +1,4 @@
-"""What objects keep in their own way and hand out in `state_dict()`: captured, or named."""
+"""State that objects keep in their own way and hand out in `state_dict()` is captured, or named."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_another_programs_checkpoint_does_not_bring_is_told(tmp_path: Path)
 
 
 class Metric(nn.Module):
-    """As torchmetrics keeps it: neither buffer nor parameter, and in the state_dict() all the same."""
+    """A metric as torchmetrics keeps it: neither buffer nor parameter, and in the state_dict() all the same."""
 
     def __init__(self) -> None:
         super().__init__()

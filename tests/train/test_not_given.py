@@ -32,7 +32,7 @@ class Holder:
 
 
 def lines(job: FakeJob, capfd: Told, model: nn.Module, optimizer: Any, *given: Any, **options: Any) -> list[str]:
-    """What a training of three steps says of objects that were not passed."""
+    """Return the lines of a training of three steps on objects that were not passed."""
     with gemini.Checkpointer(model, optimizer, *given, **options) as ckpt:
         ckpt.resume()
         for _ in range(3):

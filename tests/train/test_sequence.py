@@ -49,7 +49,7 @@ class Steps:
         return found
 
     def run(self, step: str, *seeds: int, gone: Sequence[str] = (), **more: Any) -> list[int | None]:
-        """One step to its end: the exit statuses. gone: sets of which nothing is held when the ranks die."""
+        """Run one step to its end, and return the exit statuses. gone: sets without a copy when ranks die."""
         go = self.log.parent / f"go {step}"
         before = len(self.lines("begins"))
         processes = self.begin(step, *seeds, **more, **({"dies_with": str(go)} if gone else {}))
@@ -66,7 +66,7 @@ class Steps:
             self.errors += [process.read()[1] for process in processes]
 
     def lines(self, what: str) -> list[dict[str, Any]]:
-        """What rank 0 has noted."""
+        """Return what rank 0 has noted."""
         found = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
         return [line for line in found if line["what"] == what and line["rank"] == 0]
 

@@ -1,4 +1,4 @@
-"""What the training has stays its own: reading it and bringing it back take away nothing that may be done to it."""
+"""Reading tensors of a training and bringing them back takes away nothing that may be done to them."""
 
 from __future__ import annotations
 

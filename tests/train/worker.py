@@ -216,8 +216,10 @@ class Net(nn.Module):
 
 
 def arguments(told: dict[str, Any]) -> dict[str, Any]:
-    """Of the checkpointer, from JSON: what belongs to its traffic stands there by its own name. A busy machine's slow
-    captures are to leave no version out, but where a test says how much a training may lose."""
+    """Return the checkpointer's arguments, from JSON: what belongs to its traffic stands there by its own name.
+
+    Slow captures of a busy machine leave no version out, but where a test says how much a training may lose.
+    """
     mine = {field.name for field in dataclasses.fields(gemini.Traffic)}
     rest = {name: value for name, value in told.items() if name not in mine}
     traffic = {"overhead": 0.9, **{name: told[name] for name in mine & told.keys()}}

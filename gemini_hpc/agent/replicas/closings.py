@@ -19,7 +19,7 @@ from gemini_hpc.core.sequence import Closed, Closing
 
 
 class Closings:
-    """One agent's knowledge of them; it lives as long as the agent, and is on disk (`pledges`)."""
+    """The closed trainings that one agent knows of, on disk (`pledges`) as long as the agent lives."""
 
     def __init__(self, membership: Membership, pledges: Pledges, log: Log) -> None:
         self._membership, self._pledges, self._log = membership, pledges, log
@@ -35,11 +35,11 @@ class Closings:
         return self._pledges.now.closing
 
     def get(self, name: str) -> Closed | None:
-        """What is known of a set; None where it is not closed."""
+        """Return the record of a set, None where it is not closed."""
         return next((closed for closed in self.all if closed.set == name), None)
 
     def close(self, training: Training, series: str, version: int) -> None:
-        """Ranks of this node have closed their checkpointers, the last one at this version."""
+        """Record that ranks of this node have closed their checkpointers, the last one at this version."""
         here, others = self._membership, [part for part in self.own if part.set != training.name]
         part = Closing(
             training.name,
@@ -53,7 +53,7 @@ class Closings:
         self._put(self.all, (*others, part))
 
     def learn(self, found: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
-        """Know of these, too, on disk; all that are known now."""
+        """Record these as well, on disk. Return all that are known now."""
         self._put(sequence.merged((*self.all, *found), parts), self.own)
         return self.all
 

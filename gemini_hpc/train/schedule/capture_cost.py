@@ -1,4 +1,4 @@
-"""What a version costs the training's own thread: the capture inside step(), which counts for the ceiling."""
+"""Measure the capture inside step(), which a version costs the training's own thread: it counts for the ceiling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SURE = 3  # of so many captures the shortest is what one surely costs
 
 
 class CaptureCost:
-    """Of one rank, iteration by iteration. An iteration begins with the capture of its step(), if there is one.
+    """The captures of one rank, by iteration. An iteration begins with the capture of its step(), if there is one.
     behind: iterations that a device may be behind its host, and still be told of."""
 
     def __init__(self, behind: int) -> None:
@@ -31,36 +31,36 @@ class CaptureCost:
         self._begun_s = 0.0
 
     def captured(self, began: float, mark: Event | None) -> None:
-        """A version has been captured since `began` (CLOCK_MONOTONIC). mark: where the training's device was then.
-        A device that has not come there by now had enough to do, and has lost nothing."""
+        """Record a capture since `began` (CLOCK_MONOTONIC). mark: where the training's device was then. A device that
+        has not come there by now had enough to do, and has lost nothing."""
         waited = mark is None or mark.query()
         self._begun_s = clock.monotonic() - began if waited else 0.0
         self._latest.append(self._begun_s)
 
     def iteration(self) -> None:
-        """One is over, and another begins."""
+        """End an iteration, and begin another."""
         self._ended.append(self._begun_s)
         self._begun_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """What a capture surely costs now; 0 where that does not count."""
+        """Return the seconds that a capture surely costs now, 0 where they do not count."""
         least_s = min(self._latest) if len(self._latest) == _SURE else 0.0
         return least_s if least_s >= LEAST_S else 0.0
 
     @property
     def usual_s(self) -> float:
-        """What a capture takes lately, noise included; 0 where that does not count."""
+        """Return the seconds that a capture takes lately, noise included, 0 where they do not count."""
         return median(self._latest) if self.seconds else 0.0
 
     def within(self, ago: int) -> float:
-        """What the capture took in the iteration that has ended `ago` iterations before the last one, as far as it
-        counts."""
+        """Return the seconds of the capture in the iteration that ended `ago` iterations before the last one, as far
+        as they count."""
         return self._ended[-1 - ago] if self.seconds and ago < len(self._ended) else 0.0
 
 
 class Pace:
-    """How often a training without planned traffic should save: what its ceiling leaves for captures."""
+    """The interval between saves of a training without planned traffic, by what its ceiling leaves for captures."""
 
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
@@ -68,12 +68,17 @@ class Pace:
 
     @property
     def usual_s(self) -> float:
-        """An iteration without a capture."""
+        """Return the seconds of an iteration without a capture."""
         return max(_POINT_S, median(self._free))
 
     def wanted(self, version: int, free_s: float, own_s: float) -> int:
-        """The iteration that ends with this version took so long without what is ours; own_s: a capture. Returns one
-        version in how many should be saved, every `PACE_EVERY` versions; else 0."""
+        """Return one version in how many should be saved, every `PACE_EVERY` versions; else 0.
+
+        Args:
+            version: the one that ends the iteration.
+            free_s: seconds of the iteration without what is ours.
+            own_s: seconds of a capture.
+        """
         self._free.append(free_s)
         if version % PACE_EVERY or len(self._free) < PACE_EVERY:
             return 0
@@ -81,13 +86,13 @@ class Pace:
 
     @staticmethod
     def alike(wanted: int, present: int) -> bool:
-        """Whether the difference may be noise: each change costs a version."""
+        """Return whether the difference may be noise: each change costs a version."""
         return present / 2 <= wanted <= _RARER * present
 
 
 def dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:
-    """Name of the object that takes more than half of a capture of so many seconds; "" where none does. As long as a
-    capture of these objects takes."""
+    """Return the name of the object that takes more than half of a capture of so many seconds, "" where none does.
+    That takes as long as a capture of these objects."""
     took_s: dict[str, float] = {}
     for name, item in stateful.items():
         began = clock.monotonic()

@@ -186,7 +186,7 @@ class IntervalController:
         return agreed.j + agreed.s - 1 if self._paced else 1
 
     def captured(self, began: float, mark: Event | None) -> None:
-        """A version has been captured in this step(), see `CaptureCost`."""
+        """Record that a version has been captured in this step(), see `CaptureCost`."""
         self._cost.captured(began, mark)
 
     def moment(self) -> Moment:
@@ -228,7 +228,7 @@ class IntervalController:
 
     @property
     def _paced(self) -> bool:
-        """Whether `_agreed` says which versions are saved."""
+        """Return whether `_agreed` says which versions are saved."""
         return self._planned or self._collectives is None
 
     def step(self, version: int, under_way: bool) -> None:
@@ -489,7 +489,7 @@ class IntervalController:
     # ---- telling ---------------------------------------------------------------------------------------
 
     def _tell(self, j: int, usual_s: float) -> None:
-        """To the user, where it matters: the versions that are not saved, or should not be. usual_s: an iteration."""
+        """Name the versions that are not saved, or should not be, to the user. usual_s: of an iteration."""
         if self._traffic.every or (j < _TELL_AGAIN * self._told and not self._told <= 1 < j):
             return
         self._told = j

@@ -56,7 +56,7 @@ class GroupWeights:
 
 
 class LaunchCount:
-    """Of one rank; made in its first `step()`, in the thread that calls it."""
+    """The launches of one rank, made in its first `step()`, in the thread that calls it."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
@@ -84,7 +84,7 @@ class LaunchCount:
             self._operations += 1
 
     def lose(self) -> None:
-        """A launch was not counted: the moment is unknown from now on."""
+        """Record that a launch was not counted: the moment is unknown from now on."""
         self._known = False
 
     def read(self) -> Moment:

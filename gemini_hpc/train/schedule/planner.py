@@ -259,7 +259,7 @@ class Planner:
         return known.frequency.j, known.frequency.s
 
     def _dearer(self, known: Controller) -> bool:
-        """Whether the capture costs so much more, or less, than when this was planned that it is planned anew."""
+        """Return whether the capture costs so much more, or less, than planned that a new plan is needed."""
         most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
         return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
 

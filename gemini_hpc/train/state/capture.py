@@ -279,7 +279,7 @@ class Capture:
         return self._copies is not None and self._copies.holds(tensor)
 
     def mark(self) -> Event | None:
-        """Where the training's device is now; None where it has none."""
+        """Return where the training's device is now, None where it has none."""
         return self._copies.mark() if self._copies is not None else None
 
     def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> Job:

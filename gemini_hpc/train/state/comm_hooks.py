@@ -99,7 +99,7 @@ def _class(held: Any) -> str:
 
 
 class CommHooks:
-    """Of all DDP modules of a training; hooks may be registered at any time."""
+    """The communication hooks of all DDP modules of a training, which may be registered at any time."""
 
     def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
         self._ddps = list(ddps)

@@ -1,4 +1,4 @@
-"""What a module keeps in its own way and hands out by `get_extra_state()`: the scales of FP8 layers, for instance."""
+"""Capture the state that a module hands out by `get_extra_state()`: the scales of FP8 layers, for instance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What `state_dict()` of a module or an optimizer has, and the capture does not: named, so that its owner hears of
-it.
+"""Name what the `state_dict()` of a module or an optimizer has and the capture has not.
 
 Parameters, buffers, extra state and an optimizer's `state` are captured where they lie. A class may hand out more in
 a `state_dict` of its own. That cannot be put back alone: `load_state_dict` takes all or nothing.

@@ -1,4 +1,4 @@
-"""Whether weights change although no optimizer steps, as where a fused backward pass (LOMO) writes them."""
+"""Find weights that change although no optimizer steps, as where a fused backward pass (LOMO) writes them."""
 
 from __future__ import annotations
 

@@ -507,9 +507,11 @@ class StateTree:
         return Packed(data, lift.found, lift.left, gaps)
 
     def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
-        """What was lifted out of the small state, for a plan. What forward and backward passes do not change may be
-        the same on all DDP ranks. Memory that others have as well (numpy, another process) is written without a
-        version counter."""
+        """Return the tensors that were lifted out of the small state, for a plan.
+
+        What forward and backward passes do not change may be the same on all DDP ranks. Memory that others have as
+        well (numpy, another process) is written without a version counter.
+        """
         buffers = self.buffers
 
         def leaf(name: str, tensor: torch.Tensor) -> Leaf:
