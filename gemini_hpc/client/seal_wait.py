@@ -52,6 +52,12 @@ class SealGate:
         return self._newest
 
     @property
+    def seal(self) -> tuple[tuple[int, int], float]:
+        """Return the last seal on the page and its time (CLOCK_MONOTONIC); ((0, 0), 0.0) without a page."""
+        page = self._page()
+        return page.seal if page is not None else ((0, 0), 0.0)
+
+    @property
     def patient(self) -> bool:
         """Whether an agent that is gone is waited for."""
         return self._lost_s > 0
@@ -105,14 +111,16 @@ class SealGate:
         moved_at: Callable[[], float] = lambda: 0.0,
         patience_s: float = math.inf,
         began_at: Callable[[], float] = lambda: 0.0,
+        quiet_s: float = 0.0,
     ) -> bool:
         """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer).
 
         moved_at: when something of the version last arrived somewhere (CLOCK_MONOTONIC): the timeout counts from
         there. After patience_s it returns False in any case, and nothing is degraded: the version is only late.
         began_at: from when that counts, if later than the call: a device may not have come to where its host waits.
+        quiet_s: nothing may arrive for so long, where that is more than the timeout: digests and votes take time.
         """
-        return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s, began_at)
+        return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s, began_at, quiet_s)
 
     def wait_for(
         self,
@@ -121,9 +129,10 @@ class SealGate:
         moved_at: Callable[[], float] = lambda: 0.0,
         patience_s: float = math.inf,
         began_at: Callable[[], float] = lambda: 0.0,
+        quiet_s: float = 0.0,
     ) -> bool:
         """The same for any (epoch, version)."""
-        limit_s = self._timeout_s
+        limit_s = max(self._timeout_s, quiet_s)
         if self.degraded:
             with self._lock:
                 patient, self._patient = self._patient, False

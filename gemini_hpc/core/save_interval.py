@@ -191,6 +191,11 @@ class Controller:
             self._adopt(self._choose(self.forced))
         return self.frequency
 
+    def add_extra(self, late_s: float) -> None:
+        """Versions are late by so much more than planned, and are not waited for: more iterations take it."""
+        self.extra_s, self._trial = self.extra_s + late_s, None
+        self._adopt(self._choose(self.forced))
+
     def replan(self, need: Callable[[int], float], iteration_s: float, own_s: float = 0.0) -> Frequency:
         """A fresh plan. What had been learnt beyond the old one is forgotten if the new one is another; if it says
         the same, only that part is forgotten which the latest cycles surely do not show."""

@@ -44,6 +44,8 @@ def _traffic(ranks: Sequence[Row]) -> str:
         return text + "no version is saved"
     if first["scheme"] not in _FITTED:
         text += f"not fitted into idle spans; {_frequency(first)}"
+    elif first["transport"] == "none":
+        text += f"nothing is sent (one replica); {_frequency(first)}"
     elif not planned:
         stage = "the training is being profiled" if first["stage"] != "steady" else "no plan"
         text += f"{stage}; {_frequency(first)}"
@@ -56,6 +58,8 @@ def _traffic(ranks: Sequence[Row]) -> str:
         if len(ranks) > 1:
             text += f" (rank {worst['rank']})"
         text += _beside_ceiling(worst)
+    slowest = max((r["sealed_s"] for r in ranks if r["sealed_s"] is not None), default=None)
+    text += f"; sealed {seconds(slowest)} after step()" if slowest is not None else ""
     waits = [r["waited_s"] for r in ranks if r["waited_s"] is not None]
     return text + (f", wait {seconds(max(waits))}" if waits else "")
 
@@ -97,6 +101,8 @@ def _trouble(ranks: Sequence[Row]) -> list[str]:
             f"slow link: {size(worst['spilled_bytes'])} of each saved version of rank {worst['rank']} find no idle "
             f"span, the training waits {seconds(worst['late_s'])} for them"
         )
+    reasons = sorted({r["reason"] for r in ranks if r["reason"]})
+    found += [f"fewer versions: {reason}" for reason in reasons[:1]]
     passed = max(ranks, key=lambda r: int(r["unsealed"]))
     if count := passed["unsealed"]:
         found.append(

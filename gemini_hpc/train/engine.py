@@ -268,7 +268,7 @@ class SaveEngine:
             planner = partial(JointPlanner, driver=self.driver, watch=monitor)
             self.driver.hook(monitor)
         group, words = self._group, None
-        if group is not None and session.outgoing:
+        if group is not None and session.world > 1:
             words = AsyncCollectives(group, monitor.follow, monitor.caught_up)
         return IntervalController(
             self._traffic,
@@ -285,7 +285,7 @@ class SaveEngine:
             self.planning.replanning,
             lambda: replicator.copy_bytes,
             transport=self.transport.name if self.transport is not None else "none",
-            alone=session.world == 1,
+            seal=lambda: session.gate.seal,
             dearest=partial(dearest, self._stateful),
         )
 

@@ -135,7 +135,7 @@ class OptimizerGate:
     def _wait(self) -> None:
         session = self._session
         self.passed = True
-        began = time.perf_counter()
+        began, failing_s = time.perf_counter(), session.guard.waited_s
         job, controller = self.job, self._engine.controller
         if controller is not None:
             controller.gate()
@@ -146,6 +146,8 @@ class OptimizerGate:
             self._wait_for_others(controller.patience_s)
         elif job is not None and controller is not None:
             self.wait_left(job)
+            if job.version == session.version:
+                controller.held(time.perf_counter() - began)
             capture = self._engine.planning.capture
             assert capture is not None
             if job.version == session.version:
@@ -160,7 +162,7 @@ class OptimizerGate:
             session.guard.hold(self._indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
-            controller.waited(spent)
+            controller.waited(spent, spent - (session.guard.waited_s - failing_s))
         self._times.hooked(spent)
 
     def _wait_for_others(self, patience_s: float) -> None:
@@ -215,12 +217,14 @@ class OptimizerGate:
             return
         controller = self._engine.controller
         assert controller is not None
+        controller.awaits()
         self.late = not gate.wait(
             job.version,
             lambda: job.hopeless or not session.protected,
             lambda: pacer.progress_at,
             controller.patience_s,
             lambda: pacer.arrived_at,
+            controller.quiet_s,
         )
         if not self.late or not session.protected or gate.degraded:
             return

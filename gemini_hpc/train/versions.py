@@ -200,7 +200,7 @@ class Versions:
         job.moment = moment
         self._gate.late = self._crowded = False
         assert engine.replicator is not None and engine.controller is not None
-        engine.controller.captured(began, mark)
+        engine.controller.captured(began, mark, job)
         self._ship(job)
         engine.replicator.submit(job)
         if engine.driver is not None and engine.driver.unseen:
@@ -217,7 +217,8 @@ class Versions:
             return False
         # ranks that skip must come to skip the same versions, or none is ever sealed again
         self._crowded = True
-        if late and clock.monotonic() - engine.pacer.progress_at > session.seal_timeout_s:
+        quiet_s = max(session.seal_timeout_s, engine.controller.quiet_s if engine.controller is not None else 0.0)
+        if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
             session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
         session.note("skipped", session.version, "the version before this one is still on its way")
         return True

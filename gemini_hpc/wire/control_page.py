@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 
+from gemini_hpc import clock
 from gemini_hpc.core.numbers import VERSION_BITS
 
 PAGE_BYTES = 4096
@@ -16,6 +17,7 @@ MAGIC = 0x0001_494E_494D_4547
 _WORD = struct.Struct("<Q")
 
 MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT, HELD_AT = range(0, 72, 8)
+SEALED_NS_AT = 72
 
 STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
@@ -53,8 +55,19 @@ class ControlPage:
         return unpack_seal(self._get(SEALED_AT))
 
     def set_sealed(self, epoch: int, version: int) -> None:
-        """Publish a seal."""
-        self._put(SEALED_AT, pack_seal(epoch, version))
+        """Publish a seal, and its time."""
+        word = pack_seal(epoch, version)
+        if word != self._get(SEALED_AT):  # its time stays, however often it is published
+            self._put(SEALED_NS_AT, int(clock.monotonic() * 1e9))
+            self._put(SEALED_AT, word)
+
+    @property
+    def seal(self) -> tuple[tuple[int, int], float]:
+        """Return the last sealed (epoch, version) and the CLOCK_MONOTONIC seconds of its seal."""
+        word, at_ns = self._get(SEALED_AT), self._get(SEALED_NS_AT)
+        if word != self._get(SEALED_AT):  # a newer one has come between; there is no third so soon
+            word, at_ns = self._get(SEALED_AT), self._get(SEALED_NS_AT)
+        return unpack_seal(word), at_ns * 1e-9
 
     @property
     def abandoned(self) -> tuple[int, int]:

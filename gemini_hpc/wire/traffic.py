@@ -41,7 +41,8 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     waited_s: usual wait at the optimizer; unsealed: versions that were on their way when the training, after its
     longest wait, had to go on. chunks_per_span: of each span in order; neighbours are added up where there are more
     than MAX_PER_SPAN. mu: the share of each span that is planned with. ceiling: the share of the time that may be
-    lost; judged_in: iterations until an overhead above it makes versions rarer in any case.
+    lost; judged_in: iterations until an overhead above it makes versions rarer in any case. sealed_s: from step() to
+    seal; reason: why one version in several is saved.
     """
 
     t: Time
@@ -73,6 +74,8 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     mu: Ratio | None = None
     ceiling: Ratio | None = None
     judged_in: Count = 0
+    sealed_s: Duration | None = None
+    reason: Sentence = ""
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):

@@ -95,6 +95,15 @@ def test_an_overhead_above_the_ceiling_says_what_comes_of_it() -> None:
     assert "ceiling" not in lines(rows(but(overhead=0.009, ceiling=0.01, judged_in=212)))[1]
 
 
+def test_rarer_versions_have_a_reason_and_what_helps() -> None:
+    reason = "a version is sealed 0.87 s after step() in iterations of 0.11 s; what helps: fewer bytes a rank"
+    rare = but(j=9, s=9, repeated=17, transport="none", chunks=0, sealed_s=0.87, reason=reason)
+    text = lines(rows(rare, but(j=9, s=9, repeated=17, transport="none", chunks=0, sealed_s=0.2)))
+    assert "traffic: gemini over none: nothing is sent (one replica); every 9th version is saved" in text[1]
+    assert "; sealed 870 ms after step()" in text[1]
+    assert f"fewer versions: {reason}" in text
+
+
 def test_a_slow_link_and_a_lower_frequency_are_said() -> None:
     slow = but(j=2, s=2, repeated=3, spilled_bytes=5_000_000, fitting_bytes=55_100_000, late_s=0.042)
     _, traffic, trouble = lines(rows(STEADY, slow))

@@ -12,6 +12,7 @@ from torch import nn
 
 import gemini_hpc as gemini
 from gemini_hpc import clock
+from gemini_hpc.core import pace
 from gemini_hpc.core.spans import Op, Trace
 from gemini_hpc.train.schedule import capture_cost
 from gemini_hpc.train.schedule.capture_cost import CaptureCost, dearest
@@ -27,7 +28,7 @@ from .test_checkpointer import wait_armed
 from .worker import Replay
 
 MakeJob = Callable[[int, int], FakeJob]
-EVERY = capture_cost.PACE_EVERY
+EVERY = pace.PACE_EVERY
 
 
 class Time:
@@ -135,7 +136,7 @@ def test_what_takes_most_of_it_is_named() -> None:
 class Paced:
     """A controller of a training without copies, iteration by iteration."""
 
-    def __init__(self, time: Time, *, alone: bool = True, **traffic: Any) -> None:
+    def __init__(self, time: Time, **traffic: Any) -> None:
         self.time, self.said, self.version = time, list[str](), 0
         self.controller = IntervalController(
             Traffic(**traffic),
@@ -148,7 +149,6 @@ class Paced:
             SimpleNamespace(tell=lambda state, now: state()),  # type: ignore[arg-type]
             self.said.append,
             transport="none",
-            alone=alone,
             dearest=lambda seconds: "extra.replay",
         )
 
@@ -168,8 +168,7 @@ class Paced:
 
 def test_a_single_rank_saves_as_rarely_as_the_ceiling_asks_for(time: Time) -> None:
     paced = Paced(time)
-    assert paced.run(EVERY - 1, 0.04, 0.27) == [*range(1, EVERY)]
-    assert paced.controller.repeats == 1
+    assert paced.run(EVERY - 1, 0.04, 0.27) == [1, 2, 3, 4, 5], "then the cost of a capture is known"
     assert len(paced.run(2000, 0.04, 0.27)) == pytest.approx(2000 / 675, abs=1)
     assert paced.controller.repeats == 675
     (line,) = paced.said
@@ -199,12 +198,8 @@ def test_cheap_captures_change_nothing(time: Time) -> None:
     assert len(paced.run(200, 0.001, 0.0015)) == 200 and not paced.said
 
 
-def test_several_ranks_save_what_they_were_told_to(time: Time) -> None:
-    """They cannot agree on a number here, and ranks that save other versions never seal one."""
-    paced = Paced(time, alone=False)
-    assert len(paced.run(100, 0.04, 0.27)) == 100
-    assert len(paced.said) == 1 and "pass Traffic(every=675)" in paced.said[0]
-    assert Paced(time, alone=False, every=5).run(12, 0.04, 0.27) == [5, 10]
+def test_a_frequency_that_the_user_forces_stays(time: Time) -> None:
+    assert Paced(time, every=5).run(12, 0.04, 0.27) == [5, 10]
 
 
 # ---- trainings -----------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
+from gemini_hpc.core import wait_budget
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Manifest, place
-from gemini_hpc.train.schedule import interval_controller
 from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.tree import StateTree
@@ -111,7 +111,8 @@ def run(job: FakeJob, make: Callable[[Any], torch.optim.Optimizer], seed: int, s
 
     position = Position()
     losses = []
-    with gemini.Checkpointer(model, optimizer, schedulers, extra={"ema": ema, "position": position}, audit=1) as ckpt:
+    extra, traffic = {"ema": ema, "position": position}, gemini.Traffic(overhead=0.9)  # each version, however short
+    with gemini.Checkpointer(model, optimizer, schedulers, extra=extra, audit=1, traffic=traffic) as ckpt:
         start = ckpt.resume()
         for step in range(start + 1, stop + 1):
             x = torch.rand(5, 3, 6, 6, generator=own) + torch.rand(()) + random.random() + np.random.rand()
@@ -304,7 +305,8 @@ def test_going_on_without_a_seal_is_said(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is dead and nothing degraded: the version is on its way, for longer than the training may wait."""
-    monkeypatch.setattr(interval_controller, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(wait_budget, "FIRST_S", 0.05)
+    monkeypatch.setattr(wait_budget, "MOST_SAVED_S", 0.05)
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -314,7 +316,7 @@ def test_going_on_without_a_seal_is_said(
         optimizer.zero_grad()
         ckpt.step()
 
-    with gemini.Checkpointer(model, optimizer) as ckpt:
+    with gemini.Checkpointer(model, optimizer, traffic=gemini.Traffic(overhead=0.9)) as ckpt:
         ckpt.resume()
         version = 0
         while ckpt.report()["state"] != "protected":

@@ -270,9 +270,10 @@ class Replicator(Keeper):
         elif job.hurried:
             self._pacer.wait_for()
         self.counters.copy_s += clock.monotonic() - began
-        began = clock.monotonic()
+        began = job.copied_at = clock.monotonic()
         digest = self._spread(job.version, slot, used)
-        self.counters.send_s += clock.monotonic() - began
+        job.arrived_at = clock.monotonic()
+        self.counters.send_s += job.arrived_at - began
         if self._refused is not None:
             # The holder's pair may not have begun this version, and then cannot show that it will never have it: were
             # it complete here, nobody could ever abandon it, and no later one begin.

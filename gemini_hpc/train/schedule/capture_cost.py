@@ -8,16 +8,12 @@ from contextlib import suppress
 from statistics import median
 
 from gemini_hpc import clock
-from gemini_hpc.core.save_interval import choose
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.state import encode, sharded
 from gemini_hpc.train.state.lifted import Lift
 from gemini_hpc.train.state.tree import Stateful
 
 LEAST_S = 0.002  # a shorter one is a part of the iteration: a busy node's processors take as long now and then
-PACE_EVERY = 16
-_POINT_S = 1e-6
-_RARER = 1.25
 _SURE = 3  # of so many captures the shortest is what one surely costs
 
 
@@ -29,6 +25,7 @@ class CaptureCost:
         self._latest: deque[float] = deque(maxlen=_SURE)
         self._ended: deque[float] = deque([0.0] * behind, maxlen=behind)
         self._begun_s = 0.0
+        self._held: deque[float] = deque(maxlen=_SURE)
 
     def captured(self, began: float, mark: Event | None) -> None:
         """Record a capture since `began` (CLOCK_MONOTONIC). mark: where the training's device was then. A device that
@@ -36,6 +33,26 @@ class CaptureCost:
         waited = mark is None or mark.query()
         self._begun_s = clock.monotonic() - began if waited else 0.0
         self._latest.append(self._begun_s)
+
+    def held(self, seconds: float) -> None:
+        """Record that the optimizer has waited so long for a version's copy."""
+        self._held.append(seconds)
+
+    @property
+    def held_s(self) -> float:
+        """Return the seconds that the optimizer surely waits for a copy now, 0 where they do not count."""
+        least_s = min(self._held) if len(self._held) == _SURE else 0.0
+        return least_s if least_s >= LEAST_S else 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """Return the seconds that a version surely costs the training's thread, however rarely it is saved."""
+        return self.seconds + self.held_s
+
+    @property
+    def begun_s(self) -> float:
+        """Return the seconds of the capture in this iteration, as far as they count."""
+        return self._begun_s if self.seconds else 0.0
 
     def iteration(self) -> None:
         """End an iteration, and begin another."""
@@ -57,37 +74,6 @@ class CaptureCost:
         """Return the seconds of the capture in the iteration that ended `ago` iterations before the last one, as far
         as they count."""
         return self._ended[-1 - ago] if self.seconds and ago < len(self._ended) else 0.0
-
-
-class Pace:
-    """The interval between saves of a training without planned traffic, by what its ceiling leaves for captures."""
-
-    def __init__(self, ceiling: float) -> None:
-        self._ceiling = ceiling
-        self._free: deque[float] = deque(maxlen=PACE_EVERY)  # lengths of iterations without what is ours
-
-    @property
-    def usual_s(self) -> float:
-        """Return the seconds of an iteration without a capture."""
-        return max(_POINT_S, median(self._free))
-
-    def wanted(self, version: int, free_s: float, own_s: float) -> int:
-        """Return one version in how many should be saved, every `PACE_EVERY` versions; else 0.
-
-        Args:
-            version: the one that ends the iteration.
-            free_s: seconds of the iteration without what is ours.
-            own_s: seconds of a capture.
-        """
-        self._free.append(free_s)
-        if version % PACE_EVERY or len(self._free) < PACE_EVERY:
-            return 0
-        return choose(lambda s: 0.0, self.usual_s, ceiling=self._ceiling, spread=False, own_s=own_s).j
-
-    @staticmethod
-    def alike(wanted: int, present: int) -> bool:
-        """Return whether the difference may be noise: each change costs a version."""
-        return present / 2 <= wanted <= _RARER * present
 
 
 def dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:

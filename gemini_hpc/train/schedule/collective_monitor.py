@@ -321,6 +321,11 @@ class CollectiveMonitor:
             self._note(error)
 
     @property
+    def on_device(self) -> bool:
+        """Return whether the training computes on a device, which its host runs ahead of."""
+        return self._device is not None
+
+    @property
     def waited_s(self) -> float | None:
         """How long the device has waited at the optimizer in the newest iteration that it has ended; None: the
         training computes on the host, or nothing is known yet."""

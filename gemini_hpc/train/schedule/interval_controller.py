@@ -9,8 +9,10 @@ longer describes the training, or that the overhead is too high, brings all back
 whether the ranks have to deal out the state anew (`Replanning`): then they tell each other how much they have to
 offer, and what (stages `sizes` and `offers`), and begin with `profile` again.
 
-Every version costs the training its capture inside step(), too. Where no traffic is planned, a single rank still
-saves as rarely as that asks for; several ranks, which cannot agree on anything there, keep to `Traffic.every`.
+No version costs the training more than the ceiling. All in the training's thread counts: the capture inside step(),
+the copy that the optimizer waits for, and the wait for a seal. `WaitBudget` bounds that wait, so j and s follow from
+the time between step() and seal (`SealLatency`) wherever that is longer than the transfer. Where nothing is sent (one
+replica) they follow from that time alone.
 
 All that must be the same on every rank follows from the version's number and from the rounds of `AsyncCollectives`
 only.
@@ -22,16 +24,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.moments import Moment
+from gemini_hpc.core.pace import Pace
 from gemini_hpc.core.spans import Trace
+from gemini_hpc.core.wait_budget import FIRST_S, WaitBudget
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
-from gemini_hpc.train.schedule.capture_cost import CaptureCost, Pace
+from gemini_hpc.train.schedule.capture_cost import CaptureCost
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.device_copies import DeviceCopies
@@ -45,20 +50,23 @@ from gemini_hpc.train.schedule.overhead_monitor import (
 from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
+from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
+from gemini_hpc.train.state.capture import Job
 from gemini_hpc.wire.traffic import TrafficState
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
 PROFILED_AGAIN = 8
 _OFFERS_S = 10.0  # for what is exchanged before a new plan, which is large where ranks are many
-PATIENCE_S = 1.5  # longest wait for a version that is on its way
 _COUNT_EVERY = 5
 _BEHIND = 16  # iterations that a device may be behind its host, and still be told of
 _RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then not for so many
 _WORD_EVERY_S = 5.0
 _POINT_S = 1e-6
 _TELL_AGAIN = 4  # times as rare
+_TOLD_WAIT_S = 1.0  # of waits for the first versions
+_QUIET = 4  # times the usual time to a seal may pass without anything arriving
 _RANKS = 1 << 20
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
 
@@ -104,19 +112,20 @@ class IntervalController:
         replanning: Replanning | None = None,
         copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
+        seal: Callable[[], tuple[tuple[int, int], float]] = lambda: ((0, 0), 0.0),
         transport: str,
-        alone: bool = False,
         dearest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
         """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; collectives: None where there
-        is nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
+        is no other rank; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
         state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
-        network; transport: the name of what carries copies otherwise; alone: there is no other rank; dearest: of the
-        seconds of a capture, what takes most of them, "" where nothing does."""
+        network; transport: the name of what carries copies otherwise; seal: the last sealed (epoch, version), and
+        when; dearest: of the seconds of a capture, what takes most of them, "" where nothing does."""
         self._traffic, self._rank = traffic, rank
         self._collectives, self._monitor, self._pacer, self._say = collectives, monitor, pacer, say
         self._reporter, self._transport = reporter, transport
-        kept = reporter.recall() if collectives is not None else None
+        self._sends = bool(targets)
+        kept = reporter.recall() if self._sends else None
         self._driver, self._replanning = driver, replanning
         self._copy_bytes = copy_bytes
         self._offer, self._room_bytes = b"", 0
@@ -127,12 +136,17 @@ class IntervalController:
         self._stage: Stage = "recall"
         self._since = -1
         self._version = 0
-        self._alone, self._dearest = alone, dearest
-        self._agreed = self._former = Agreed() if collectives is not None else Agreed(max(1, traffic.every))
+        self._dearest = dearest
+        self._agreed = self._former = Agreed() if self._sends else Agreed(max(1, traffic.every))
         self._because = 0  # the rank that needs such a j
         self._cost = CaptureCost(_BEHIND)
         self._others_s = 0.0  # what the longest capture of all ranks takes
-        self._unplanned = Pace(traffic.overhead)
+        self._pace = Pace(traffic.overhead)
+        self._latency, self._budget = SealLatency(seal), WaitBudget(traffic.overhead)
+        self._waits: deque[float] = deque(maxlen=4)  # for the latest versions
+        self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; 0: it may
+        self._reason = ""
+        self._waited_for = self._settled = False
         self._wanted = PROFILED
         self._dirty = True
         self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
@@ -147,7 +161,7 @@ class IntervalController:
         self._told = 1
         self.problem = ""
         self.unsealed = 0  # versions that were on their way when the training had to go on
-        if collectives is not None:
+        if (collectives is not None and self._sends) or monitor.on_device:
             pacer.traffic = monitor
         self._follow()
 
@@ -172,7 +186,7 @@ class IntervalController:
         """Whether this version must be sealed before the next optimizer step. Later than at the step for which it was
         due it is where step() was called without an optimizer step."""
         agreed = self._agreed if version >= self._agreed.base else self._former
-        return self._version - version + 1 >= (agreed.s if self._planned else 1)
+        return self._version - version + 1 >= (agreed.s if self._paced else 1)
 
     @property
     def agrees(self) -> bool:
@@ -185,9 +199,12 @@ class IntervalController:
         agreed = self._agreed if self._version >= self._agreed.base else self._former
         return agreed.j + agreed.s - 1 if self._paced else 1
 
-    def captured(self, began: float, mark: Event | None) -> None:
+    def captured(self, began: float, mark: Event | None, job: Job | None = None) -> None:
         """Record that a version has been captured in this step(), see `CaptureCost`."""
         self._cost.captured(began, mark)
+        self._budget.spend(self._cost.seconds)
+        if job is not None:
+            self._latency.begin(job)
 
     def moment(self) -> Moment:
         """Return the moment of the training at this `step()`; called once in each, before anything else."""
@@ -195,12 +212,26 @@ class IntervalController:
 
     def gate(self) -> None:
         """The training has come to the optimizer."""
+        self._pace.gate(clock.monotonic() - self._begun_at)
         self._monitor.gate()
         if self._driver is not None:
             self._driver.gate()
 
-    def waited(self, seconds: float) -> None:
-        """So long the training has waited at the optimizer; now it goes on."""
+    def awaits(self) -> None:
+        """The training begins to wait for the seal of the newest version."""
+        self._waited_for = True
+        self._latency.due(clock.monotonic())
+
+    def held(self, seconds: float) -> None:
+        """Record that the optimizer has waited so long for the newest version's copy."""
+        if not self._monitor.on_device:
+            self._cost.held(seconds)
+
+    def waited(self, seconds: float, ours_s: float | None = None) -> None:
+        """So long the training has waited at the optimizer; now it goes on. ours_s: of these, not for a node that may
+        be dead."""
+        if self._scheme != "blocking" and not self._monitor.on_device:  # a device tells later what it has lost
+            self._budget.spend(seconds if ours_s is None else ours_s)
         self._waited_s += seconds
         self._monitor.passed()
         self._pacer.gate()
@@ -208,8 +239,14 @@ class IntervalController:
     @property
     def patience_s(self) -> float:
         """Longest wait at the optimizer for a version that is on its way."""
-        expected_s = self._plan.late_s if self._plan is not None and self._stage == "steady" else 0.0
-        return PATIENCE_S + 2 * expected_s
+        if self._scheme == "blocking":  # which is there to show what waiting costs
+            return math.inf
+        return self._budget.left_s
+
+    @property
+    def quiet_s(self) -> float:
+        """Return how long nothing of a version need arrive anywhere while all is well."""
+        return _QUIET * self._latency.whole_s or FIRST_S
 
     def resize(self, shard_bytes: int, key: str) -> None:
         """From the next plan on copies are of another size; key: of what the next incarnation may want to know."""
@@ -224,12 +261,12 @@ class IntervalController:
 
     @property
     def _planned(self) -> bool:
-        return self._scheme in _PLANNED and self._collectives is not None and not self.problem
+        return self._sends and self._scheme in _PLANNED and self._collectives is not None and not self.problem
 
     @property
     def _paced(self) -> bool:
         """Return whether `_agreed` says which versions are saved."""
-        return self._planned or self._collectives is None
+        return self._planned or not self._sends or self._collectives is None
 
     def step(self, version: int, under_way: bool) -> None:
         """Number `version` of step() has been reached; under_way: an earlier version is still travelling. Never
@@ -248,27 +285,43 @@ class IntervalController:
                 self._replanning.broken(reason)
             if self._driver is not None:
                 self._driver.fail(reason)
-            self._say(f"rank {self._rank}: the copies are no longer fitted into idle spans: {reason}")
+            lost = (
+                "the copies are no longer fitted into idle spans"
+                if self._sends
+                else "versions stay as frequent as now"
+            )
+            self._say(f"rank {self._rank}: {lost}: {reason}")
         self._follow()
 
     def _step(self, version: int, under_way: bool) -> None:
-        trace = self._monitor.mark() if self._collectives is not None else None
+        trace = self._monitor.mark() if self._pacer.traffic is not None else None
+        # a device waits less than its host, and tells of it later
+        device_s, held_s = self._monitor.waited_s, self._monitor.held_s
+        if device_s is not None and self._scheme != "blocking":
+            self._budget.spend(device_s)
         waited_s, self._waited_s = self._waited_s, 0.0
+        self._latency.poll()
+        length_s = clock.monotonic() - self._begun_at
+        self._budget.trained(max(0.0, length_s - waited_s))
+        self._pace.note(length_s - waited_s - self._cost.begun_s)
         self._version = version
         self._dirties.append(self._dirty or self._pacer.strayed)
         self._pacer.iteration(version)
         self._cost.iteration()
-        if self._collectives is None or self.problem:
-            return self._pace(version, waited_s)
         if self._since < 0:
             self._since = self._next_word = version
+        if not self._planned and self._scheme in _PLANNED:
+            self._begun_at = clock.monotonic()
+            self._follow_pace(version)
+            return
+        if self._collectives is None or self.problem:
+            return
         try:
             if self._collectives.sitting:
                 self._hear(version, waited_s)
         except CollectivesBroken as error:
-            return self._give_up(str(error))
-        # a device waits less than its host, and tells of it later
-        device_s, held_s = self._monitor.waited_s, self._monitor.held_s
+            self._give_up(str(error))
+            return
         if trace is not None:
             self._note(without_wait(trace, waited_s if held_s is None else held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
@@ -276,7 +329,9 @@ class IntervalController:
         self._begun_at = clock.monotonic()
         if self._pacer.meter.known:
             self._monitor.bytes_per_s = self._pacer.meter.B
-        self._dirty = under_way
+        if self._planned and self._stage == "profile" and self._waited_for:
+            self._waits.append(waited_s)
+        self._waited_for = False
         if self._scheme != self._wanted_scheme:
             self._scheme = self._wanted_scheme
             self._follow()
@@ -284,29 +339,75 @@ class IntervalController:
             self._ask(version)
         except CollectivesBroken as error:
             self._give_up(str(error))
+        self._dirty = under_way or (self._hasty > 0 and self.saves(version))
 
-    def _pace(self, version: int, waited_s: float) -> None:
-        """No traffic is planned: of what is ours only the capture counts."""
-        length_s = clock.monotonic() - self._begun_at
-        self._begun_at += length_s
-        wanted = self._unplanned.wanted(version, length_s - waited_s - self._cost.within(0), self._cost.seconds)
-        if not wanted or self.problem or self._traffic.every or self._scheme not in _PLANNED:
-            return
-        if self._alone and not self._unplanned.alike(wanted, self._agreed.j):
-            self._change(wanted, 1, version)
-        if not self._alone or wanted == self._agreed.j:
-            self._tell(wanted, self._unplanned.usual_s)
+    def _follow_pace(self, version: int) -> None:
+        """No traffic is planned: j and s follow from the time to the seal, and from what a version costs."""
+        due, agreed, collectives = self._pace.due(version - self._since), self._agreed, self._collectives
+        common = not self._sends and not self.problem
+        if collectives is not None and collectives.sitting and common:
+            words = collectives.words()
+            j, self._because = words[0] // _RANKS, _RANKS - 1 - words[0] % _RANKS
+            self._take_pace(j, words[1], version)
+        elif due and common:
+            wish = self._pace.wish(agreed.j, agreed.s, self._latency.whole_s, self._cost.whole_s, self._traffic.every)
+            if collectives is not None:
+                collectives.highest([wish.j * _RANKS + _RANKS - 1 - self._rank, wish.s])
+            else:
+                self._take_pace(wish.j, wish.s, version)
+        elif due and self._cost.seconds and not self._traffic.every:
+            wish = self._pace.wish(agreed.j, agreed.s, 0.0, self._cost.whole_s, 0)
+            self._tell(wish.j, self._pace.usual_s, in_force=wish.j == agreed.j)
+
+    def _take_pace(self, j: int, s: int, version: int) -> None:
+        """What all ranks do from this version on."""
+        if (j, s) != (self._agreed.j, self._agreed.s):
+            self._change(j, s, version)
+            self._history.append((self._agreed.base, j, s))
+        self._stage = "steady"
+        self._end_first()
+        self._tell(j, self._pace.usual_s)
+
+    def _end_first(self) -> None:
+        """A frequency is known that keeps the ceiling: tell what the first versions have cost."""
+        if not self._settled and self._budget.first_waited_s >= _TOLD_WAIT_S and self._rank == 0:
+            self._say(
+                f"rank 0: the training has waited {self._budget.first_waited_s:.1f} s for the seals of its first "
+                f"versions; from now on versions take at most {100 * self._traffic.overhead:g} % of its time"
+            )
+        self._settled = True
+        self._budget.settle()
 
     def _change(self, j: int, s: int, version: int) -> None:
         """From this version on, or from the first that finds no earlier one on its way."""
         self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.free(version))
 
     def _again(self, wanted: int, version: int) -> None:
-        self._stage, self._wanted = "profile", wanted
+        self._stage, self._wanted, self._hasty = "profile", wanted, 0
+        self._waits.clear()
         self._planner.begin()
         self._since, self._next_word = version, version + min(wanted, self._soon())
-        self._change(1, 1, version)
+        if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would cost more than allowed
+            self._hasty = self._agreed.s
+        self._change(max(1, 2 * self._hasty), max(1, self._hasty), version)
         self._follow()
+
+    def _haste(self) -> int:
+        """Return the iterations that a version takes, where profiling must not wait for versions; else 0."""
+        if self._traffic.every or (self._driver is not None and not self._driver.ended):
+            return 0
+        waits_s = median(self._waits) if self._waits else 0.0
+        left = max(0, self._wanted - self._planner.clean)
+        if waits_s * left <= self._budget.left_s:
+            return 0
+        return max(1, math.ceil(max(self._latency.whole_s, waits_s) / self._pace.usual_s))
+
+    def _hasten(self, iterations: int, version: int) -> None:
+        """Profile beside versions that take so many iterations: the others are without traffic of ours."""
+        if iterations > self._hasty:
+            self._hasty = iterations
+            self._change(2 * iterations, iterations, version)
+            self._follow()
 
     def _soon(self) -> int:
         """Iterations to the next word of a profile. The first ones come soon: replicas that are not the same for
@@ -349,13 +450,13 @@ class IntervalController:
         assert collectives is not None
         if not self._planned or version < self._next_word or collectives.sitting:
             return
-        self._planner.own_s = self._cost.seconds
+        self._planner.own_s, self._planner.fixed_s = self._cost.whole_s, self._latency.fixed_s
         if self._stage == "recall":
             collectives.everyone(self._planner.kept(), BLOB_BYTES)
         elif self._stage == "profile":
             # there will be no profile where nothing is seen
             most = self._wanted if self._monitor.problem else self._planner.clean
-            self._round([-most, version - self._since, round(self._cost.usual_s / _POINT_S)])
+            self._round([-most, version - self._since, round(self._cost.usual_s / _POINT_S), self._haste()])
         elif self._stage == "plan":
             collectives.everyone(self._planner.standing(collectives.over_at), BLOB_BYTES)
         elif self._stage == "agree":
@@ -367,6 +468,8 @@ class IntervalController:
             collectives.everyone(self._offer, self._room_bytes)
         else:
             drifted = self._planner.drifted(self._route) or self._planner.measure(*self._copy_bytes())
+            allowed_s = self._traffic.overhead * self._agreed.j * self._pace.usual_s
+            self._planner.lag_s = self._latency.lag_s(allowed_s)
             wanted = self._wish(fresh=drifted)
             if drifted:
                 self._follow()
@@ -410,7 +513,7 @@ class IntervalController:
             self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
             return
         if self._replanning is not None:
-            first = 2 if self._stage == "agree" else 3
+            first = {"agree": 2, "profile": 4}.get(self._stage, 3)
             if self._replanning.hear(words[first : first + self._replanning.count]):
                 self._stage, self._next_word, self._offer = "sizes", version, self._replanning.offer()
                 return
@@ -424,6 +527,8 @@ class IntervalController:
             self._stage = "plan" if enough else "profile"
             self._others_s = words[2] * _POINT_S
             self._next_word = version + (0 if enough else self._soon())
+            if not enough:
+                self._hasten(words[3], version)
         elif self._stage == "agree":
             self._settle(words[0], words[1], version)
         elif words[0]:
@@ -445,8 +550,9 @@ class IntervalController:
     def _settle(self, wish: int, s: int, version: int) -> None:
         """wish: the largest j of all ranks, see `_wish`."""
         j, self._because = wish // _RANKS, _RANKS - 1 - wish % _RANKS
-        self._stage, self._since = "steady", version
+        self._stage, self._since, self._hasty = "steady", version, 0
         self._change(j, s, version)
+        self._end_first()
         self._history.append((self._agreed.base, j, s))
         self._overhead.begin(self._planner.profile, self._planner.controller)
         self._renew = ""
@@ -460,7 +566,7 @@ class IntervalController:
     def _follow(self) -> None:
         """The pacer does what stage and scheme say, from the next version on."""
         pacer, monitor = self._pacer, self._monitor
-        if self._planned:
+        if self._planned or (not self._sends and monitor.on_device):
             monitor.start()
             monitor.recording = self._stage == "profile"
         else:
@@ -470,7 +576,7 @@ class IntervalController:
         pacer.chunk_bytes, parts = self._planner.cut
         pacer.p = 1 if alone else parts
         pacer.timetable, self._plan, self._route = None, None, None
-        pacer.deferred = self._planned and self._stage != "steady"
+        pacer.deferred = self._planned and self._stage != "steady" and not self._hasty
         pacer.unscheduled = not self._planned and self._scheme != "blocking"
         if self._planned and self._stage == "steady":
             self._route = self._planner.route(self._scheme)
@@ -488,21 +594,44 @@ class IntervalController:
 
     # ---- telling ---------------------------------------------------------------------------------------
 
-    def _tell(self, j: int, usual_s: float) -> None:
-        """Name the versions that are not saved, or should not be, to the user. usual_s: of an iteration."""
-        if self._traffic.every or (j < _TELL_AGAIN * self._told and not self._told <= 1 < j):
-            return
-        self._told = j
-        if self._rank != self._because:
-            return
-        why, repeated = "the network has too little idle time for a copy in each iteration", j + self._agreed.s - 1
-        if self._cost.seconds > self._traffic.overhead * usual_s:
-            what = self._dearest(self._cost.seconds)
+    def _why(self, usual_s: float, *, name: bool) -> tuple[str, str]:
+        """Return why one version in several is saved, and what would help.
+
+        Args:
+            usual_s: seconds of an iteration.
+            name: whether to name the object that costs most; to find it takes as long as a capture.
+        """
+        allowed_s, whole = self._traffic.overhead * usual_s, f"in iterations of {usual_s:.2g} s"
+        if self._cost.seconds > allowed_s and self._cost.seconds >= self._cost.held_s:
+            what = self._dearest(self._cost.seconds) if name else ""
             why = (
                 f"step() takes {self._cost.seconds:.2g} s to capture the state{f', mostly {what},' if what else ''} "
-                f"in iterations of {usual_s:.2g} s (tensors of 64 KiB and more are captured beside the training)"
             )
-        if self._agreed.j == j:
+            beside = "tensors of 64 KiB and more are captured beside the training"
+            return why + f"{whole} ({beside})", f"less state in extra: {beside}"
+        if self._cost.held_s > allowed_s:
+            why = f"the optimizer waits {self._cost.held_s:.2g} s for the copy of a version {whole}"
+            return why, "fewer bytes a rank: the state sharded over more ranks"
+        if not self._sends or self._planner.seals_late:
+            why = f"a version is sealed {self._latency.whole_s:.2g} s after step() (copy, digests, votes) {whole}"
+            return why, "fewer bytes a rank, or more processors for the agents of its node"
+        why = "the network has too little idle time for a copy in each iteration"
+        return why, "a faster network between the agents, or parity in place of whole copies"
+
+    def _tell(self, j: int, usual_s: float, *, in_force: bool = True) -> None:
+        """Name the versions that are not saved, or should not be, to the user. usual_s: of an iteration."""
+        if self._traffic.every:
+            return
+        news, mine = j >= _TELL_AGAIN * self._told or self._told <= 1 < j, self._rank == self._because
+        why, helps = self._why(usual_s, name=news and mine)
+        self._reason = f"{why}; what helps: {helps}" if j > 1 else ""
+        if not news:
+            return
+        self._told = j
+        if not mine:
+            return
+        if in_force:
+            repeated = j + self._agreed.s - 1
             then = f"saving one version in {j}; a failure repeats at most {repeated} steps"
         else:
             then = f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})"
@@ -539,6 +668,8 @@ class IntervalController:
             mu=self._traffic.mu,
             ceiling=seen.ceiling,
             judged_in=seen.judged_in,
+            sealed_s=self._latency.whole_s or None,
+            reason=self._reason,
         )
 
     def report(self) -> dict[str, Any]:
@@ -575,4 +706,6 @@ class IntervalController:
             "waited_s": self._overhead.waited_s,
             "capture_s": self._cost.seconds,
             "unsealed": self.unsealed,
+            "sealed_s": self._latency.whole_s,
+            "reason": self._reason,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -10,6 +10,7 @@ import msgspec
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.save_interval import Controller, Need, choose
+from gemini_hpc.core.schedule import seconds
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, common, settled
 from gemini_hpc.train.schedule.link_model import LinkMeter
@@ -70,7 +71,10 @@ class Planner:
         self.profile: Profile | None = None
         self.controller: Controller | None = None
         self.longest_s = 1.0  # the longest iteration of all ranks
-        self.own_s = 0.0  # what the capture of a version takes of the training's time
+        self.own_s = 0.0  # what a version takes of the training's thread
+        self.fixed_s = 0.0  # between step() and seal, when nothing of it travels
+        self.lag_s = 0.0  # by which versions are late lately
+        self.seals_late = False  # j follows from the time to the seal more than from what travels
 
     @property
     def meter(self) -> LinkMeter:
@@ -236,8 +240,9 @@ class Planner:
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return max(1, self._traffic.every), 1
-        need = _need(route)
+        need = self._need(route, profile)
         usual_s, ceiling = profile.iteration_s, self._traffic.overhead
+        self.seals_late = need(1) > max(0.0, _need(route)(1))
         known = self.controller
         if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
             known = None  # what seemed to be overhead was the training's own change of pace
@@ -253,8 +258,11 @@ class Planner:
             known = None if roomy.j < j else known
         if known is None:
             known = Controller(need, usual_s, ceiling=ceiling, forced=self._traffic.every or None, own_s=self.own_s)
-        elif fresh or self._dearer(known):
+        elif fresh or self._dearer(known) or self._slower(known, need):
             known.replan(need, usual_s, self.own_s)
+        elif self.lag_s:
+            known.add_extra(self.lag_s)
+        self.lag_s = 0.0
         self.controller = known
         return known.frequency.j, known.frequency.s
 
@@ -262,6 +270,23 @@ class Planner:
         """Return whether the capture costs so much more, or less, than planned that a new plan is needed."""
         most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
         return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
+
+    def _slower(self, known: Controller, need: Callable[[int], float]) -> bool:
+        """Return whether seals come so much later than planned that the ceiling is broken."""
+        j, s = known.frequency.j, known.frequency.s
+        return need(s) - max(0.0, known.need(s)) > self._traffic.overhead * j * known.iteration_s
+
+    def _need(self, route: Route, profile: Profile) -> Callable[[int], float]:
+        """Return the seconds by which a version is late, of s iterations: because of what travels in idle windows,
+        or because of all that it takes from step() to seal."""
+        travels, iteration_s = _need(route), profile.iteration_s
+        whole_s = self.fixed_s + seconds(route.C * (route.m - 1), route.B, route.start_s) - profile.gate_s
+        known = self.fixed_s > 0
+
+        def need(s: int) -> float:
+            return max(travels(s), whole_s - (s - 1) * iteration_s) if known else travels(s)
+
+        return need
 
     def _settle(self) -> None:
         """Leave out as much of the beginnings of spans as versions can do without: saved as often and as soon, and

@@ -84,6 +84,8 @@ def traffic(
     mu: float | None = None,
     ceiling: float | None = None,
     judged_in: int = 0,
+    sealed_s: float | None = None,
+    reason: str = "",
     t: float | None = None,
 ) -> TrafficState:
     """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
@@ -118,6 +120,8 @@ def traffic(
         mu=_known(mu, 0.0, 1.0),
         ceiling=_known(ceiling, 0.0, 1.0),
         judged_in=_count(judged_in),
+        sealed_s=_duration(sealed_s),
+        reason=reason[:_MAX_SENTENCE].encode(errors="replace").decode(),
     )
 
 

@@ -150,6 +150,9 @@ class Job:
     wanted: bool = False  # the training waits for its tensors
     urgent: bool = False  # all that is left of the training may hang on this version: it goes at once
     moment: Moment = UNCOUNTED  # of the training, at step()
+    taken_at: float = field(default_factory=clock.monotonic)
+    copied_at: float = 0.0  # in the own slot; 0.0: not yet
+    arrived_at: float = 0.0  # at all holders; 0.0: not yet
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     @property

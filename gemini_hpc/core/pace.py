@@ -1,0 +1,61 @@
+"""Choose how often versions are saved where nothing is sent: by the time to the seal, and by what a version costs."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from gemini_hpc.core.save_interval import Frequency, choose
+
+PACE_EVERY = 16
+_EARLY = (4, 8)
+_POINT_S = 1e-6
+_RARER = 1.25
+
+
+class Pace:
+    """The usual iteration of one rank, and the frequency that keeps its ceiling."""
+
+    def __init__(self, ceiling: float) -> None:
+        self._ceiling = ceiling
+        self._free: deque[float] = deque(maxlen=PACE_EVERY)  # lengths of iterations without what is ours
+        self._gates: deque[float] = deque(maxlen=PACE_EVERY)  # seconds from step() to the optimizer
+
+    def note(self, free_s: float) -> None:
+        """Record the length of an iteration without what is ours."""
+        self._free.append(free_s)
+
+    def gate(self, seconds: float) -> None:
+        """Record the time from step() to the optimizer."""
+        self._gates.append(seconds)
+
+    @property
+    def usual_s(self) -> float:
+        """Return the seconds of an iteration without what is ours."""
+        return max(_POINT_S, median(self._free)) if self._free else _POINT_S
+
+    @staticmethod
+    def due(iterations: int) -> bool:
+        """Return whether the frequency is chosen after so many iterations: the same on all ranks."""
+        return iterations in _EARLY or (iterations > 0 and iterations % PACE_EVERY == 0)
+
+    def wish(self, j: int, s: int, sealed_s: float, own_s: float, every: int) -> Frequency:
+        """Return the frequency that keeps the ceiling: the present one, where only noise speaks against it.
+
+        Args:
+            j: one version in so many is saved now, ...
+            s: ... and awaited so many optimizer steps later.
+            sealed_s: seconds from step() to the seal.
+            own_s: seconds that a version takes in the training's thread.
+            every: the j that the user has forced; 0: none.
+        """
+        usual_s = self.usual_s
+        gate_s = min(usual_s, median(self._gates)) if self._gates else usual_s
+
+        def late_s(s: int) -> float:
+            return sealed_s - gate_s - (s - 1) * usual_s
+
+        fresh = choose(late_s, usual_s, ceiling=self._ceiling, forced=every or None, own_s=own_s)
+        kept = choose(late_s, usual_s, ceiling=self._ceiling, forced=j, own_s=own_s)
+        same = kept.s <= s and kept.overhead <= _RARER * self._ceiling and j <= 2 * fresh.j
+        return Frequency(j, s, kept.overhead, j + s - 1, kept.within) if same else fresh

@@ -1,0 +1,79 @@
+"""Measure the time from step() to seal of each version."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from gemini_hpc.train.state.capture import Job
+
+_LATEST, _LAGS, _LATE = 8, 4, 3
+_MOST_S = 1e5
+
+
+class SealLatency:
+    """The seals of one rank's versions. seal: the last sealed (epoch, version) and its time (CLOCK_MONOTONIC)."""
+
+    def __init__(self, seal: Callable[[], tuple[tuple[int, int], float]]) -> None:
+        self._seal = seal
+        self._job: Job | None = None
+        self._epoch: int | None = None
+        self._due_at = 0.0
+        self._whole: deque[float] = deque(maxlen=_LATEST)
+        self._fixed: deque[float] = deque(maxlen=_LATEST)
+        self._lags: deque[float] = deque(maxlen=_LAGS)
+
+    def begin(self, job: Job) -> None:
+        """Measure this version from now on. One before it that is not sealed is as late as it is now."""
+        self.poll()
+        if self._job is not None and self._job.saved and self._due_at:
+            self._lags.append(max(0.0, job.taken_at - self._due_at))
+        self._job, self._due_at = job, 0.0
+
+    def due(self, at: float) -> None:
+        """Record that the training wanted the version sealed at this moment."""
+        self._due_at = at
+
+    def poll(self) -> None:
+        """Record the seal of the version, if it has come."""
+        job = self._job
+        if job is None:
+            return
+        (_, version), at = self._seal()
+        if version != job.version:
+            if version > job.version or not job.saved:
+                self._job = None
+            return
+        self._job = None
+        whole_s = at - job.taken_at
+        if not 0.0 <= whole_s < _MOST_S:
+            return  # of an earlier epoch, or of another clock
+        self._whole.append(whole_s)
+        if job.copied_at and job.arrived_at:
+            self._fixed.append(max(0.0, job.copied_at - job.taken_at) + max(0.0, at - job.arrived_at))
+        if self._due_at:
+            self._lags.append(max(0.0, at - self._due_at))
+
+    @property
+    def whole_s(self) -> float:
+        """Return the seconds from step() to seal that most versions keep below; 0.0: not known."""
+        return _usually(self._whole)
+
+    @property
+    def fixed_s(self) -> float:
+        """Return the seconds of these in which nothing travels: copy, digests, votes; 0.0: not known."""
+        return _usually(self._fixed)
+
+    def lag_s(self, allowed_s: float) -> float:
+        """Return by how much versions are late, where most of the last ones were later than allowed; else 0.0. The
+        next answer is of other versions."""
+        if len(self._lags) < _LAGS or sorted(self._lags)[-_LATE] <= allowed_s:
+            return 0.0
+        lag_s = median(self._lags)
+        self._lags.clear()
+        return lag_s
+
+
+def _usually(samples: deque[float]) -> float:
+    return sorted(samples)[(3 * len(samples)) // 4] if samples else 0.0

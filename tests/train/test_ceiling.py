@@ -1,0 +1,239 @@
+"""No training waits for its versions beyond the ceiling: what follows from the time between step() and seal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc import clock
+from gemini_hpc.core.wait_budget import FIRST_S, MOST_SAVED_S, WaitBudget
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
+from gemini_hpc.train.schedule.interval_controller import IntervalController
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.schedule.seal_latency import SealLatency
+from gemini_hpc.train.schedule.traffic import Traffic
+
+
+class Time:
+    """Goes only where the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(clock, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
+
+
+class Rounds:
+    """The rounds of some ranks, which all start one before any of them reads it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._said: list[list[int] | None] = [None] * ranks
+
+    def of(self, rank: int) -> Any:
+        def highest(words: Sequence[int]) -> None:
+            self._said[rank] = list(words)
+            link.sitting = True
+
+        def words() -> list[int]:
+            link.sitting = False
+            return [max(of) for of in zip(*(said for said in self._said if said is not None), strict=True)]
+
+        link = SimpleNamespace(sitting=False, highest=highest, words=words)
+        return link
+
+
+class Training:
+    """Ranks of one replica, iteration by iteration. sealed_s: from step() to the seal, by rank; a version is sealed
+    with the slowest. left_s: the optimizer waits so long for the copy."""
+
+    def __init__(self, time: Time, sealed_s: Sequence[float], *, left_s: float = 0.0, **traffic: Any) -> None:
+        self.time, self.sealed_s, self.left_s = time, list(sealed_s), left_s
+        self.version, self.waited_s, self.said = 0, 0.0, list[str]()
+        self.sealed: tuple[int, float] = 0, 0.0  # on the page
+        self.job: SimpleNamespace | None = None
+        self.seals_at = 0.0
+        self.saved = list[int]()
+        self.late = 0
+        rounds = Rounds(len(self.sealed_s))
+        self.controllers = [
+            IntervalController(
+                Traffic(**traffic),
+                rank,
+                [],
+                0,
+                rounds.of(rank) if len(self.sealed_s) > 1 else None,
+                CollectiveMonitor(lambda ranks: True),
+                Pacer(1 << 20, 4),
+                SimpleNamespace(tell=lambda state, now: state()),  # type: ignore[arg-type]
+                self.said.append,
+                transport="none",
+                seal=self._seal,
+            )
+            for rank in range(len(self.sealed_s))
+        ]
+
+    def _seal(self) -> tuple[tuple[int, int], float]:
+        if self.job is not None and self.time.now >= self.seals_at:
+            self.sealed = self.job.version, self.seals_at
+        return (1, self.sealed[0]), self.sealed[1]
+
+    def run(self, iterations: int, length_s: float) -> float:
+        """Return the share of the time that was lost."""
+        began = self.time.now
+        for _ in range(iterations):
+            self.time.now += length_s
+            self._gate()
+            self.version += 1
+            self._step()
+        return (self.time.now - began) / (iterations * length_s) - 1
+
+    def _gate(self) -> None:
+        job, began = self.job, self.time.now
+        for controller in self.controllers:
+            controller.gate()
+        if job is not None and job.version == self.version:
+            self.time.now = max(self.time.now, job.taken_at + self.left_s)
+            for controller in self.controllers:
+                controller.held(self.time.now - began)
+        if job is not None and not job.late and self.controllers[0].due(job.version):
+            for controller in self.controllers:
+                controller.awaits()
+            patience_s = max(controller.patience_s for controller in self.controllers)
+            self.time.now = max(self.time.now, min(self.seals_at, self.time.now + patience_s))
+            job.late = self.time.now < self.seals_at
+            self.late += job.late
+        for controller in self.controllers:
+            controller.waited(self.time.now - began)
+        self.waited_s += self.time.now - began
+
+    def _step(self) -> None:
+        under_way = self.job is not None and self.time.now < self.seals_at
+        saves = {self._saves(controller, under_way=under_way) for controller in self.controllers}
+        assert len(saves) == 1, "all ranks save the same versions"
+        assert not any(controller.problem for controller in self.controllers)
+        if saves.pop() and not under_way:
+            self._seal()
+            self.saved.append(self.version)
+            self.job = SimpleNamespace(
+                version=self.version, taken_at=self.time.now, saved=True, late=False, copied_at=0.0, arrived_at=0.0
+            )
+            self.seals_at = self.time.now + max(self.sealed_s)
+            for controller in self.controllers:
+                controller.captured(self.time.now, None, self.job)
+
+    def _saves(self, controller: IntervalController, *, under_way: bool) -> bool:
+        controller.step(self.version, under_way)
+        return controller.saves(self.version)
+
+
+@pytest.mark.parametrize("length_s", [0.02, 0.107, 0.5, 2.0, 30.0])
+@pytest.mark.parametrize("sealed_s", [[0.002], [0.1], [0.87], [4.0], [0.87, 0.87], [0.3, 0.87, 2.3], [20.0]])
+def test_no_training_waits_beyond_the_ceiling(time: Time, length_s: float, sealed_s: list[float]) -> None:
+    training = Training(time, sealed_s)
+    training.run(25, length_s)
+    assert training.waited_s <= FIRST_S + 0.01 * 25 * length_s
+    first_s = training.waited_s
+    assert training.run(1000, length_s) <= 0.01 + MOST_SAVED_S / (1000 * length_s)
+    controller = training.controllers[0]
+    iterations = 1 + max(sealed_s) / length_s
+    assert controller.repeats <= 2 * iterations + 2, "and saves as often as that allows"
+    gaps = {b - a for a, b in zip(training.saved[-4:], training.saved[-3:], strict=False)}
+    assert len(gaps) == 1, "no flapping"
+    assert bool(first_s >= 1.0) == any("has waited" in line for line in training.said)
+
+
+def test_the_line_says_why_and_what_a_failure_repeats(time: Time) -> None:
+    training = Training(time, [0.3, 0.87])
+    training.run(200, 0.107)
+    lines = [line for line in training.said if "saving one version" in line]
+    j = training.controllers[0].repeats // 2 + 1
+    assert len(lines) == 1, "one rank says it for all"
+    assert "a version is sealed 0.87 s after step() (copy, digests, votes) in iterations of 0.11 s" in lines[0]
+    assert f"saving one version in {j}; a failure repeats at most" in lines[0]
+
+
+def test_a_copy_that_the_optimizer_has_to_wait_for_counts(time: Time) -> None:
+    """It cannot be given up, so only fewer versions make it cheaper."""
+    training = Training(time, [0.5], left_s=0.3)
+    training.run(25, 0.1)
+    assert training.run(2000, 0.1) <= 0.0125
+    assert any("the optimizer waits 0.2 s for the copy" in line for line in training.said)
+
+
+def test_seals_that_become_quicker_are_followed(time: Time) -> None:
+    training = Training(time, [2.0])
+    training.run(100, 0.1)
+    assert training.controllers[0].repeats > 20
+    training.sealed_s[0] = 0.05
+    training.run(600, 0.1)
+    assert training.controllers[0].repeats == 1
+
+
+def test_a_forced_frequency_stays_and_is_awaited_as_late_as_it_can_be(time: Time) -> None:
+    training = Training(time, [0.25], every=5)
+    training.run(25, 0.1)
+    assert training.run(500, 0.1) <= 0.01
+    gaps = {b - a for a, b in zip(training.saved[1:], training.saved[2:], strict=False)}
+    assert gaps == {5} and training.controllers[0].repeats == 5 + 3 - 1
+
+
+# ---- the parts -----------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_spent_once_and_earned_slowly() -> None:
+    budget = WaitBudget(0.01)
+    assert budget.left_s == FIRST_S
+    budget.spend(3.0)
+    budget.trained(100.0)
+    assert budget.left_s == pytest.approx(FIRST_S - 3.0 + 1.0) and budget.first_waited_s == 3.0
+    budget.settle()
+    assert budget.left_s == MOST_SAVED_S
+    budget.spend(2.0)
+    assert budget.left_s == 0.0
+    budget.trained(60.0)
+    assert budget.left_s == pytest.approx(0.1), "what was lost beyond it is made up for first"
+
+
+def job(version: int, taken_at: float, **more: Any) -> Any:
+    return SimpleNamespace(version=version, taken_at=taken_at, saved=True, copied_at=0.0, arrived_at=0.0, **more)
+
+
+def test_only_the_seal_of_the_version_itself_is_measured() -> None:
+    seal = [(1, 0), 0.0]
+    latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
+    one = job(5, 10.0)
+    latency.begin(one)
+    seal[:] = [(1, 4), 10.1]
+    latency.poll()
+    assert latency.whole_s == 0.0
+    one.copied_at, one.arrived_at = 10.2, 10.7
+    seal[:] = [(1, 5), 10.8]
+    latency.poll()
+    latency.poll()
+    assert latency.whole_s == pytest.approx(0.8) and latency.fixed_s == pytest.approx(0.3)
+    for sealed, at in ((6, 9.0), (6, 1e7), (7, 12.0)):  # of another epoch, another clock, another version
+        latency.begin(job(6, 11.0))
+        seal[:] = [(1, sealed), at]
+        latency.poll()
+    assert latency.whole_s == pytest.approx(0.8)
+
+
+def test_versions_that_are_late_again_and_again_are_seen() -> None:
+    seal = [(1, 0), 0.0]
+    latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
+    for version, lag_s in enumerate((0.0, 0.5, 0.4, 0.6), 1):
+        assert latency.lag_s(0.01) == 0.0
+        latency.begin(job(version, 10.0 * version))
+        latency.due(10.0 * version + 1)
+        seal[:] = [(1, version), 10.0 * version + 1 + lag_s]
+        latency.poll()
+    assert latency.lag_s(0.55) == 0.0, "so much is allowed"
+    assert latency.lag_s(0.01) == pytest.approx(0.45)
+    assert latency.lag_s(0.01) == 0.0, "the next answer is of other versions"
