@@ -118,6 +118,7 @@ class SaveEngine:
         return self._join if wanted and not self._session.redundancy.parity else None
 
     def _join(self, tensors: list[torch.Tensor], layout: Layout, all_ranks: Exchange) -> str:
+        """Make NCCL's end of this rank, or say why there is none: see `planning.Join`."""
         from gemini_hpc.train.nccl import entry
 
         self._over, reason = entry.join(self._session, tensors, layout, all_ranks, self._ranks.group)
@@ -125,7 +126,7 @@ class SaveEngine:
 
     @property
     def _pushed(self) -> bool:
-        """The agents bring the copies."""
+        """Return whether the agents bring the copies."""
         return self.transport is not None and self._over is None
 
     @property
@@ -422,6 +423,8 @@ class SaveEngine:
                 self.transport.interrupt()
             if self._over is not None:
                 self._over.interrupt()
+            if self.driver is not None:
+                self.driver.interrupt()
             if self.replicator is not None:
                 self.replicator.stop(1.0)
             for receiver in self.receivers:

@@ -143,7 +143,7 @@ class Planning:
         )
 
     def _join(self, join: Join, leaves: list[Leaf], layout: Layout) -> None:
-        """Collective."""
+        """Let copies go over NCCL, or say once why they do not. Collective."""
 
         def all_ranks(word: bytes) -> list[bytes]:
             return [offer.word for offer in self._all(_Offer(word=word), None)]

@@ -33,8 +33,8 @@ def join(
     all_ranks: Exchange,
     within: dist.ProcessGroup | None,
 ) -> tuple[OverNccl | None, str]:
-    """Collective: NCCL on all ranks, or on none, and why. all_ranks: gives every rank what each of them says.
-    within: the ranks; None: those of the default process group."""
+    """Take NCCL on all ranks, or on none, and say why. Collective. all_ranks: gives every rank what each of them
+    says. within: the ranks; None: those of the default process group."""
 
     def proposals(mine: Proposal) -> list[Proposal]:
         return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(mine))]
@@ -44,7 +44,7 @@ def join(
 
 
 class OverNccl:
-    """Of one rank: its end of the communicator, and links for what does not go from GPU to GPU."""
+    """One rank's end of the communicator, and its links for what does not go from GPU to GPU."""
 
     driver: Driver
 
@@ -74,7 +74,7 @@ class OverNccl:
 
     @property
     def replicator(self) -> Callable[..., StreamedReplicator]:
-        """In place of `Replicator`."""
+        """Return what is made in place of a `Replicator`."""
         return partial(StreamedReplicator, driver=self.driver)
 
     def receivers(self, me: Identity) -> list[StreamedReceiver]:
@@ -97,11 +97,10 @@ class OverNccl:
         ]
 
     def planner(self, monitor: CollectiveMonitor) -> Callable[..., JointPlanner]:
-        """In place of `Planner`; the driver sees the training's collectives from now on."""
+        """Return what is made in place of a `Planner`, and show the driver the training's collectives from now on."""
         self.driver.hook(monitor)
         return partial(JointPlanner, driver=self.driver, watch=monitor)
 
     def interrupt(self) -> None:
-        """Nobody waits for anything of ours any more. From any thread."""
+        """End all waits on the links. From any thread."""
         self._links.interrupt()
-        self.driver.interrupt()
