@@ -59,10 +59,10 @@ FAMILIES = {
     "fig16": Family(
         "interleave",
         (
-            "fig16.{none,spread,rate,idle}{,_host,_short,_tight,_slow,_4,_4_short}",
-            "fig16.{gemini,host,short,tight,slow,gemini_4,short_4}{,_j}",
-            "fig8.{before,after}{,_host,_short,_tight,_slow,_4,_4_short}",
-            "fig16.{blocking,background,naive,no_pipeline,buffer,naive_buffer,blocking_expected}",
+            "fig16.{none,spread,rate,idle}{,_short,_tight,_slow,_4,_4_short}",
+            "fig16.{gemini,short,tight,slow,gemini_4,short_4}{,_j}",
+            "fig8.{before,after}{,_short,_tight,_slow,_4,_4_short}",
+            "fig16.{blocking,background,naive,no_pipeline,blocking_expected}",
             "fig16.{blocking,background,blocking_expected}_{tight,4}",
             "fig16.background_slow",
         ),

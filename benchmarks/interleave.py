@@ -13,16 +13,15 @@ FSDP2 and Adam in fp32, so that a rank sends C = 12 bytes per parameter / ranks 
     4 nodes      8.75 M       26.2 MB   0.449 s  0.673 s  1.5          0.125     links of 500 Mbit/s
     4, short     4.39 M       13.2 MB   0.225 s  0.338 s  1.5          0.125     the same, iterations half as long
 
-"2 nodes" sends from rank to rank over gloo; all others, and host (as 2 nodes), from agent to agent, as users do by
-default. There the receiver has no buffers, and no copy from a device is emulated. Four nodes have slower links, as
-two cores do not move 4 x 1 Gbit/s each way beside what they compute.
+Copies go from agent to agent. The receiver has no buffers, and no copy from a device is emulated. Four nodes have
+slower links, as two cores do not move 4 x 1 Gbit/s each way beside what they compute.
 
 A part of what a checkpoint costs is a fixed time in each iteration (`step()`, and in each stretch of collectives a
 little), which weighs less the longer iterations are: hence the short ones, and `ms`, the median's loss in
 milliseconds.
 
-What each set-up really had is a row. Jobs differ by more than their rounds do, so the rounds of "2 nodes", host and
-"4 nodes" are those of three jobs, one after the other. A round gives one ratio for each scheme in it (gemini always,
+What each set-up really had is a row. Jobs differ by more than their rounds do, so the rounds of "2 nodes" and "4
+nodes" are those of three jobs, one after the other. A round gives one ratio for each scheme in it (gemini always,
 the others in one round of five): its iterations against those without checkpoints in the same round. Bounds are those
 of the median, one-sided at 95 %, from 4,000 resamplings (bootstrap); of fewer than six ratios there is no bound, and
 the row of a scheme without a bar is their median. `planned`: share of the rounds of gemini in which there was a plan
@@ -71,7 +70,6 @@ class Setting:
     main: str = "gemini"
     what: str = ""
     rate: str = RATE
-    transport: str = "gloo"
     share: float = 1.0  # of the usual number of rounds
     dim: int = 296
     blocks: int = 8
@@ -87,15 +85,13 @@ class Setting:
 
 
 TWO = Setting(2, 0.02805, tuple(SCHEMES), jobs=3)
-HOST = Setting(2, 0.02805, (BASELINE, "gemini"), "_host", "host", ", from agent to agent", transport="host", jobs=3)
 SHORT = Setting(
     2,
     0.01407,
     (BASELINE, "gemini"),
     "_short",
     "short",
-    ", from agent to agent, short iterations",
-    transport="host",
+    ", short iterations",
     share=0.5,
     dim=208,
 )
@@ -105,8 +101,7 @@ TIGHT = Setting(
     (BASELINE, "blocking", "background", "gemini"),
     "_tight",
     "tight",
-    ", from agent to agent, too little idle time",
-    transport="host",
+    ", too little idle time",
     share=0.5,
 )
 SLOW = Setting(
@@ -115,9 +110,8 @@ SLOW = Setting(
     (BASELINE, "background", "gemini"),
     "_slow",
     "slow",
-    ", from agent to agent, links of 200 Mbit/s",
+    ", links of 200 Mbit/s",
     rate="200mbit",
-    transport="host",
     share=0.3,
     dim=208,
     warm=4,
@@ -129,9 +123,8 @@ FOUR = Setting(
     (BASELINE, "blocking", "background", "gemini"),
     "_4",
     "gemini_4",
-    ", from agent to agent, links of 500 Mbit/s",
+    ", links of 500 Mbit/s",
     rate="500mbit",
-    transport="host",
     measured=4,
     jobs=3,
 )
@@ -141,13 +134,12 @@ FOUR_SHORT = Setting(
     (BASELINE, "gemini"),
     "_4_short",
     "short_4",
-    ", from agent to agent, links of 500 Mbit/s, short iterations",
+    ", links of 500 Mbit/s, short iterations",
     rate="500mbit",
-    transport="host",
     share=0.5,
     dim=208,
 )
-SETTINGS = ((2, (TWO, HOST, SHORT, TIGHT, SLOW)), (4, (FOUR, FOUR_SHORT)))
+SETTINGS = ((2, (TWO, SHORT, TIGHT, SLOW)), (4, (FOUR, FOUR_SHORT)))
 
 
 def tiny(setting: Setting) -> Setting:
@@ -197,8 +189,8 @@ def measure(options: Options) -> list[Row]:
     if options.tiny:
         with cluster(2) as on:
             prepare(on)
-            shared = {small.transport: train(options, on, small, 1) for small in map(tiny, (TWO, FOUR))}
-        found = [replace(shared[setting.transport], setting=setting) for _, those in SETTINGS for setting in those]
+            shared = train(options, on, tiny(TWO), 1)
+        found = [replace(shared, setting=setting) for _, those in SETTINGS for setting in those]
         return [row for one in found for row in _rows(one)]
     for nodes, settings in SETTINGS:
         with cluster(nodes) as on:
@@ -231,7 +223,6 @@ def train(options: Options, on: Cluster, setting: Setting, rounds: int) -> Found
         "--dim": setting.dim,
         "--blocks": setting.blocks,
         "--forward": setting.forward_s,
-        "--transport": setting.transport,
         "--micro": setting.micro,
     }
     argv = [str(word) for pair in words.items() for word in pair]
@@ -366,7 +357,7 @@ def _traffic_rows(found: Found, where: str) -> list[Row]:
     planned = [line for line in found.traffic.get("gemini", []) if line["stage"] == "steady"]
     if not planned:
         return []
-    rows = [
+    return [
         Row(f"fig16.{main}_j", f"{where}: a version is saved every j-th iteration", "", max(p["j"] for p in planned)),
         median_row(
             f"fig8.before{suffix}",
@@ -381,12 +372,3 @@ def _traffic_rows(found: Found, where: str) -> list[Row]:
             [p["idle_s"] - p["overlap"]["chunks_s"] for p in planned if p["overlap"]] or [float("nan")],
         ),
     ]
-    R = max(p["buffer_bytes"] for p in planned) / 1e6
-    if R:
-        what, peers = f"{where}: buffers of a rank, R", {"C": found.checkpoint_bytes / 1e6}
-        rows.append(Row(f"fig16.buffer{suffix}", what, "MB", R, peers=peers))
-    naive = [line["largest_chunk_bytes"] / 1e6 for line in found.traffic.get("naive", [])]
-    if naive:
-        over = " (OOM: more than R)" if max(naive) > R else ""
-        rows.append(Row(f"fig16.naive_buffer{suffix}", f"{where}: buffer that naive needs{over}", "MB", max(naive)))
-    return rows

@@ -29,7 +29,7 @@ def _setting(name: str, dim: int, blocks: int) -> interleave.Setting:
     parameters = blocks * (12 * dim * dim + 13 * dim) + (2 * vocabulary + tokens) * dim + 2 * dim
     sending_s = 12 * parameters / 2 / B_BYTES_PER_S
     forward_s = round(IDLE_TO_SENDING * sending_s / (3 * blocks), 5)
-    return interleave.Setting(2, forward_s, SCHEMES, f"_{name}", dim=dim, blocks=blocks, transport="host", measured=5)
+    return interleave.Setting(2, forward_s, SCHEMES, f"_{name}", dim=dim, blocks=blocks, measured=5)
 
 
 MODELS = {

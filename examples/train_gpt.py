@@ -104,7 +104,6 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=1, help="seed of everything")
     p.add_argument("--log", type=Path, default=Path("train_gpt.jsonl"), help="JSON lines are appended here")
     p.add_argument("--iteration-s", type=float, default=0.0, help="shortest iteration; the rest is slept")
-    p.add_argument("--transport", choices=("auto", "gloo", "host"), default="auto", help="what carries the copies")
     p.add_argument("--replicas-report", action="store_true", help="print the checkpointer's report at the end")
     return p.parse_args()
 
@@ -167,8 +166,7 @@ def train(a: argparse.Namespace, rank: int, world: int, device: torch.device) ->
         lambda n: min(1.0, (n + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, n / max(1, a.steps))))),
     )
 
-    traffic = gemini.Traffic(transport=a.transport)
-    ckpt = gemini.Checkpointer(model, optimizer, scheduler, loader=loader, traffic=traffic)  # gemini: what to protect
+    ckpt = gemini.Checkpointer(model, optimizer, scheduler, loader=loader)  # gemini: what to protect
     start = ckpt.resume()  # gemini: 0, or the version recovered
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0") or "0")
 

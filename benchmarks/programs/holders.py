@@ -2,7 +2,7 @@
 
     srun python holders.py --out PREFIX --bytes N --ways sequence,chain --rounds 10 --alone
 
-Every rank has a shard of N bytes that the next two ranks are to hold (m = 3). Over the package's gloo transport, in
+Every rank has a shard of N bytes that the next two ranks are to hold (m = 3). Over links of gloo, in
 chunks with an acknowledgement for each, as many under way at a time as its sender has:
 
 sequence    all chunks to the next rank; when they are there, all to the one after it (GEMINI's Algorithm 2, lines
@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 import gemini_hpc as gemini
-from gemini_hpc.train.transport.gloo import GlooTransport
-from gemini_hpc.train.transport.messages import Message
+from gemini_hpc.train.nccl.gloo_links import GlooLinks
+from gemini_hpc.train.nccl.messages import Message
 
 CHUNK_BYTES, AHEAD = 1 << 20, 4
 START_S = 0.05
@@ -43,14 +43,14 @@ _ACK_TAG = 1000
 class Link:
     """Chunks to or from one rank, of one shard."""
 
-    def __init__(self, transport: GlooTransport, rank: int, shard: int) -> None:
-        self._transport, self._rank, self._tag = transport, rank, shard
+    def __init__(self, links: GlooLinks, rank: int, shard: int) -> None:
+        self._links, self._rank, self._tag = links, rank, shard
         self._flying: deque[tuple[Message, Message]] = deque()
 
     def send(self, chunk: torch.Tensor) -> None:
         """Returns when fewer than AHEAD are under way."""
-        ack = self._transport.begin(False, self._rank, torch.empty(1, dtype=torch.uint8), _ACK_TAG + self._tag)
-        self._flying.append((self._transport.begin(True, self._rank, chunk, self._tag), ack))
+        ack = self._links.begin(False, self._rank, torch.empty(1, dtype=torch.uint8), _ACK_TAG + self._tag)
+        self._flying.append((self._links.begin(True, self._rank, chunk, self._tag), ack))
         while len(self._flying) >= AHEAD:
             self._land()
 
@@ -70,11 +70,11 @@ class Link:
         posted = 0
         for k in range(len(chunks)):
             while posted < min(k + AHEAD, len(chunks)):
-                coming.append(self._transport.begin(False, self._rank, chunks[posted], self._tag))
+                coming.append(self._links.begin(False, self._rank, chunks[posted], self._tag))
                 posted += 1
             coming.popleft().wait()
             done = torch.ones(1, dtype=torch.uint8)
-            acks.append(self._transport.begin(True, self._rank, done, _ACK_TAG + self._tag))
+            acks.append(self._links.begin(True, self._rank, done, _ACK_TAG + self._tag))
             if passed is not None:
                 passed.put(k)
         for ack in acks:
@@ -87,7 +87,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._out = open(f"{args.out}.{self.rank}", "w", buffering=1)  # noqa: SIM115
-        self._transport = GlooTransport()
+        self._links = GlooLinks()
         self._own = self._chunks(torch.full((args.bytes,), self.rank, dtype=torch.uint8))
         self._held = {back: self._chunks(torch.zeros(args.bytes, dtype=torch.uint8)) for back in (1, 2)}
 
@@ -116,7 +116,7 @@ class Bench:
         def receive(back: int) -> None:
             source = self._peer(-1) if chained else self._peer(-back)
             on = passed if chained and back == 1 else None
-            Link(self._transport, source, self._peer(-back)).receive(self._held[back], on)
+            Link(self._links, source, self._peer(-back)).receive(self._held[back], on)
             there[back] = time.monotonic() - began
 
         threads = [
@@ -138,7 +138,7 @@ class Bench:
             self.say("copy", round=number, way=way, saving=len(saves), shard=self._peer(-back), seconds=seconds)
 
     def _star(self, mine: list[torch.Tensor], way: str) -> None:
-        links = [Link(self._transport, self._peer(step), self.rank) for step in (1, 2)]
+        links = [Link(self._links, self._peer(step), self.rank) for step in (1, 2)]
         if way == "both":
             for chunk in mine:
                 for link in links:
@@ -154,7 +154,7 @@ class Bench:
 
     def _chain(self, mine: list[torch.Tensor], passed: queue.SimpleQueue[int], passes: bool, own_first: bool) -> None:
         to = self._peer(1)
-        own, other = Link(self._transport, to, self.rank), Link(self._transport, to, self._peer(-1))
+        own, other = Link(self._links, to, self.rank), Link(self._links, to, self._peer(-1))
         left, waiting = deque(mine), len(self._held[1]) if passes else 0
         while left or waiting:
             if left:

@@ -8,16 +8,12 @@ few tokens, hides in it. Without a GPU, FSDP2's collectives are synchronous: eac
 of it hides behind compute, and each sleep is an idle span of the network. So a collective that is late costs its
 whole delay, which makes this harder on a scheme than a GPU would; 3 * blocks * forward seconds are idle.
 
-Received chunks go into buffers of R bytes first (8 parts; one part for `no_pipeline`, one as large as the largest
-partition for `naive`) and are copied from there into the slot at the rate of the link: the paper's GPU memory and its
-device-to-host copy (section 5.2, footnote 2: both have the same bandwidth).
-
 First the training is profiled, and goes on until its plan no longer changes. A round then runs no checkpoints and
 gemini once each, one round in five the other schemes too, from another one on each time: first `--warm` iterations
 that do not count, then `--measured` ones. All ranks change at the same step. Each rank writes one JSON
 object a line to PREFIX.RANK.
 
-Reaches into the checkpointer (replicator, transport) to see what its users need not see.
+Reaches into the checkpointer (replicator) to see what its users need not see.
 """
 
 from __future__ import annotations
@@ -40,16 +36,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
 import gemini_hpc as gemini
 from gemini_hpc.train.schedule.pacer import Scheme
-from gemini_hpc.train.transport.gloo import GlooTransport
-from gemini_hpc.train.transport.landing import Landing
 
 TOKENS, VOCABULARY = 8, 512
 PROBE_BYTES, PROBE_CHUNK_BYTES = 24 << 20, 2 << 20
 PROTECTED_S = 300.0
 PIECE = 64 << 10  # elements
-CHUNK_BYTES, PARTS = 512 << 10, 8  # over gloo; smaller chunks cost two cores more than they bring
-DEVICE_COPY_BYTES_PER_S = 119e6
-IDLE_S = 0.002  # a copy that begins so long after the one before follows a pause
 POLL_S = 0.0005
 ALWAYS, OTHERS_EVERY = ("none", "gemini"), 5
 ADAPTING = 24
@@ -195,21 +186,6 @@ class Probe:
         return PROBE_BYTES / (time.perf_counter() - began)
 
 
-class DeviceCopy:
-    """What brings chunks from the GPU to the host, at the rate of the link: as long as there are chunks, whatever a
-    sleep takes too long is taken off the next one."""
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-
-    def __call__(self, into: torch.Tensor, part: torch.Tensor) -> None:
-        began = time.perf_counter()
-        into.copy_(part)
-        late = began - self._free_at
-        self._free_at = (began if late > IDLE_S else self._free_at) + part.numel() / DEVICE_COPY_BYTES_PER_S
-        time.sleep(max(0.0, self._free_at - time.perf_counter()))
-
-
 class Bench:
     """One rank of the training."""
 
@@ -229,9 +205,7 @@ class Bench:
                 module.set_custom_all_gather(AllGather())
         self.model: nn.Module = model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
-        chunks: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "buffers": PARTS} if args.transport == "gloo" else {}
-        traffic = gemini.Traffic(transport=args.transport, **chunks)
-        self.ckpt = gemini.Checkpointer(model, self.optimizer, traffic=traffic)
+        self.ckpt = gemini.Checkpointer(model, self.optimizer)
         self.ckpt.resume()
         self._micro = args.micro
         self.spent = 0.0, 0.0  # in the optimizer's step and in the checkpointer's, in the last iteration
@@ -280,11 +254,6 @@ class Bench:
         self.settle()
         dist.barrier()
         self.ckpt.scheme = scheme
-        transport = self.ckpt._engine.transport
-        if isinstance(transport, GlooTransport):
-            parts = {"no_pipeline": (1, PARTS * CHUNK_BYTES), "naive": (1, self._checkpoint_bytes)}
-            count, size = parts.get(scheme, (PARTS, CHUNK_BYTES))
-            transport.landing = Landing(count, size, copy=DeviceCopy())
         self.iterate()
 
     def protect(self) -> None:
@@ -296,7 +265,6 @@ class Bench:
                 raise SystemExit(f"the training is not protected: {self.ckpt.report()}")
             for _ in range(5):
                 self.iterate()
-        self._checkpoint_bytes = 2 * self.ckpt.report()["captured"]["own_tensor_bytes"]
         self.change("blocking")
         replicator = self.ckpt._engine.replicator
         assert replicator is not None
@@ -356,11 +324,9 @@ class Bench:
     def traffic(self) -> dict[str, Any]:
         """Of the scheme at work."""
         report = self.ckpt.report()["traffic"]
-        transport = self.ckpt._engine.transport
-        landing = transport.landing if isinstance(transport, GlooTransport) else None
         kept = ("stage", "problem", "j", "s", "B", "alpha", "idle_s", "iteration_s", "chunks", "spilled_bytes")
         more = ("largest_chunk_bytes", "fitting_bytes", "overlap", "deviation", "late_s", "waited_s")
-        return {**{k: report[k] for k in (*kept, *more)}, "buffer_bytes": landing.bytes if landing else 0}
+        return {k: report[k] for k in (*kept, *more)}
 
     def end(self) -> None:
         """A good end."""
@@ -379,7 +345,6 @@ def main() -> None:
     p.add_argument("--rounds", type=int, required=True)
     p.add_argument("--warm", type=int, default=1, help="iterations after each change that do not count")
     p.add_argument("--measured", type=int, default=2, help="iterations that do")
-    p.add_argument("--transport", default="gloo", help="what carries the copies")
     p.add_argument("--dim", type=int, required=True)
     p.add_argument("--blocks", type=int, required=True)
     p.add_argument("--forward", type=float, required=True, help="seconds of compute in the forward pass of a block")

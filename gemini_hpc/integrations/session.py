@@ -26,12 +26,12 @@ from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest
 from gemini_hpc.format.slot_header import PAGE_BYTES, Header, Layout, pack_header
 from gemini_hpc.train.device.memory import Keeper, Slot, map_copy
-from gemini_hpc.train.replication.receiver import Reserved
 from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state import collectives
 from gemini_hpc.train.state.restore import Saved
-from gemini_hpc.train.transport import choice
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending, Transport
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
+from gemini_hpc.train.transport.host import HostTransport
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -81,7 +81,7 @@ class StackSession:
         )
         self._session.keepers = lambda: [self._own, *self._reserved]
         self._own, self._reserved = Keeper(), list[Reserved]()
-        self._transport: Transport | None = None
+        self._transport: HostTransport | None = None
         self._boxes: dict[int, Outbox] = {}
         self._group: dist.ProcessGroup | None = None
         self._one_at_a_time = threading.Lock()
@@ -100,7 +100,7 @@ class StackSession:
         if self._transport is not None:
             self._transport.joined_anew(client)
         elif session.world > 1 and session.welcome.replicas > 1:
-            self._transport = choice.make("host", client, session.name, session.rank, session.homes).transport
+            self._transport = HostTransport(client, session.name, session.rank, session.homes)
         self._me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         if self._transport is not None:
             self._group = self._transport.group

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from gemini_hpc import clock
@@ -15,21 +17,17 @@ from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import Session
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
-from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
+from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
 from gemini_hpc.train.device import pins, streams
 from gemini_hpc.train.device.memory import Keeper, Shard
 from gemini_hpc.train.device.pins import Pins
-from gemini_hpc.train.nccl.driver import Driver
-from gemini_hpc.train.nccl.joint_planner import JointPlanner
-from gemini_hpc.train.nccl.negotiation import Joined
-from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
-from gemini_hpc.train.planning import FirstPlan, Planning
+from gemini_hpc.train.planning import FirstPlan, Join, Planning
 from gemini_hpc.train.replication.parity import StripeParity
-from gemini_hpc.train.replication.receiver import Receiver, Reserved
 from gemini_hpc.train.replication.registration import Identity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
+from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
 from gemini_hpc.train.schedule.capture_cost import dearest
@@ -44,10 +42,15 @@ from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.train.state.ownership import Own, Ownership
 from gemini_hpc.train.state.tree import StateTree
-from gemini_hpc.train.transport import choice
-from gemini_hpc.train.transport.base import Transport
+from gemini_hpc.train.transport.base import Outbox
+from gemini_hpc.train.transport.host import HostTransport
 from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
+
+if TYPE_CHECKING:
+    from gemini_hpc.train.nccl.driver import Driver
+    from gemini_hpc.train.nccl.entry import Exchange, OverNccl
+    from gemini_hpc.train.nccl.receiver import Receiver
 
 _CONTROL_TIMEOUT = timedelta(days=1)  # of the group; those who use it have bounds of their own
 _ONE_LIVES = (
@@ -82,8 +85,9 @@ class SaveEngine:
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
         self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
-        self.transport: Transport | None = None
+        self.transport: HostTransport | None = None
         self.controller: IntervalController | None = None
+        self._over: OverNccl | None = None
         self.driver: Driver | None = None
         self.replicator: Replicator | None = None
         self.receivers: list[Receiver | Reserved] = []
@@ -108,11 +112,22 @@ class SaveEngine:
         return self.replicator is not None and self.replicator.busy
 
     @property
-    def wants_nccl(self) -> bool:
-        """Whether copies should go from GPU to GPU."""
-        return (
-            self._traffic.transport == "nccl" and self.transport is not None and not self._session.redundancy.parity
-        )
+    def join(self) -> Join | None:
+        """Return what lets copies go from GPU to GPU; None where that is not asked for."""
+        wanted = self._traffic.transport == "nccl" and self.transport is not None
+        return self._join if wanted and not self._session.redundancy.parity else None
+
+    def _join(self, tensors: list[torch.Tensor], layout: Layout, all_ranks: Exchange) -> str:
+        """Make NCCL's end of this rank, or say why there is none: see `planning.Join`."""
+        from gemini_hpc.train.nccl import entry
+
+        self._over, reason = entry.join(self._session, tensors, layout, all_ranks, self._ranks.group)
+        return reason
+
+    @property
+    def _pushed(self) -> bool:
+        """Return whether the agents bring the copies."""
+        return self.transport is not None and self._over is None
 
     @property
     def ranks_agree(self) -> bool:
@@ -137,14 +152,11 @@ class SaveEngine:
         if self.transport is not None:
             self.transport.joined_anew(session.client)
         elif session.world > 1 and session.welcome.replicas > 1:
-            asked = self._traffic.transport
-            kind: choice.Kind = "host" if session.redundancy.parity else asked
-            self.transport, odd = choice.make(
-                kind, session.client, session.name, session.rank, session.homes, self._ranks.group
+            self.transport = HostTransport(
+                session.client, session.name, session.rank, session.homes, self._ranks.group
             )
-            if kind not in (asked, asked.replace("auto", "host")):
-                odd = f'transport="{asked}" cannot be used with parity: what goes into it travels over host'
-            if odd:
+            if self._traffic.transport == "nccl" and session.redundancy.parity:
+                odd = 'transport="nccl" cannot be used with parity: what goes into it travels over host'
                 session.find(odd)
                 session.say_once(odd)
         elif session.world > 1 and self._control_group is None:
@@ -159,16 +171,17 @@ class SaveEngine:
         assert session.client is not None
         me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         replicates: Callable[..., Replicator] = Replicator
-        receives: Callable[..., Receiver] = Receiver
-        if first.joined is not None:
-            self.driver = self._drive(first.joined, plan, me)
-            replicates = partial(StreamedReplicator, driver=self.driver)
-            receives = partial(StreamedReceiver, driver=self.driver)
+        outboxes: Mapping[int, Outbox] = {}
+        if (over := self._over) is not None:
+            self.driver = over.drive(self._traffic, me, plan.capture, self.pacer)
+            replicates, outboxes = over.replicator, over.outboxes()
+        elif transport is not None:
+            outboxes = {rank: transport.outbox(rank) for rank in session.outgoing}
         self.replicator = replicates(
             me,
             session.client,
             plan,
-            {rank: transport.outbox(rank) for rank in session.outgoing} if transport else {},
+            dict(outboxes),
             session.gate,
             self.pacer,
             max_repeated=self._max_repeated,
@@ -184,7 +197,9 @@ class SaveEngine:
             blocks, others = session.redundancy.parity, session.targets[me.rank]
             self._parity = StripeParity(me, session.client, others, session.homes, blocks, lambda: session.version)
             session.on_rejoin.append(self._parity.again)
-        elif transport and transport.pushed:
+        elif over is not None:
+            self.receivers = [*over.receivers(me)]
+        elif transport is not None:
             reserved = [
                 Reserved(me, session.client, rank, session.homes[rank], session.gate) for rank in session.incoming
             ]
@@ -192,20 +207,6 @@ class SaveEngine:
             self.replicator.share(
                 [Replica(session.name, session.client, one, session.epoch, self._differs) for one in reserved]
             )
-        elif transport:
-            self.receivers = [
-                receives(
-                    me,
-                    session.client,
-                    transport.inbox(rank),
-                    rank,
-                    session.homes[rank],
-                    session.gate,
-                    seal_timeout_s=session.seal_timeout_s,
-                    say=session.note,
-                )
-                for rank in session.incoming
-            ]
         if plan.live and self.frozen is not None and self.driver is None:
             self._rescuer = Rescuer(me, session.client, self.frozen, self._at_once, self._shared)
         self._live_on(plan)
@@ -218,21 +219,6 @@ class SaveEngine:
             target=self._reserve, args=(me, plan.layout.total, first.totals), name="gemini-arming", daemon=True
         )
         self._arming.start()
-
-    def _drive(self, joined: Joined, plan: Plan, me: Identity) -> Driver:
-        session = self._session
-        assert session.client is not None
-        return Driver(
-            joined,
-            self._traffic,
-            me,
-            session.client,
-            plan.capture,
-            session.gate,
-            self.pacer,
-            session.say,
-            session.lose,
-        )
 
     def _pins(self, plan: Plan) -> Pins | None:
         """Where copies come from a device. (For those over NCCL the driver has its own.)"""
@@ -262,11 +248,9 @@ class SaveEngine:
             usual=monitor.launched_before,
             collective=monitor.newest,
         )
-        pushed = self.transport is not None and self.transport.pushed
-        planner: Callable[..., Planner] = partial(Planner, whole=pushed, on_host=not on_device)
-        if self.driver is not None:
-            planner = partial(JointPlanner, driver=self.driver, watch=monitor)
-            self.driver.hook(monitor)
+        planner: Callable[..., Planner] = partial(Planner, whole=self._pushed, on_host=not on_device)
+        if self._over is not None:
+            planner = self._over.planner(monitor)
         group, words = self._group, None
         if group is not None and session.world > 1:
             words = AsyncCollectives(group, monitor.follow, monitor.caught_up)
@@ -284,7 +268,7 @@ class SaveEngine:
             self.driver,
             self.planning.replanning,
             lambda: replicator.copy_bytes,
-            transport=self.transport.name if self.transport is not None else "none",
+            transport="host" if self._pushed else "gloo" if self._over is not None else "none",
             seal=lambda: session.gate.seal,
             dearest=partial(dearest, self._stateful),
         )
@@ -296,7 +280,7 @@ class SaveEngine:
 
     def _copy_bytes(self, plan: Plan) -> int:
         """What one copy takes on the network; with parity, what goes to one other of the group, on the average."""
-        stays = plan.frozen_bytes if self.transport is not None and self.transport.pushed else 0
+        stays = plan.frozen_bytes if self._pushed else 0
         whole = plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
         if self._parity is None:
             return whole
@@ -437,6 +421,8 @@ class SaveEngine:
         if not quiet:
             if self.transport is not None:
                 self.transport.interrupt()
+            if self._over is not None:
+                self._over.interrupt()
             if self.driver is not None:
                 self.driver.interrupt()
             if self.replicator is not None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from gemini_hpc.client.session import Session
 from gemini_hpc.format.slot_header import Layout
-from gemini_hpc.train.nccl.negotiation import Joined, Proposal, meet
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives, ownership
@@ -27,13 +26,13 @@ from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     """A rank's tensors, for the other ranks, and in the first `step()` also the size of its slot. ready: it has them
-    all now."""
+    all now. word: of what carries the copies."""
 
     ready: bool = True
     problem: str = ""
     entries: list[Entry] = []
     total_bytes: int = 0
-    proposal: Proposal = Proposal()
+    word: bytes = b""
 
 
 class _OfferError(Exception):
@@ -42,13 +41,16 @@ class _OfferError(Exception):
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """plan: this rank's. gathered: what every rank has. totals: bytes of every rank's slot. joined: the ranks that
-    copy from GPU to GPU, where all do."""
+    """plan: this rank's. gathered: what every rank has. totals: bytes of every rank's slot."""
 
     plan: Plan
     gathered: list[list[Entry]]
     totals: list[int]
-    joined: Joined | None
+
+
+# Of tensors, their layout in the slot, and what gives every rank the word of each: lets all ranks copy from GPU to
+# GPU, or none, and says why.
+Join = Callable[[list[torch.Tensor], Layout, Callable[[bytes], list[bytes]]], str]
 
 
 class Planning:
@@ -86,13 +88,13 @@ class Planning:
         failure: Exception | None,
         *,
         ready: bool,
-        over_nccl: bool,
+        join: Join | None,
     ) -> FirstPlan | None:
         """Collective, in each `step()` until every rank is ready (optimizer state exists after a real step only): who
         owns what, and the layout. None: not all ranks are ready.
 
-        failure: of what came before, on this rank. Raises on all ranks where one has failed, or the others would wait
-        for it.
+        join: called at the end; None where copies are not to go from GPU to GPU. failure: of what came before, on
+        this rank. Raises on all ranks where one has failed, or the others would wait for it.
         """
         draft = Draft([], [], [], 0)
         if failure is None:
@@ -117,8 +119,9 @@ class Planning:
         self.capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
         for recorder in self._tree.ddps:
             recorder.stop()
-        joined = self._meet(leaves, plan.layout) if over_nccl else None
-        return FirstPlan(plan, gathered, totals, joined)
+        if join is not None:
+            self._join(join, leaves, plan.layout)
+        return FirstPlan(plan, gathered, totals)
 
     def _lay_out(
         self,
@@ -139,20 +142,15 @@ class Planning:
             apart=apart,
         )
 
-    def _meet(self, leaves: list[Leaf], layout: Layout) -> Joined | None:
-        """Collective: NCCL on all ranks, or on none."""
-        session = self._session
+    def _join(self, join: Join, leaves: list[Leaf], layout: Layout) -> None:
+        """Let copies go over NCCL, or say once why they do not. Collective."""
 
-        def all_ranks(proposal: Proposal) -> list[Proposal]:
-            return [offer.proposal for offer in self._all(_Offer(proposal=proposal), None)]
+        def all_ranks(word: bytes) -> list[bytes]:
+            return [offer.word for offer in self._all(_Offer(word=word), None)]
 
-        joined, reason = meet(
-            session.rank, [local(leaf.tensor) for leaf in leaves], layout, session.targets, all_ranks
-        )
-        if reason:
-            session.find(f"transport: {reason}")
-            session.say_once(f"copies go over gloo, not over NCCL: {reason}")
-        return joined
+        if reason := join([local(leaf.tensor) for leaf in leaves], layout, all_ranks):
+            self._session.find(f"transport: {reason}")
+            self._session.say_once(f"copies go over host, not over NCCL: {reason}")
 
     def _all(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
         """Collective: what every rank offers. Raises on every rank where one has a failure to tell of."""

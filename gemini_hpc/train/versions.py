@@ -142,8 +142,7 @@ class Versions:
         """Collective, until the ranks have one verdict: plan, start, and see whether all could. False: not yet."""
         session, engine = self._session, self._engine
         if engine.planning.capture is None:
-            over_nccl = engine.wants_nccl
-            first = engine.planning.first(leaves, odd, failure, ready=ready, over_nccl=over_nccl)
+            first = engine.planning.first(leaves, odd, failure, ready=ready, join=engine.join)
             if first is None:
                 return False
             self._uncaptured.tell_when_planned()

@@ -39,7 +39,6 @@ def train(cluster: Cluster) -> Callable[..., Training]:
         label: str,
         *options: str,
         parallel: str = "ddp",
-        transport: str = "auto",
         around: str = "",
         iteration_s: float = 0.15,
     ) -> Training:
@@ -52,7 +51,7 @@ def train(cluster: Cluster) -> Callable[..., Training]:
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
-        how = [f"--parallel={parallel}", f"--transport={transport}", f"--iteration-s={iteration_s}"]
+        how = [f"--parallel={parallel}", f"--iteration-s={iteration_s}"]
         arguments = [*SMALL, *how, f"--log={directory}/loss.jsonl"]
         fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
         return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)

@@ -57,9 +57,9 @@ def test_all_nodes_cut(train: Train, reference: Reference, tier: Path) -> None:
 
 
 def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Reference) -> None:
-    """transport="host"; on the way an agent dies, too."""
+    """On the way an agent dies, too."""
     wanted = reference()
-    job = train("host", "--gemini-replicas=2", transport="host")
+    job = train("host", "--gemini-replicas=2")
     job.reach(8)
     host = job.hosts()[0]
     pids = job.cluster.exec(host, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()

@@ -1,5 +1,5 @@
 """One rank of an MPI program with arrays: `python -m tests.mpi.program OPTIONS`, started by mpiexec; `mpi` of the
-options (JSON) as in tests/train/mpi_job.py."""
+options (JSON) says how MPI is entered."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from tests.train import mpi_job
+
+def enter(how: dict[str, Any]) -> None:
+    """level: of threads. directory: for what the ranks print, and their pids. sockets: of the agents, by rank."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = how["level"]
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    os.environ["GEMINI_SOCKET"] = how["sockets"][rank]
+    os.environ["GEMINI_STEP"] = how["step"]
+    for name, number in (("out", 1), ("err", 2)):
+        fd = os.open(Path(how["directory"]) / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(fd, number)
+        os.close(fd)
+    (Path(how["directory"]) / f"pid.{rank}").write_text(str(os.getpid()))
 
 
 def main(o: dict[str, Any]) -> None:
-    mpi_job.enter(o["mpi"])
+    enter(o["mpi"])
     import numpy as np
     from mpi4py import MPI
 

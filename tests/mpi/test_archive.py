@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from tests.train.launch import ROOT
-from tests.train.transport_teams import OPENMPI
 
 from .archiver import plate
+from .jobs import OPENMPI
 
 pytestmark = pytest.mark.slow
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from tests.train.fake_agent import FakeJob
-from tests.train.test_mpi import MpiRun
-from tests.train.transport_teams import MPICH, OPENMPI, Mpi, lacking
+
+from .jobs import MPICH, OPENMPI, Mpi, MpiRun, lacking
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +17,12 @@ STEPS = 30
 MakeJob = Callable[[int, int], FakeJob]
 
 
-class ProgramRun(MpiRun):
-    program = "tests.mpi.program"
-    kwargs: ClassVar = {"seal_timeout_s": 20.0}
-
-
 @pytest.fixture
 def start() -> Iterator[Callable[..., MpiRun]]:
     runs: list[MpiRun] = []
 
     def make(*args: Any, **kwargs: Any) -> MpiRun:
-        runs.append(ProgramRun(*args, **kwargs))
+        runs.append(MpiRun(*args, **kwargs))
         return runs[-1]
 
     yield make
@@ -37,7 +32,7 @@ def start() -> Iterator[Callable[..., MpiRun]]:
 
 @pytest.fixture(params=[MPICH], ids=lambda mpi: mpi.name)
 def mpi(request: pytest.FixtureRequest) -> Mpi:
-    if what := lacking(request.param.name):
+    if what := lacking(request.param):
         pytest.fail(what, pytrace=False)
     found: Mpi = request.param
     return found

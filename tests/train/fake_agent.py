@@ -18,8 +18,11 @@ import xxhash
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
+from gemini_hpc.format import commit_record
 from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
 from gemini_hpc.wire import control_page, local, version
+
+from .fake_push import Push
 
 
 @dataclass
@@ -147,11 +150,13 @@ class Node:
                 packet = local.encode(reply)
                 if out:
                     socket.send_fds(sock, [packet], out)
+                    if isinstance(request, local.OpenPush):
+                        os.close(out[0])
                 else:
                     sock.sendall(packet)
                 if isinstance(request, local.Landed):
                     with self.job.lock:
-                        self._verify(request)
+                        self.verify(request)
                         self.job.unverified -= 1
                         owed = False
         except OSError:
@@ -190,18 +195,14 @@ class Node:
             if job.refuse_register and self.rank in (job.refuse_register_on or (self.rank,)):
                 return local.Error(job.refuse_register), []
             held = self.held.get(m.rank)
-            if held is None or held.bytes != m.bytes or held.world != m.world:
-                made = []
-                for index in range(2):
-                    fd = os.memfd_create(f"gemini:{m.set}:{m.rank}:{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                    os.ftruncate(fd, m.bytes)
-                    made.append(fd)
-                if held is not None:
-                    job.ancestors.append(held)
-                    self.outgrown.append(held)
-                self.held[m.rank] = held = Held(m.rank, m.world, m.home, m.bytes, made)
+            size_bytes = m.bytes or (held.bytes if held is not None else 0)
+            if held is None or held.bytes != size_bytes or held.world != m.world:
+                held = self.make(m.set, m.rank, m.world, m.home, size_bytes)
             held.home = m.home
             return local.Slots(held.bytes), held.fds
+        if isinstance(m, local.OpenPush):
+            push = Push(self, job.nodes[m.holder], m)
+            return local.Ok(), [push.theirs.detach()]
         if isinstance(m, local.Begin):
             reason = job.refuse_begin(self.rank, m) if job.refuse_begin else ""
             if reason:
@@ -267,6 +268,19 @@ class Node:
             return local.Ok(), []
         return local.Error(f"cannot decode the message: {m}"), []
 
+    def make(self, name: str, rank: int, world: int, home: int, size_bytes: int) -> Held:
+        """Both slots of a shard, in place of those that there are."""
+        made = []
+        for index in range(2):
+            fd = os.memfd_create(f"gemini:{name}:{rank}:{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, size_bytes + commit_record.ROOM_BYTES)
+            made.append(fd)
+        if (held := self.held.get(rank)) is not None:
+            self.job.ancestors.append(held)
+            self.outgrown.append(held)
+        self.held[rank] = Held(rank, world, home, size_bytes, made)
+        return self.held[rank]
+
     def _told(self, m: local.Traffic | local.Timeline | local.Keep | local.Recall) -> local.Message:
         if not self.job.listens:
             return local.Error(f"cannot decode the message: Invalid value '{type(m).__name__}' - at `$.op`")
@@ -278,22 +292,24 @@ class Node:
         self.job.told.append(m)
         return local.Ok()
 
-    def _verify(self, m: local.Landed) -> None:
+    def verify(self, m: local.Landed) -> bool:
+        """Whether this node has the copy now."""
         held = self.held.get(m.rank)
         if held is None:
-            return
+            return False
         if held.digest(m.slot, m.used) != m.digest:
             self.job.corrupt.append(m)
             held.pair.void(m.slot)
-            return
+            return False
         header = parse_header(os.pread(held.fds[m.slot], HEADER_BYTES, 0), held.bytes)
         assert (header.rank, header.stamp, header.used_bytes) == (m.rank, Stamp(self.job.epoch, m.version), m.used)
         try:
             held.pair.complete(m.slot, Stamp(self.job.epoch, m.version), m.digest, m.used)
         except ValueError:
-            return
+            return False
         self.job.landed.append((self.rank, m.rank, m.version))
         self.job.reseal()
+        return True
 
 
 class FakeJob:

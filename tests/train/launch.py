@@ -88,8 +88,6 @@ class Run:
         self, job: FakeJob | None, world: int, options: dict[str, Any], node_ranks: Sequence[int] = ()
     ) -> None:
         """node_ranks: the nodes that have ranks; default all."""
-        if isinstance(job, FakeJob):  # its agents bring no copies
-            options = {**options, "kwargs": {"transport": "gloo", **options.get("kwargs", {})}}
         nodes = [job.nodes[r] for r in node_ranks or range(len(job.nodes))] if job is not None else []
         self.job, self.processes = job, []
         self.stderr: list[str] = []

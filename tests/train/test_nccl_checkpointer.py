@@ -118,13 +118,13 @@ def test_one_version_in_three(make_job: MakeJob) -> None:
     ("gpu", "reason"),
     [({"refuse": 1}, "rank 1: the test refuses"), ({"no_connection": 1}, "rank 0: a rank is not there")],
 )
-def test_where_one_rank_cannot_all_take_gloo(make_job: MakeJob, gpu: dict[str, Any], reason: str) -> None:
+def test_where_one_rank_cannot_all_take_host(make_job: MakeJob, gpu: dict[str, Any], reason: str) -> None:
     job = make_job(2, 2)
     run = start(job, SMALL, steps=12, gpu=gpu)
     results = run.wait()
-    assert (run.stderr[0] + run.stderr[1]).count(f"copies go over gloo, not over NCCL: {reason}") == 1
+    assert (run.stderr[0] + run.stderr[1]).count(f"copies go over host, not over NCCL: {reason}") == 1
     assert sealed(job)[-1] == 12
-    assert all(traffic(r)["transport"] == "gloo" and exchanged(r) == 0 for r in results)
+    assert all(traffic(r)["transport"] == "host" and exchanged(r) == 0 for r in results)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import json
 import math
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,9 +37,12 @@ from gemini_hpc.train.device import host_copy, pins, streams
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.state import inner
-from gemini_hpc.train.transport import messages
-from tests.train import fake_gpu, mpi_job, transport_program, watched
+from gemini_hpc.train.transport import host
+from tests.train import watched
 from tests.train.timed_device import LaggingDevice
+
+if TYPE_CHECKING:
+    from tests.train import fake_gpu
 
 
 class Numbers(Dataset[Any]):
@@ -77,7 +81,7 @@ class SlowLink:
     def __init__(self, rate: float) -> None:
         self.rate, self.free_at = rate, 0.0
         self.lock = threading.Lock()
-        send = messages.MessageOutbox.send
+        send = host._HostOutbox.send
 
         def slow_send(box: Any, chunk: torch.Tensor) -> Any:
             pending = send(box, chunk)
@@ -92,7 +96,7 @@ class SlowLink:
             pending.wait = slow_wait
             return pending
 
-        messages.MessageOutbox.send = slow_send
+        host._HostOutbox.send = slow_send  # type: ignore[method-assign]
 
 
 WRAPPERS: dict[str, Any] = {
@@ -330,9 +334,6 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def main(o: dict[str, Any]) -> None:
-    if "transport" in o:
-        transport_program.main(*o["transport"])
-        return
     if "stack" in o:
         from tests.integrations import stacks
 
@@ -344,8 +345,6 @@ def main(o: dict[str, Any]) -> None:
     if "program" in o:
         importlib.import_module(o["program"]).main(o)
         return
-    if "mpi" in o:
-        mpi_job.enter(o["mpi"])
     torch.set_num_threads(1)
     grouped = o.get("kind", "plain") != "plain"
     if grouped:
@@ -428,6 +427,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         mapped_slots.Slot.populate = lambda self: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
     if o.get("no_manifest_on") == rank:
         shard_manifest.pack = lambda manifest: [].pop()
+    if "gpu" in o or "lagging" in o:
+        from tests.train import fake_gpu
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
     if "lagging" in o:
         gpu = gpu or fake_gpu.FakePlatform(o["lagging"], rank)
@@ -591,4 +592,5 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     told |= {"kept": kept} if kept else {}
     told |= {"rejected": rejected} if rejected else {}
     told |= {"peeked": peeked} if peeked is not None else {}
+    told |= {"nccl": [name for name in sys.modules if name.startswith("gemini_hpc.train.nccl")]}
     return {"rank": rank, **told}

@@ -19,7 +19,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import Slot
 from gemini_hpc.train.nccl.driver import Carried, Driver
-from gemini_hpc.train.replication.receiver import Receiver
+from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.state.capture import Job
 from gemini_hpc.train.transport.base import Head, LinkBroken

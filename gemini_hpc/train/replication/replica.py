@@ -18,7 +18,7 @@ from gemini_hpc.core.ranges import Range, largest, merged
 from gemini_hpc.train.device.memory import Shard
 from gemini_hpc.train.replication import overlap
 from gemini_hpc.train.replication.overlap import Piece
-from gemini_hpc.train.replication.receiver import Reserved
+from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.ownership import Own
 from gemini_hpc.wire import local

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from gemini_hpc.train.schedule.pacer import SCHEMES, Scheme
-from gemini_hpc.train.transport.choice import Kind
+
+Kind = Literal["auto", "host", "nccl"]
 
 # Of a chunk over NCCL, where the user does not say: it cannot follow the link, as its sub-buffers are there before.
 DEVICE_CHUNK_BYTES = 8 << 20
@@ -19,9 +20,8 @@ class Traffic:
 
     Args:
         transport: what carries them. "host": from agent to agent, out of the slots, with no thread of the training on
-            the network. "gloo": from rank to rank. "mpi": from rank to rank of an MPI job that has imported
-            mpi4py.MPI. "nccl": from GPU to GPU; not run between two so far. "auto" is "host". Where one cannot be had
-            all ranks use "auto" (of "nccl": gloo), and one line on stderr says why.
+            the network. "nccl": from GPU to GPU; not run between two so far. Where it cannot be had all ranks use
+            "host", and one line on stderr says why. "auto" is "host".
         every: save each j-th version only; 0: as often as the idle spans allow.
         overhead: by what share the training may be slowed at most, 0 to 1. Where the idle spans are too small for
             that, or the capture in step() takes too long, fewer versions are saved (GEMINI paper, section 5.3).
@@ -45,7 +45,8 @@ class Traffic:
     def __post_init__(self) -> None:
         check_scheme(self.scheme)
         if self.transport not in get_args(Kind):
-            raise ValueError(f"transport is {self.transport!r}: wanted one of {', '.join(get_args(Kind))}")
+            wanted = f"wanted one of {', '.join(get_args(Kind))}; without it the agents carry the copies"
+            raise ValueError(f"transport is {self.transport!r}: {wanted}")
         if self.chunk_bytes and self.chunk_bytes < LEAST_CHUNK_BYTES:
             wanted = f"wanted 0 (fitted to the link), or at least {LEAST_CHUNK_BYTES}"
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}: {wanted}")

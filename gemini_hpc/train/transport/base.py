@@ -1,27 +1,21 @@
-"""The contract of a transport: versions of a shard go from an `Outbox` to the `Inbox` at the other end.
+"""The contract of a link: versions of a shard go from an `Outbox` to the holder at the other end.
 
 One version travels as: head ->, <- accepted or not, chunks in order -> (each acknowledged <- when its bytes are
 there), digest ->. All calls block their thread (never the training's) with the GIL released, and raise `LinkBroken`
-when the other end is gone or has given up; a link that broke stays broken, unless it says `VersionLost`, and an end
-that gives up while the other lives tells it. Each box is used by one thread only; what `send` returns may be waited
-for in another.
+when the other end is gone or has given up; a link that broke stays broken, unless it says `VersionLost`. Each box is
+used by one thread only; what `send` returns may be waited for in another.
 
-What travels are the leading `used_bytes` bytes of the slot that the agent has given out for this version, so a
-transport may also have the agents bring them (`Transport.pushed`); then there are no inboxes.
+What travels are the leading `used_bytes` bytes of the slot that the agent has given out for this version.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
 from gemini_hpc.core.ranges import Range
-
-if TYPE_CHECKING:
-    from gemini_hpc.client.agent_connection import AgentClient
 
 
 class LinkBroken(ConnectionError):
@@ -50,9 +44,6 @@ class Head(NamedTuple):
     def sent_bytes(self) -> int:
         """Over the link."""
         return self.used_bytes - self.apart[1]
-
-
-MAX_CHUNKS = 1 << 20
 
 
 class Pending(Protocol):
@@ -87,49 +78,3 @@ class Outbox(ABC):
     @abstractmethod
     def bye(self) -> None:
         """Called once, between versions, when nothing more will come."""
-
-
-class Inbox(ABC):
-    """The receiving end of a link from one rank."""
-
-    @abstractmethod
-    def next(self) -> Head | None:
-        """Wait for the next version, for as long as it takes. None: nothing more will come."""
-
-    @abstractmethod
-    def answer(self, accept: bool) -> None:
-        """Called once after each `next`."""
-
-    @abstractmethod
-    def receive(self, into: torch.Tensor) -> None:
-        """Called after a positive answer: fill `into` (exactly `sent_bytes`) chunk by chunk. On return all bytes are
-        there. Raises LinkBroken; what else it raises (a copy into `into` failed) has broken the link too."""
-
-    @abstractmethod
-    def digest(self) -> str:
-        """Called last: the digest made at source."""
-
-
-class Transport(ABC):
-    """All links of one rank. name: of its kind. pushed: the holders' agents receive, ranks there only register the
-    memory. group: for small collectives of the main thread."""
-
-    name: str
-    pushed: bool
-    group: dist.ProcessGroup
-
-    def joined_anew(self, client: AgentClient) -> None:  # noqa: B027 (most have nothing to do with an agent)
-        """The rank has another connection to its agent."""
-
-    @abstractmethod
-    def outbox(self, rank: int) -> Outbox:
-        """The link to a rank; called once for each."""
-
-    @abstractmethod
-    def inbox(self, rank: int) -> Inbox:
-        """The link from a rank; called once for each."""
-
-    @abstractmethod
-    def interrupt(self) -> None:
-        """Make every blocked and later call raise LinkBroken soon. From any thread, also more than once; called when
-        the process ends or the checkpointer gives up."""

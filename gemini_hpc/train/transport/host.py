@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import ranges
 from gemini_hpc.train.state.collectives import own_group
-from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken, Outbox, Transport, VersionLost
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
 
 ANSWER_TIMEOUT_S = 15.0  # longer than all bounds of the agents together: only a hung agent is silent for so long
@@ -143,12 +143,9 @@ class _HostOutbox(Outbox):
         return VersionLost(reason)
 
 
-class HostTransport(Transport):
+class HostTransport:
     """Pushes by this node's agent. Making one is collective over the training's ranks, those of `within`: the small
     collectives of the main thread go over a gloo group of our own. homes: node rank of each training rank."""
-
-    name = "host"
-    pushed = True
 
     def __init__(
         self,
@@ -164,6 +161,7 @@ class HostTransport(Transport):
         self.interrupted = False
 
     def joined_anew(self, client: AgentClient) -> None:
+        """The rank has another connection to its agent."""
         self._client = client
 
     def open(self, rank: int) -> int:
@@ -182,13 +180,13 @@ class HostTransport(Transport):
         return fds[0]
 
     def outbox(self, rank: int) -> Outbox:
+        """The link to a rank; called once for each."""
         self._boxes.append(_HostOutbox(self, rank))
         return self._boxes[-1]
 
-    def inbox(self, rank: int) -> Inbox:
-        raise ValueError("the agents receive: there are no inboxes")
-
     def interrupt(self) -> None:
+        """Make every blocked and later call raise LinkBroken soon. From any thread, also more than once; called when
+        the process ends or the checkpointer gives up."""
         self.interrupted = True
         for box in self._boxes:
             box.interrupt()

@@ -1,9 +1,10 @@
-"""Messages through gloo's point-to-point operations, over process groups of our own.
+"""Links over gloo's point-to-point operations, for what does not go from GPU to GPU.
 
-gloo keeps one connection for each pair of ranks and group, and what is sent over one waits its turn: also an
-acknowledgement, and the word that a receive was posted, without which the other end sends no chunk. Two ranks that
-hold each other's copies would have these wait behind whole bursts of chunks. So chunks to a higher rank go over one
-group, those to a lower rank over another, and in each connection only small messages go against them.
+They have process groups of their own. gloo keeps one connection for each pair of ranks and group, and what is sent
+over one waits its turn: also an acknowledgement, and the word that a receive was posted, without which the other end
+sends no chunk. Two ranks that hold each other's copies would have these wait behind whole bursts of chunks. So chunks
+to a higher rank go over one group, those to a lower rank over another, and in each connection only small messages go
+against them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini_hpc.train.nccl.messages import REPLIES, MessageInbox, MessageOutbox
 from gemini_hpc.train.state.collectives import own_group
 from gemini_hpc.train.transport.base import LinkBroken
-from gemini_hpc.train.transport.landing import Landing
-from gemini_hpc.train.transport.messages import REPLIES, MessageTransport
 
 # A receive may rightly wait for as long as an iteration takes, and gloo closes the link when one times out.
 _FOREVER = timedelta(days=1)
@@ -43,8 +43,8 @@ def _reason(error: RuntimeError) -> str:
 
 
 class _Work:
-    def __init__(self, transport: GlooTransport, work: dist.Work, keep: torch.Tensor) -> None:
-        self._transport, self._work, self._keep = transport, work, keep
+    def __init__(self, links: GlooLinks, work: dist.Work, keep: torch.Tensor) -> None:
+        self._links, self._work, self._keep = links, work, keep
 
     def wait(self) -> None:
         try:
@@ -55,29 +55,34 @@ class _Work:
     def abandon(self) -> None:
         """gloo cannot take a message back, and a connection on which a half-sent one is destroyed carries no others.
         So it stays as it is. Of receives only those of acknowledgements can be left while the connection lives."""
-        if not self._transport.interrupted:
-            self._transport.abandoned.append(self)
+        if not self._links.interrupted:
+            self._links.abandoned.append(self)
 
 
-class GlooTransport(MessageTransport):
-    """Links over gloo. Making one is collective over the training's ranks, those of `within`; `group` also serves for
-    small collectives of the main thread. gloo ends the process that gets a longer message than it asked for, so the
-    sending end checks the sizes of its chunks."""
+class GlooLinks:
+    """All links of one rank. Making them is collective over the training's ranks, those of `within`. gloo ends the
+    process that gets a longer message than it asked for, so the sending end checks the sizes of its chunks."""
 
-    name = "gloo"
-
-    def __init__(self, landing: Landing | None = None, within: dist.ProcessGroup | None = None) -> None:
-        super().__init__(landing)
+    def __init__(self, within: dist.ProcessGroup | None = None) -> None:
+        self.interrupted = False
         before = _sockets()
-        self.group = own_group(within, _FOREVER)
-        down = own_group(within, _FOREVER)
-        self._up: Any = self.group._get_backend(torch.device("cpu"))
+        up, down = own_group(within, _FOREVER), own_group(within, _FOREVER)
+        self._up: Any = up._get_backend(torch.device("cpu"))
         self._down: Any = down._get_backend(torch.device("cpu"))
-        self._rank = self.group.rank()
+        self._rank = up.rank()
         self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
         self.abandoned: list[_Work] = []
 
+    def outbox(self, rank: int) -> MessageOutbox:
+        """The link to a rank; called once for each."""
+        return MessageOutbox(self, rank)
+
+    def inbox(self, rank: int) -> MessageInbox:
+        """The link from a rank; called once for each."""
+        return MessageInbox(self, rank)
+
     def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> _Work:
+        """See `messages.Carrier`."""
         chunks_leave = sending != (tag in REPLIES)  # over the link that the message belongs to
         backend = self._up if chunks_leave == (rank > self._rank) else self._down
         try:
@@ -88,8 +93,11 @@ class GlooTransport(MessageTransport):
         return _Work(self, work, tensor)
 
     def interrupt(self) -> None:
-        """gloo has no call that ends a blocked receive (abort and shutdown do not), and a thread that is blocked in
-        one when Python exits aborts the process. Shutting its connections down does end it."""
+        """Make every blocked and later call raise LinkBroken soon. From any thread, also more than once.
+
+        gloo has no call that ends a blocked receive (abort and shutdown do not), and a thread that is blocked in one
+        when Python exits aborts the process. Shutting its connections down does end it.
+        """
         self.interrupted = True
         for fd, inode in self._sockets.items():
             with suppress(OSError):

@@ -10,50 +10,12 @@ from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefu
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.train.nccl.messages import MessageInbox
 from gemini_hpc.train.replication.registration import Identity, register
-from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken
+from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 
 _RETRY_S = 0.001
-
-
-class Reserved(Keeper):
-    """The same where the agents bring the versions: this rank keeps the memory of `rank`'s shard, for the agent's
-    successor, and does nothing."""
-
-    def __init__(self, me: Identity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
-        super().__init__()
-        self._me, self._client, self.rank, self._home, self._gate = me, client, rank, home, gate
-        self._grown = 0
-
-    def catch_up(self) -> None:
-        """The agent may have made larger slots: keep these too. From the thread that saves, now and then. Raises
-        AgentLost, AgentRefused."""
-        page = self._client.page
-        if self.shard is None or page is None:
-            return
-        if (grown := page.grown) != self._grown:
-            shard = register(self._client, self._me, self.rank, self._home, 0, pushed=True)
-            if shard.total_bytes == self.shard.total_bytes:
-                shard.close()
-            else:
-                self.outgrow(shard)
-            self._grown = grown
-        self.release(self._gate.sealed)
-
-    @property
-    def landed(self) -> int:
-        """The newest version that has come; 0 for none."""
-        shard = self.shard
-        return max(slot.known().version for slot in shard.slots) if shard is not None else 0
-
-    def start(self, shard: Shard | None) -> None:
-        """The slots are there."""
-        self.shard = shard
-
-    def join(self, timeout_s: float) -> bool:
-        """There is no thread to end."""
-        return True
 
 
 class Receiver(Keeper):
@@ -63,7 +25,7 @@ class Receiver(Keeper):
         self,
         me: Identity,
         client: AgentClient,
-        inbox: Inbox,
+        inbox: MessageInbox,
         rank: int,
         home: int,
         gate: SealGate,

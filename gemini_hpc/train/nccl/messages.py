@@ -1,27 +1,28 @@
-"""The contract over any library that carries tagged messages between ranks, in order for each rank and tag.
+"""The contract of a link over tagged messages between ranks, in order for each rank and tag, and its receiving end.
 
-An end that gives up says so where the other end waits: in place of the answer or of an acknowledgement. So both ends
-learn of a link that broke, whichever of them found the fault.
+A receiving end that gives up says so in place of an answer. So both ends learn of a link that broke, whichever of
+them found the fault.
 """
 
 from __future__ import annotations
 
 import struct
-from abc import abstractmethod
+from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from gemini_hpc.train.transport.base import MAX_CHUNKS, Head, Inbox, LinkBroken, Outbox, Pending, Transport
-from gemini_hpc.train.transport.landing import Landing, receive_directly
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
+
+MAX_CHUNKS = 1 << 20
+AHEAD = 8  # chunks that are expected at a time
 
 _HEAD = struct.Struct("<8sQQQQQQQ")
 _NUMBER = struct.Struct("<Q")
 _MAGIC = b"GEMCHNK\x03"
 _BYE, _VERSION = 0, 1
 _NO, _YES, _GIVEN_UP = b"\x00", b"\x01", b"\x02"
-_LOST = (1 << 64) - 1  # acknowledges no chunk: the receiving end has given up
 _HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1, 7)
 REPLIES = frozenset((_ANSWER_TAG, _ACK_TAG))  # tags of what goes from an inbox to its outbox
 
@@ -36,26 +37,14 @@ class Message(Protocol):
         """Nobody will wait for it any more: as far as the library can, leave its memory alone from now on."""
 
 
-class MessageTransport(Transport):
-    """Links over a library's messages. landing: where received chunks go before they are copied into the slot; None:
-    straight into it."""
+class Carrier(Protocol):
+    """What has the messages of all links of a rank. interrupted: no call may begin any more."""
 
-    pushed = False
+    interrupted: bool
 
-    def __init__(self, landing: Landing | None) -> None:
-        self.interrupted = False
-        self.landing = landing
-
-    @abstractmethod
     def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> Message:
         """Begin to send a tensor's bytes to a rank, or to receive exactly as many from it; the message keeps the
         tensor alive. Raises LinkBroken."""
-
-    def outbox(self, rank: int) -> Outbox:
-        return MessageOutbox(self, rank)
-
-    def inbox(self, rank: int) -> Inbox:
-        return MessageInbox(self, rank)
 
 
 class _OnLink:
@@ -77,8 +66,8 @@ class _OnLink:
 
 
 class _Link:
-    def __init__(self, transport: MessageTransport, rank: int) -> None:
-        self._transport, self._rank = transport, rank
+    def __init__(self, carrier: Carrier, rank: int) -> None:
+        self._carrier, self._rank = carrier, rank
         self._broken = ""
         self.under_way: set[Message] = set()
 
@@ -95,11 +84,11 @@ class _Link:
         return LinkBroken(self._broken)
 
     def start(self, sending: bool, tensor: torch.Tensor, tag: int) -> _OnLink:
-        if self._transport.interrupted:
+        if self._carrier.interrupted:
             raise self.break_off("interrupted")
         self.check()
         try:
-            message = self._transport.begin(sending, self._rank, tensor, tag)
+            message = self._carrier.begin(sending, self._rank, tensor, tag)
         except LinkBroken as error:
             raise self.break_off(str(error)) from None
         self.under_way.add(message)
@@ -125,16 +114,14 @@ class _Sent:
     def wait(self) -> None:
         self._ack.wait()
         (number,) = _NUMBER.unpack(self._ack.bytes())
-        if number == _LOST:
-            raise self._link.break_off("the other end has given up")
         if number != self._number:
             raise self._link.break_off(f"chunk {self._number} was acknowledged as {number}")
         self._sent.wait()
 
 
 class MessageOutbox(_Link, Outbox):
-    """See Outbox. `send` raises ValueError for a chunk that is not as long as the head said: some libraries end the
-    process at the other end that gets more than it asked for."""
+    """See Outbox. `send` raises ValueError for a chunk that is not as long as the head said: gloo ends the process at
+    the other end, which gets more than it asked for."""
 
     _sizes: tuple[int, ...] = ()
     _next = 0
@@ -170,14 +157,14 @@ class MessageOutbox(_Link, Outbox):
         self.send_bytes(_HEAD.pack(_MAGIC, _BYE, 0, 0, 0, 0, 0, 0), _HEAD_TAG).wait()
 
 
-class MessageInbox(_Link, Inbox):
-    """See Inbox. Where `receive` raises, the link is broken, at the other end too; what is not LinkBroken is the
-    failure of a copy from a landing part."""
+class MessageInbox(_Link):
+    """The receiving end of a link from one rank. Where a call raises, the link is broken, at the other end too."""
 
     _sizes: tuple[int, ...] = ()
     _last: Message | None = None
 
     def next(self) -> Head | None:
+        """Wait for the next version, for as long as it takes. None: nothing more will come."""
         magic, kind, version, used, total, chunks, *apart = _HEAD.unpack(self.receive_bytes(_HEAD.size, _HEAD_TAG))
         if magic != _MAGIC or kind not in (_BYE, _VERSION) or max(used, sum(apart)) > total or chunks > MAX_CHUNKS:
             raise self._refuse_for_good("sent something that is no head of a version")
@@ -187,55 +174,45 @@ class MessageInbox(_Link, Inbox):
         head = Head(version, used, total, sizes, (apart[0], apart[1]))
         if sum(sizes) != head.sent_bytes or sum(apart) > used:
             raise self._refuse_for_good(f"announced {head.sent_bytes} bytes in chunks of {sum(sizes)} bytes")
-        landing = self._transport.landing
-        if landing is not None and sizes and max(sizes) > landing.part_bytes:
-            raise self._refuse_for_good(
-                f"announced a chunk of {max(sizes)} bytes, which does not go into a part of {landing.part_bytes}: "
-                "the ranks must be given the same sizes"
-            )
         self._sizes = sizes
         return head
 
     def answer(self, accept: bool) -> None:
+        """Called once after each `next`."""
         self.send_bytes(_YES if accept else _NO, _ANSWER_TAG).wait()
 
     def receive(self, into: torch.Tensor) -> None:
+        """Called after a positive answer: fill `into` (exactly `sent_bytes`) chunk by chunk. On return all bytes are
+        there."""
         if into.numel() != sum(self._sizes):
             raise ValueError(f"{into.numel()} bytes of room for chunks of {sum(self._sizes)} bytes")
-        acks: list[_OnLink] = []
+        coming: deque[_OnLink] = deque()
+        acks: deque[_OnLink] = deque()
+        landed = 0
+        for chunk in torch.split(into, list(self._sizes)):
+            if len(coming) == AHEAD:
+                landed = self._land(coming, acks, landed)
+            coming.append(self.start(False, chunk, _CHUNK_TAG))
+        while coming:
+            landed = self._land(coming, acks, landed)
+        for ack in acks:
+            ack.wait()
 
-        def landed(k: int) -> None:
-            acks.append(self.send_bytes(_NUMBER.pack(k), _ACK_TAG))
-            while len(acks) > 8:
-                acks.pop(0).wait()
-
-        landing = self._transport.landing
-        try:
-            if landing is None:
-                receive_directly(into, self._sizes, self._post, landed)
-            else:
-                landing.receive(into, self._sizes, self._post, landed)
-            for ack in acks:
-                ack.wait()
-        except LinkBroken:
-            raise
-        except BaseException as error:
-            self._tell(_NUMBER.pack(_LOST), _ACK_TAG)
-            self.break_off(f"{type(error).__name__}: {error}")
-            raise
+    def _land(self, coming: deque[_OnLink], acks: deque[_OnLink], number: int) -> int:
+        """Wait for the next chunk and acknowledge it. Return the number of the one after it."""
+        coming.popleft().wait()
+        acks.append(self.send_bytes(_NUMBER.pack(number), _ACK_TAG))
+        if len(acks) > AHEAD:
+            acks.popleft().wait()
+        return number + 1
 
     def digest(self) -> str:
+        """Called last: the digest made at source."""
         return self.receive_bytes(16, _DIGEST_TAG).hex()
 
-    def _post(self, chunk: torch.Tensor) -> _OnLink:
-        return self.start(False, chunk, _CHUNK_TAG)
-
     def _refuse_for_good(self, why: str) -> LinkBroken:
-        self._tell(_GIVEN_UP, _ANSWER_TAG)
-        return self.break_off(f"rank {self._rank} {why}")
-
-    def _tell(self, word: bytes, tag: int) -> None:
-        """The last word to the other end, which may not be listening: nobody waits for it."""
-        last = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        """Tell the other end, which may not be listening: nobody waits for that."""
+        word = torch.frombuffer(bytearray(_GIVEN_UP), dtype=torch.uint8)
         with suppress(LinkBroken):
-            self._last = self._transport.begin(True, self._rank, last, tag)
+            self._last = self._carrier.begin(True, self._rank, word, _ANSWER_TAG)
+        return self.break_off(f"rank {self._rank} {why}")

@@ -1,0 +1,30 @@
+"""NCCL stays apart: what does not ask for it imports nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import gemini_hpc as gemini
+
+from .fake_agent import FakeJob
+from .launch import train
+
+MakeJob = Callable[[int, int], FakeJob]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"transport": "host"}])
+def test_a_training_imports_nothing_of_it(make_job: MakeJob, kwargs: dict[str, Any]) -> None:
+    job = make_job(2, 2)
+    for result in train(job, 2, kind="ddp", steps=12, kwargs=kwargs):
+        assert result["report"]["state"] == "protected" and result["report"]["traffic"]["transport"] == "host"
+        assert not result["nccl"]
+    assert job.sealed is not None
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi", "nccl2", ""])
+def test_a_transport_that_does_not_exist_names_those_that_do(transport: Any) -> None:
+    with pytest.raises(ValueError, match=r"wanted one of auto, host, nccl"):
+        gemini.Traffic(transport=transport)
