@@ -67,6 +67,7 @@ FAMILIES = {
             "fig16.background_slow",
         ),
     ),
+    "ceiling": Family("ceiling", ("ceiling.{own_01,own_05,pair_own_01,host_01,host_1}{,_first}",)),
     "watch": Family("watch", ("watch.{bare,cost,recorded}_us",), cluster=False),
     "fig11": Family("remote", ("fig11.store.{2,4,8}", "fig11.{gemini,reduction}.{2,4,8}.{250mbit,500mbit,1gbit}")),
     "fig13": Family("models", ("fig13.{none,gemini,j,before,after}_{small,large,deep}",)),

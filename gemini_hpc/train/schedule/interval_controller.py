@@ -310,6 +310,9 @@ class IntervalController:
         self._cost.iteration()
         if self._since < 0:
             self._since = self._next_word = version
+        if not self._sends and self._scheme != self._wanted_scheme:
+            self._scheme = self._wanted_scheme
+            self._follow()
         if not self._planned and self._scheme in _PLANNED:
             self._begun_at = clock.monotonic()
             self._follow_pace(version)
@@ -450,7 +453,9 @@ class IntervalController:
         assert collectives is not None
         if not self._planned or version < self._next_word or collectives.sitting:
             return
-        self._planner.own_s, self._planner.fixed_s = self._cost.whole_s, self._latency.fixed_s
+        self._planner.own_s = self._cost.whole_s
+        if self._driver is None or self._driver.ended:  # else copies travel while they are made
+            self._planner.fixed_s = self._latency.fixed_s
         if self._stage == "recall":
             collectives.everyone(self._planner.kept(), BLOB_BYTES)
         elif self._stage == "profile":
