@@ -21,7 +21,7 @@ from gemini_hpc.devcluster.cluster import Cluster
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.long,
-    pytest.mark.timeout(2400),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(cgroups.untracked()), reason=f"`up` says so: {cgroups.untracked()}"),
 ]
 
@@ -142,13 +142,15 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
-def repair(cluster: Cluster) -> None:
-    """Give all nodes their power back, as a site would within the hour."""
+def repair(job: LiteJob) -> None:
+    """Give all nodes their power back, as a site would within the hour: not before Slurm knows that they are down."""
+    cluster = job.cluster
     for node in cluster.node_names:
         if not cluster.is_on(node):
+            until(lambda: node in job.refused(), TOLD_S, what=f"{node} is down")  # noqa: B023
             cluster.power_on(node)
-        if "down" in cluster.node_state(node) or "drain" in cluster.node_state(node):
-            cluster.resume(node)
+    for node in job.refused():
+        cluster.resume(node)
 
 
 def launches(job: LiteJob, since: float) -> dict[tuple[int, str], list[Line]]:
@@ -183,7 +185,7 @@ def suffer(job: LiteJob, chance: random.Random) -> tuple[list[str], int]:
         table.append(f"{number + 1:2} {what}: {words} ({time.time() - began:.0f} s)")
         print(table[-1], flush=True)
         assert fault is cut_node or not job.refused(), f"{what}\n{job.story()}"
-        repair(job.cluster)
+        repair(job)
     return table, worst
 
 
