@@ -21,13 +21,20 @@ pytestmark = pytest.mark.cluster
 SETTINGS = {"retention_s": 20.0, "fence_budget_nodes": 1000}
 MEMORY_MB = 200
 LACKING = f"out of memory: the limit here is {MEMORY_MB} MiB"
-tracked = pytest.mark.skipif(bool(cgroups.untracked()), reason=f"`up` says so: {cgroups.untracked()}")
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
     with Shared("site", nodes=6, profile="site", settings=SETTINGS) as shared:
         yield shared
+
+
+@pytest.fixture
+def limited(cluster: Cluster) -> Cluster:
+    """A cluster on which the kernel holds jobs to their memory."""
+    if why := cgroups.untracked():
+        pytest.skip(f"`up` says so: {why}")
+    return cluster
 
 
 def cut_and_finish(job: LiteJob, victim: int) -> None:
@@ -96,11 +103,10 @@ def test_survivors_hold_their_place_without_a_controller_on_site(cluster: Cluste
     assert time.monotonic() - began < 60, "not the 120 s of cred_expire"
 
 
-@tracked
-def test_a_rank_that_takes_more_than_its_job_has_is_started_once_more(cluster: Cluster) -> None:
+def test_a_rank_that_takes_more_than_its_job_has_is_started_once_more(limited: Cluster) -> None:
     """Without launchers, at the same step each time."""
     run = "env LITE_TAKES=8 gemini-hpc run -- srun --kill-on-bad-exit=1"
-    job = LiteJob(cluster, nodes=2, run=run, options=(f"--mem={MEMORY_MB}",)).submit()
+    job = LiteJob(limited, nodes=2, run=run, options=(f"--mem={MEMORY_MB}",)).submit()
     until(lambda: "\nstep ended with" in job.output(), 120, what=f"the end\n{job.story()}")
     ends = re.findall(r"run: the step ended with status \d+ \((.*)\)(.*)", job.output())
     assert ends == [
@@ -111,11 +117,10 @@ def test_a_rank_that_takes_more_than_its_job_has_is_started_once_more(cluster: C
     assert not job.refused(), job.story()
 
 
-@tracked
-def test_a_leak_is_started_three_times_and_is_no_nodes_fault(cluster: Cluster) -> None:
+def test_a_leak_is_started_three_times_and_is_no_nodes_fault(limited: Cluster) -> None:
     """Under launchers, at another step each time, and with newer versions between."""
     job = LiteJob(
-        cluster,
+        limited,
         run="gemini-hpc run -- srun --kill-on-bad-exit=1",
         python="python -m gemini_hpc.launch",
         options=(f"--mem={MEMORY_MB}",),
@@ -124,7 +129,7 @@ def test_a_leak_is_started_three_times_and_is_no_nodes_fault(cluster: Cluster) -
     for attempt in range(4):
         job.reach(5 * (attempt + 1))
         rank = max((line for line in job.lines("resumed") if line["rank"] == 1), key=lambda line: line["t"])
-        assert cluster.exec(rank["node"], ["kill", "-USR2", str(rank["pid"])]).returncode == 0, job.story()
+        assert limited.exec(rank["node"], ["kill", "-USR2", str(rank["pid"])]).returncode == 0, job.story()
         until(lambda: job.output().count(said) > attempt, 60, what=f"it is told\n{job.story()}")  # noqa: B023
     until(lambda: "\nstep ended with" in job.output(), 90, what=f"the end\n{job.story()}")
     ends = re.findall(rf"{re.escape(said)}(.*)", job.output())
