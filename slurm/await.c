@@ -25,7 +25,8 @@ static bool map_of(const char *path, uint32_t job, uint32_t restart, uid_t owner
 	return false;
 }
 
-bool map_await(const char *run_dir, uint32_t job, uint32_t restart, uid_t owner, uint32_t limit_ms, struct map *map)
+bool map_await(const char *run_dir, uint32_t job, uint32_t restart, uid_t owner, uint32_t limit_ms,
+	       uint32_t patience_ms, struct map *map)
 {
 	const struct timespec poll = { .tv_nsec = POLL_MS * 1000000L };
 	char map_path[PATH_MAX];
@@ -39,7 +40,7 @@ bool map_await(const char *run_dir, uint32_t job, uint32_t restart, uid_t owner,
 
 		if (map_of(map_path, job, restart, owner, map))
 			return true;
-		if (!waits || waited_ms >= limit_ms)
+		if (waited_ms >= (waits ? limit_ms : patience_ms))
 			return false;
 		(void)nanosleep(&poll, NULL);
 	}

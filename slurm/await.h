@@ -1,4 +1,4 @@
-/* The map of one incarnation, waited for where slurmd has skipped the prolog. */
+/* The map of one incarnation, waited for where slurmd has skipped the prolog, or the agent moves. */
 #ifndef GEMINI_AWAIT_H
 #define GEMINI_AWAIT_H
 
@@ -10,8 +10,10 @@
 
 /*
  * The map of `job` and `restart` in the job's directory. Where it is not there, but the file `waiting` is (the
- * agent has been through an earlier incarnation and has not heard of this one), waits for it, `limit_ms` at most.
+ * agent has been through an earlier incarnation and has not heard of this one), waits for it, `limit_ms` at most;
+ * where nothing says that it comes, `patience_ms`.
  */
-bool map_await(const char *run_dir, uint32_t job, uint32_t restart, uid_t owner, uint32_t limit_ms, struct map *map);
+bool map_await(const char *run_dir, uint32_t job, uint32_t restart, uid_t owner, uint32_t limit_ms,
+	       uint32_t patience_ms, struct map *map);
 
 #endif

@@ -15,6 +15,9 @@ int allocator_init_post_opt(spank_t sp);
 /* srun, inside an allocation or making one */
 int local_init_post_opt(spank_t sp);
 
+/* slurmstepd, as root, before it makes a step's tasks */
+int remote_init_post_opt(spank_t sp, const struct config *config);
+
 /* slurmstepd, as the user, in the process that becomes the task */
 int remote_task_init(spank_t sp, const struct config *config);
 

@@ -61,6 +61,8 @@ int slurm_spank_init_post_opt(spank_t sp, int argc, char **argv)
 		return allocator_init_post_opt(sp);
 	case S_CTX_LOCAL:
 		return local_init_post_opt(sp);
+	case S_CTX_REMOTE:
+		return remote_init_post_opt(sp, &config);
 	default:
 		return 0;
 	}

@@ -6,6 +6,7 @@
 
 #include <slurm/slurm.h>
 
+#include "again.h"
 #include "await.h"
 #include "contexts.h"
 #include "job_env.h"
@@ -16,7 +17,10 @@
 #include "task_env.h"
 #include "unprotected.h"
 
-enum { NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000 };
+enum { NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000, MOVE_WAIT_MS = 1500 };
+
+static const char python[] = "/opt/gemini-hpc/venv/bin/python3";	/* the prolog's */
+static bool made_again;	/* the job's directory, in this step: its agent is on its way there */
 
 /* What --export=NONE took away from the user's code. */
 static void restore_option(spank_t sp, const char *slurm_name, const char *name)
@@ -89,7 +93,7 @@ static void end_if_unprotectable(spank_t sp, const struct config *config, uint32
 
 	if (!task_env_number(sp, "SLURM_JOB_NUM_NODES", 1, NODES_MAX, &nodes) || replicas <= nodes)
 		return;
-	if (map_await(config->run_dir, job, restart, geteuid(), 0, &map)) {
+	if (map_await(config->run_dir, job, restart, geteuid(), 0, 0, &map)) {
 		map_free(&map);
 		return;
 	}
@@ -102,6 +106,19 @@ static void end_if_unprotectable(spank_t sp, const struct config *config, uint32
 			    "and this job has %" PRIu32 ": ask for more nodes or fewer replicas",
 			    replicas, replicas, nodes);
 	_exit(EXIT_UNPROTECTABLE);
+}
+
+int remote_init_post_opt(spank_t sp, const struct config *config)
+{
+	uint32_t replicas, job, step;
+	uid_t owner;
+
+	made_again = geteuid() == 0 && task_env_number(sp, SLURM_ENV(ENV_REPLICAS), 1, REPLICAS_MAX, &replicas) &&
+		     spank_get_item(sp, S_JOB_ID, &job) == ESPANK_SUCCESS &&
+		     spank_get_item(sp, S_JOB_UID, &owner) == ESPANK_SUCCESS &&
+		     spank_get_item(sp, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step != SLURM_EXTERN_CONT &&
+		     again_make(python, config->run_dir, job, owner);
+	return 0;
 }
 
 int remote_task_init(spank_t sp, const struct config *config)
@@ -129,7 +146,8 @@ int remote_task_init(spank_t sp, const struct config *config)
 	    !task_env_number(sp, "SLURM_RESTART_COUNT", 0, UINT32_MAX, &step.restart))
 		return 0;
 	end_if_unprotectable(sp, config, step.job, step.restart, replicas);
-	if (!map_await(config->run_dir, step.job, step.restart, geteuid(), MAP_WAIT_MS, &map)) {
+	if (!map_await(config->run_dir, step.job, step.restart, geteuid(), MAP_WAIT_MS,
+		       made_again ? MOVE_WAIT_MS : 0, &map)) {
 		tell_why(sp, config, &step);
 		ranks_export(sp, &step, NULL);
 		return 0;

@@ -307,10 +307,8 @@ class Agent:
         found = self._place.look()
         if found == "gone":
             if not self._told_gone:
-                what = (
-                    f"{self.identity.directory} is unmounted or covered: until the job's next prolog or epilog here"
-                )
-                self._log("unreachable", detail=f"{what} ranks that are started on this node find no agent")
+                what = f"{self.identity.directory} is unmounted or covered: nobody who calls finds this agent"
+                self._log("unreachable", detail=f"{what} until the job's next step, prolog or epilog here")
             self._told_gone = True
             return
         if found == "moved":

@@ -16,6 +16,7 @@ from gemini_hpc.client.agent_connection import ask_verdict
 from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING
+from gemini_hpc.launch.signals import HEEDED_S, SENT, is_heeded
 from gemini_hpc.wire.local import StepEnd
 
 VERDICT_WAIT_S = 20.0
@@ -27,10 +28,6 @@ REQUEUE_WAIT_S = 60.0
 LOOK_EVERY_S = 5.0
 SENT_BACK_WAIT_S = 30.0
 EXIT_NOT_REQUEUED = 75
-# Sent by people, batch systems and time limits, not by faults.
-SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# A step that ends so soon after a signal that was passed on to it has ended because of it.
-HEEDED_S = 60.0
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -249,8 +246,9 @@ class _Step:
         sent: signal.Signals | None = next(
             (number for number in SENT if status == 128 + number and number != signal.SIGTERM), None
         )
-        if sent is None and self._passed_on is not None and clock.monotonic() - self._passed_on[1] < HEEDED_S:
-            sent = self._passed_on[0]
+        passed_on, at = self._passed_on or (None, 0.0)
+        if sent is None and passed_on is not None and clock.monotonic() - at < HEEDED_S:
+            sent = passed_on if is_heeded(passed_on, status) else None
         return sent
 
     def wait(self) -> int:

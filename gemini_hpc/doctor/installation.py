@@ -12,7 +12,7 @@ from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, wrong
 from gemini_hpc.slurm import SlurmError, find_tool
 
-PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog and epilog
+PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog, epilog and plugin
 SCRIPTS = "/opt/gemini-hpc/prolog_epilog"
 GUIDE = "docs/install.md"
 

@@ -27,14 +27,13 @@ from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import rank_environment, spares
 from gemini_hpc.launch.rank_end import Report, describe, in_words
 from gemini_hpc.launch.rank_process import RankProcess
-from gemini_hpc.launch.signals import SENT, Signals
+from gemini_hpc.launch.signals import HEEDED_S, SENT, Signals, is_heeded
 from gemini_hpc.node.health_check import find_problem
 from gemini_hpc.node.out_of_memory import OutOfMemory
 from gemini_hpc.wire import local, ports
 
 WAIT_S = 20.0
 RETRY_S = 0.2
-HEEDED_S = 60.0
 LATER_S = 0.5  # until a signal that was sent to all processes of the step is here, too
 TOLD_S = 2.0  # for the last word to the agent
 HEALTHY_LOOK_S = 0.1
@@ -106,9 +105,15 @@ class Launcher:
         return self._place is not None and self._place.node_rank >= 0
 
     def _wait(self) -> int | None:
-        """In a job with spares, without a rank: until this node is to train in another attempt, or none follows."""
-        while self._signals.last is None:
+        """In a job with spares, without a rank: until this node is to train in another attempt, or none follows.
+
+        Signals are for ranks, and what they make of them the agent tells. Without an agent one that asks to end does.
+        """
+        while True:
             state = self._hear(None)
+            self._signals.forget()
+            if self._sock is None and self._signals.asked is not None:
+                return 128 + self._signals.asked[0]
             self._report.flush()
             if state is not None and (state.over or state.done):
                 if state.over:
@@ -117,7 +122,6 @@ class Launcher:
             if state is not None and state.attempt > self._attempt and state.place is not None:
                 self._attempt, self._place = state.attempt, state.place
                 return None
-        return 128 + self._signals.last[0]
 
     def _attend(self, rank: RankProcess) -> int | None:
         """Until this attempt is over; the exit status, or None where another attempt begins."""
@@ -178,7 +182,8 @@ class Launcher:
             self._tell(done=True)
             return 0
         ended = f"rank {self._rank} ended with {in_words(status)}"
-        if sent := self._ended_by(LATER_S if status - 128 in SENT else 0.0):
+        sent = self._ended_by(LATER_S if status - 128 in SENT else 0.0)
+        if sent is not None and is_heeded(sent, status):
             end = End(ended, Cause.CONSEQUENCE, number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
             state = self._tell(end, over=f"somebody sent {sent.name}", given_up=False)
@@ -244,7 +249,8 @@ class Launcher:
         """A rank has failed on this node: is the node healthy? The agents hear of it if it is not."""
         if not state.check or state.left_out:
             return
-        problem = find_problem(state.check, lambda: self._signals.last is not None, _say)
+        began = clock.monotonic()
+        problem = find_problem(state.check, lambda: self._signals.asked_since(began), _say)
         if problem is not None:
             _say(f"this node is not healthy: {problem.text}")
             self._ask(msgspec.structs.replace(self._said(None), unhealthy=problem.text))
@@ -267,8 +273,8 @@ class Launcher:
 
     def _healthy(self) -> bool:
         """Wait while a node is silent; False where one is dead, or nobody can tell: then it is not for launchers."""
-        said, deadline = False, clock.monotonic() + SUSPECT_S
-        while self._signals.last is None and clock.monotonic() < deadline:
+        said, began = False, clock.monotonic()
+        while not self._signals.asked_since(began) and clock.monotonic() < began + SUSPECT_S:
             verdict = ask_verdict(self._path)
             if verdict is not None and verdict.dead and not verdict.spared:
                 _say(f"rank {self._rank}: {', '.join(verdict.dead)[:200]} dead: not starting the ranks again")

@@ -17,8 +17,20 @@ from gemini_hpc import clock
 
 # What people and batch systems send.
 SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# These ask a process to end. The others ask for something else, and most programs that get them go on.
+ENDING = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+# What ends so soon after a signal has ended because of it.
+HEEDED_S = 60.0
 LATER_S = 1.0  # within which a signal to all processes of the step has reached the last of them
 _PR_SET_PDEATHSIG = 1
+
+
+def is_heeded(number: signal.Signals, status: int) -> bool:
+    """Return whether an end, as an exit status, may be what a signal was sent for.
+
+    A signal that asks for something else is not why another one has ended a process.
+    """
+    return number in ENDING or status <= 128 or status == 128 + number
 
 
 class Witness:
@@ -73,11 +85,13 @@ class Witness:
 class Signals:
     """The signals that a launcher gets, from `begin` on.
 
-    last: the newest one and when it came, None before the first; fd: readable when one has come, -1 before `begin`.
+    last: the newest one and when it came, None before the first; asked: the newest that asks to end, likewise; fd:
+    readable when one has come, -1 before `begin`.
     """
 
     def __init__(self) -> None:
         self.last: tuple[signal.Signals, float] | None = None
+        self.asked: tuple[signal.Signals, float] | None = None
         self.fd = self._wake = -1
         self._due: list[tuple[int, float]] = []
         self._witness: Witness | None = None
@@ -92,6 +106,8 @@ class Signals:
     def _note(self, number: int, _frame: object) -> None:
         now = clock.monotonic()
         self.last = signal.Signals(number), now
+        if number in ENDING:
+            self.asked = self.last
         self._due.append((number, now + LATER_S))
         with suppress(BlockingIOError):
             os.write(self._wake, b"!")
@@ -111,6 +127,14 @@ class Signals:
             if self._witness is None or not self._witness.has_got(number):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+    def asked_since(self, moment: float) -> bool:
+        """Return whether one that asks to end has come since a moment of the monotonic clock."""
+        return self.asked is not None and self.asked[1] >= moment
+
+    def forget(self) -> None:
+        """Pass nothing on of what has come: there is no rank."""
+        self._due.clear()
 
     def end(self) -> None:
         """Ignore what comes now: the exit status is known, and an interpreter that ends has no handlers."""

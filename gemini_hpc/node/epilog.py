@@ -19,14 +19,14 @@ from functools import partial
 
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
-from gemini_hpc.node import ask_agent, health_report, job_directory, ledger, privileges, reaper
+from gemini_hpc.node import again, ask_agent, health_report, job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
 
 ANSWER_TIMEOUT_S = 3.0
+LEDGER_S = 1.0
 GONE_TIMEOUT_S = 1.0
 OWNER_GRACE_S = 0.2
-LEDGER_S = 1.0
 TOTAL_S = 4.4  # of the 5 s that an epilog may take (requirement users-errors), from the start of Python to its end
 
 # How the child that is the job's owner tells root how it went.
@@ -76,8 +76,7 @@ def _end(
     _note(run_fd, run_dir, job, uid, restart)
     try:
         there, patience_s = job_directory.exists(run_fd, job, uid), 0.0
-        if not there and (there := _lives(run_dir, job, uid)):  # it moves into the new directory by itself
-            job_directory.make(run_fd, job, uid, privileges.owner(uid).pw_gid)
+        if not there and (there := again.make(run_dir, job, uid)):
             patience_s = MOVES_S
         outcome = _tell(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
         if outcome > _CHECK:
@@ -89,13 +88,6 @@ def _end(
         reaper.ensure(settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
         _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
-
-
-def _lives(run_dir: str, job: int, uid: int) -> bool:
-    """Return whether an agent of this job is here, and holds something."""
-    with ledger.opened(run_dir, LEDGER_S) as entries:
-        entry = entries.get(job)
-    return entry is not None and entry.uid == uid and not entry.released and bool(reaper.inside(entry))
 
 
 def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float) -> int:

@@ -165,6 +165,9 @@ EXPORTED spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 	case S_JOB_ID:
 		*number = stub_task.job;
 		break;
+	case S_JOB_UID:
+		*number = geteuid();
+		break;
 	case S_JOB_STEPID:
 		*number = stub_task.step;
 		break;

@@ -20,6 +20,7 @@ import pytest
 from gemini_hpc.cli import run as verb
 from gemini_hpc.cli import sendback
 from gemini_hpc.core.attempts import End
+from gemini_hpc.launch.signals import SENT
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.wire import local
 
@@ -39,7 +40,7 @@ def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "GEMINI_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(verb, "HEALTHY_FOR_S", 0.0)
-    before = {number: signal.getsignal(number) for number in (*verb.SENT, signal.SIGCONT)}
+    before = {number: signal.getsignal(number) for number in (*SENT, signal.SIGCONT)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     yield
     for number, handler in before.items():
@@ -117,7 +118,11 @@ state=$3
 set -- $line
 echo "$1 $2" >"$state.new"
 mv "$state.new" "$state"
-case $3 in -*) kill "$3" $$ ;; *) exit "$3" ;; esac
+case $3 in
+usr1) trap 'kill -KILL $$' USR1; kill -USR1 $PPID; while :; do sleep 0.05; done ;;
+-*) kill "$3" $$ ;;
+*) exit "$3" ;;
+esac
 """
 
 
@@ -244,6 +249,12 @@ def test_a_fault_is_a_failure(attempt: Attempt) -> None:
     for number in (signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM):
         status, tries, said = attempt(f"7 7 {-number}", "9 9 0")
         assert (status, tries) == (0, 2), said
+
+
+def test_a_step_that_outlives_a_signal_and_is_killed_then_has_failed(attempt: Attempt) -> None:
+    """It was asked for something else than its end."""
+    status, tries, said = attempt("7 7 usr1", "9 9 0")
+    assert (status, tries) == (0, 2), said
 
 
 def test_a_signal_that_was_passed_on_ends_the_step_whatever_its_status(agent: Told) -> None:

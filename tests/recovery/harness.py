@@ -16,6 +16,28 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 LITE = Path(__file__).with_name("lite.py")
 Line = dict[str, Any]
+AGENTS = "/sys/fs/cgroup/memory/gemini-hpc"
+# Takes memory in the cgroup of an agent, with a limit that the agent has almost reached, until the kernel has ended a
+# process there. This one comes last: it has no weight of its own.
+STARVE = """
+import sys
+top = sys.argv[1]
+def read(name):
+    with open(f"{top}/{name}") as file:
+        return file.read()
+def write(path, text):
+    with open(path, "w") as file:
+        file.write(text)
+write(f"{top}/cgroup.procs", "0")
+before, limit, taken = read("memory.oom_control"), read("memory.limit_in_bytes"), []
+write(f"{top}/memory.limit_in_bytes", str(int(read("memory.usage_in_bytes")) + (4 << 20)))
+try:
+    while read("memory.oom_control").split()[-1] == before.split()[-1]:
+        assert len(taken) < 256, "the kernel has ended nobody"
+        taken.append(bytearray(b"x" * (1 << 20)))
+finally:
+    write(f"{top}/memory.limit_in_bytes", limit)
+"""
 # Steps that a training still makes when it has been told to come to its end.
 MORE = 12
 
@@ -111,6 +133,18 @@ class LiteJob:
         """pid, in the node, of the agent proper (the supervisor's child); 0 where there is none."""
         pids = self.cluster.exec(node, ["pgrep", "-f", f"gemini_hpc.agent --job {self.id} "]).stdout.split()
         return max(map(int, pids), default=0)
+
+    def starve_agent(self, node: str) -> None:
+        """Have the kernel end the agent on a node for want of memory, and wait for the next one."""
+        before = self.agent_pid(node)
+        done = self.cluster.exec(node, ["/usr/bin/python3", "-c", STARVE, f"{AGENTS}/{self.id}"])
+        assert done.returncode == 0, f"{done.stderr}\n{self.story()}"
+        until(lambda: self.agent_pid(node) > before, 20, what=f"another agent on {node}")
+
+    def refused(self) -> dict[str, str]:
+        """Nodes that Slurm gives to nobody, with their states."""
+        states = self.cluster.node_states()
+        return {node: state for node, state in states.items() if "drain" in state or "down" in state}
 
     # ---- milestones ------------------------------------------------------------------------------------
 

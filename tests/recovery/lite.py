@@ -8,6 +8,8 @@ One rank a node. The state of rank r after version v is a chain of hashes over (
 its whole lineage; each rank also computes the state of the ranks whose copies its node holds, which stands for
 the transport between trainers. After a recovery every rank fetches *all* shards and checks that they are of one
 version and one lineage. Each line of LOG is a JSON object: what, rank, version, epoch, restart, t, ...
+
+SIGUSR1 is noted in LOG. SIGUSR2 has a rank take more memory than its job has.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import socket
 import sys
 import time
@@ -30,6 +33,8 @@ from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 SET = os.environ.get("LITE_SET", "default")
 FAILS = int(os.environ.get("LITE_FAILS", "0"))  # the step at which all ranks have a mistake; 0: none
+TAKES = int(os.environ.get("LITE_TAKES", "0"))  # the step at which rank 1 takes more memory than its job has; 0: none
+TAKES_MIB = 1000  # far more than the job of a test asks for, and no harm to a machine that does not hold it to that
 LEAST = version.OLDEST
 MOST = int(os.environ.get("LITE_PROTOCOL", version.CURRENT))
 
@@ -110,6 +115,11 @@ def tell(agent: Agent, rank: int) -> None:
             raise SystemExit(f"lite: {reply}")
 
 
+def take_memory() -> None:
+    taken = [bytearray(b"x" * (1 << 20)) for _ in range(TAKES_MIB)]
+    raise SystemExit(f"lite: nobody minds {len(taken)} MiB")
+
+
 def last_step(path: str) -> int:
     """What the test has said; without a word of it the training goes on."""
     try:
@@ -158,6 +168,8 @@ def main() -> int:
         say("lost", version, reason=line)
     if welcome.notice:
         say("notice", version, text=welcome.notice)
+    signal.signal(signal.SIGUSR1, lambda *_: say("USR1", version))
+    signal.signal(signal.SIGUSR2, lambda *_: take_memory())
     me = {"node_rank": welcome.node_rank, "pid": os.getpid(), "node": socket.gethostname()}
     say("resumed", version, epoch=welcome.epoch, lineage=lineage, **me)
     expect = ""
@@ -175,6 +187,8 @@ def main() -> int:
     together = os.open(f"{log_path}.{restart}.{step_id}", os.O_RDWR | os.O_CREAT, 0o644)
     while version < (steps or last_step(f"{log_path}.end")):
         time.sleep(pause)
+        if version + 1 == TAKES and rank == 1:
+            take_memory()
         os.pwrite(together, (version + 1).to_bytes(8, "little"), 8 * rank)  # the collective: nobody runs ahead
         while any(int.from_bytes(os.pread(together, 8, 8 * r), "little") <= version for r in range(world)):
             time.sleep(0.001)

@@ -1,7 +1,9 @@
-"""The main job on a cluster as sites run them: Slurm's default timers, accounting limits, munged on each node."""
+"""The main job on a cluster as sites run them: Slurm's default timers, accounting limits, munged on each node, and
+jobs that the kernel holds to their memory."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -10,18 +12,29 @@ from harness import LiteJob
 from sharing import Shared
 from waiting import until
 
+from gemini_hpc.devcluster import cgroups
 from gemini_hpc.devcluster.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 
 # All but this is the product's own default: a budget for one test after the other, agents gone at their end.
 SETTINGS = {"retention_s": 20.0, "fence_budget_nodes": 1000}
+MEMORY_MB = 200
+LACKING = f"out of memory: the limit here is {MEMORY_MB} MiB"
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
     with Shared("site", nodes=6, profile="site", settings=SETTINGS) as shared:
         yield shared
+
+
+@pytest.fixture
+def limited(cluster: Cluster) -> Cluster:
+    """A cluster on which the kernel holds jobs to their memory."""
+    if why := cgroups.untracked():
+        pytest.skip(f"`up` says so: {why}")
+    return cluster
 
 
 def cut_and_finish(job: LiteJob, victim: int) -> None:
@@ -88,3 +101,43 @@ def test_survivors_hold_their_place_without_a_controller_on_site(cluster: Cluste
     assert {hosts[0], hosts[2]} < set(job.hosts())
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     assert time.monotonic() - began < 60, "not the 120 s of cred_expire"
+
+
+def test_a_rank_that_takes_more_than_its_job_has_is_started_once_more(limited: Cluster) -> None:
+    """Without launchers, at the same step each time."""
+    run = "env LITE_TAKES=8 gemini-hpc run -- srun --kill-on-bad-exit=1"
+    job = LiteJob(limited, nodes=2, run=run, options=(f"--mem={MEMORY_MB}",)).submit()
+    until(lambda: "\nstep ended with" in job.output(), 120, what=f"the end\n{job.story()}")
+    ends = re.findall(r"run: the step ended with status \d+ \((.*)\)(.*)", job.output())
+    assert ends == [
+        (f"rank 1 was ended: {LACKING}", " on healthy nodes: restart 1 of 3"),
+        (f"rank 1 was ended: {LACKING}", "; not restarted: it fails at step 8 each time"),
+    ], job.story()
+    assert {line["restart"] for line in job.lines("resumed")} == {0}, job.story()
+    assert not job.refused(), job.story()
+
+
+def test_a_leak_is_started_three_times_and_is_no_nodes_fault(limited: Cluster) -> None:
+    """Under launchers, at another step each time, and with newer versions between."""
+    job = LiteJob(
+        limited,
+        run="gemini-hpc run -- srun --kill-on-bad-exit=1",
+        python="python -m gemini_hpc.launch",
+        options=(f"--mem={MEMORY_MB}",),
+    ).submit()
+    said = f"launch: rank 1 ended with SIGKILL ({LACKING}); "
+    for attempt in range(4):
+        job.reach(5 * (attempt + 1))
+        rank = max((line for line in job.lines("resumed") if line["rank"] == 1), key=lambda line: line["t"])
+        assert limited.exec(rank["node"], ["kill", "-USR2", str(rank["pid"])]).returncode == 0, job.story()
+        until(lambda: job.output().count(said) > attempt, 60, what=f"it is told\n{job.story()}")  # noqa: B023
+    until(lambda: "\nstep ended with" in job.output(), 90, what=f"the end\n{job.story()}")
+    ends = re.findall(rf"{re.escape(said)}(.*)", job.output())
+    again = [f"starting all ranks again: restart {n} of 3" for n in (1, 2, 3)]
+    assert ends == [*again, "not starting the ranks again: 3 restarts are used up"], job.story()
+    (given_up,) = re.findall(r"run: the step ended with status \d+; not restarted: (.*)", job.output())
+    assert LACKING in given_up and given_up.endswith("3 restarts are used up"), given_up
+    assert {line["restart"] for line in job.lines("resumed")} == {0}, job.story()
+    judged = [event["detail"] for event in job.events() if event["name"] == "failed_first"]
+    assert judged and all("does not speak against the node" in detail for detail in judged), judged
+    assert not job.refused(), job.story()

@@ -12,6 +12,7 @@ import pytest
 from harness import LiteJob
 from waiting import until
 
+from gemini_hpc.devcluster import cgroups
 from gemini_hpc.devcluster.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
@@ -78,6 +79,23 @@ def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> Non
     at = max(line["version"] for line in job.lines("rejoined"))
     job.reach(at + 5)
     assert len(launches(job)) == 1, "the training was not started again"
+    job.cluster.power_off(job.hosts()[2])
+    job.finish()
+    assert job.resumed(1) > at and job.repeated(1) in (0, 1), job.story()
+
+
+@pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+def test_agent_ended_for_want_of_memory(lite: Lite) -> None:
+    """By the kernel, at the limit of its own cgroup: sealing begins again, and what is sealed then is held."""
+    job = lite()
+    job.reach(10)
+    node = job.hosts()[1]
+    job.starve_agent(node)
+    until(lambda: job.lines("rejoined"), 20, what=f"hand-back\n{job.story()}")
+    at = max(line["version"] for line in job.lines("rejoined"))
+    job.reach(at + 5)
+    assert len(launches(job)) == 1 and not job.refused(), job.story()
+    assert "died (status 9, death 1)" in job.agent_log(node), job.story()
     job.cluster.power_off(job.hosts()[2])
     job.finish()
     assert job.resumed(1) > at and job.repeated(1) in (0, 1), job.story()

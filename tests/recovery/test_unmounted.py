@@ -34,3 +34,24 @@ def test_the_agents_are_found_again_and_the_job_resumes(lite: Lite, cluster: Clu
     job.finish(120)
     assert hosts[-1] not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     assert not [e for e in job.events() if e["name"] == "bereft"]
+
+
+def test_the_next_step_of_the_job_finds_the_agents_again(lite: Lite, cluster: Cluster) -> None:
+    """No prolog comes between two steps of a job."""
+    job = lite(run="gemini-hpc run -- srun --kill-on-bad-exit=1")
+    job.reach(10)
+    hosts = job.hosts()
+    before = {host: job.agent_pid(host) for host in hosts}
+    for host, what in zip(hosts, (f"/run/gemini-hpc/{job.id}", "/run/gemini-hpc"), strict=False):
+        assert cluster.exec(host, ["umount", "-l", what]).returncode == 0
+    rank = next(line for line in job.lines("resumed") if line["node"] == hosts[1])
+    assert cluster.exec(hosts[1], ["kill", "-9", str(rank["pid"])]).returncode == 0
+    until(lambda: any(line["step"] == f"{job.id}.1" for line in job.lines("resumed")), 60, what="another step")
+    again = [line for line in job.lines("resumed") if line["step"] == f"{job.id}.1"]
+    at = again[0]["version"]
+    assert at > 0 and job.completed(min(line["t"] for line in again)) - at in (0, 1), job.story()
+    job.reach(at + 5)
+    assert {host: job.agent_pid(host) for host in hosts} == before, job.story()
+    assert "not protected" not in job.output() and "restart 1 of 3" in job.output(), job.story()
+    job.finish()
+    assert job.slurm()["Restarts"] == "0"

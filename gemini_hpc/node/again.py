@@ -1,0 +1,59 @@
+"""`python3 -I -m gemini_hpc.node.again JOB UID`: make a job's directory once more, where somebody has unmounted it.
+
+Its agent lives, and moves in by itself. The epilog has it done, and the plugin in slurmstepd before a step begins: no
+prolog comes between two steps of a job. Runs as root, and touches nothing inside the directory.
+
+Exit status: 0 where the directory was made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gemini_hpc.config import ConfigError, load
+from gemini_hpc.node import job_directory, ledger, privileges, reaper
+from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.prolog import parse_number
+
+LEDGER_S = 1.0
+
+
+def make(run_dir: str, job: int, uid: int) -> bool:
+    """Make the directory of a job whose agent is here and holds something; return whether there is one now.
+
+    Raises:
+        OSError, JobDirError, PrivilegeError: it could not be made.
+    """
+    with ledger.opened(run_dir, LEDGER_S) as entries:
+        entry = entries.get(job)
+    if entry is None or entry.uid != uid or entry.released or not reaper.inside(entry):
+        return False
+    group = privileges.owner(uid).pw_gid
+    run_fd = job_directory.open_run_dir(run_dir, create=True)
+    try:
+        with ledger.opened(run_dir, LEDGER_S):  # of steps that begin at the same time one makes it
+            job_directory.make(run_fd, job, uid, group)
+    finally:
+        os.close(run_fd)
+    return True
+
+
+def main(argv: list[str]) -> int:
+    """Make it; return the exit status. Never raises."""
+    job = 0
+    try:
+        if len(argv) != 2:
+            raise ValueError(f"wanted 2 arguments, found {len(argv)}")
+        job = parse_number("job id", argv[0], 1, 2**32 - 1)
+        if not make(load().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
+            return 1
+    except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
+        complain("step", job, f"the directory of its agent is gone, and could not be made again: {exc}")
+        return 1
+    complain("step", job, "the directory of its agent was gone, unmounted or removed: made another one")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
