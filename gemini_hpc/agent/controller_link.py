@@ -105,8 +105,16 @@ class ControllerLink:
             return
         self._task = self._spawn(self._run())
 
-    def close(self) -> None:
-        """Hang up."""
+    async def hang_up(self) -> None:
+        """Close the line when the controller has read what was told, or after a moment: the last thing that an agent
+        tells is that it frees its memory."""
+        link = self._link
+        if link is not None and not link.closed:
+            link.finish(peer.Ping())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    while self._link is link:
+                        await asyncio.sleep(_LOOK_S)
         if self._task is not None:
             self._task.cancel()
         if self._link is not None:
@@ -146,15 +154,6 @@ class ControllerLink:
         if self._link is not None and self._backlog:
             self._link.send(controller.EventsUp(self._identity.job, tuple(self._backlog)))
             self._backlog.clear()
-
-    async def told(self) -> None:
-        """Wait, for a moment, until what was told has left: the last thing that an agent tells is that it frees its
-        memory."""
-        link = self._link
-        if link is not None and not link.closed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await link.flush(peer.Ping())
 
     def report(self, host: str, witnesses: tuple[str, ...]) -> None:
         """A peer is silent."""

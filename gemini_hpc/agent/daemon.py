@@ -19,6 +19,7 @@ from gemini_hpc import clock, logs
 from gemini_hpc.agent import bequest, own_directory
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
+from gemini_hpc.agent.good_end import GoodEnd
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.launches import Launches
@@ -209,9 +210,10 @@ class Agent:
             saver,
             self.salvage,
             spawn,
-            lambda why: self._log_end("released", why),
+            self._farewell,
             clock.monotonic(),
         )
+        self._good_end = GoodEnd(here, trainings, saver, keeps, self._retention, lambda: self.finished)
         self._waker = Wake(me, here, self.attach, events, spawn)
         self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, trainings, log, spawn)
         self._picture = Picture(
@@ -262,12 +264,12 @@ class Agent:
         self.controller_link.start()
         self._spawn(self._tick())
         await self._retention.over.wait()
-        await self.controller_link.told()
+        self._local.close()  # for which the epilog waits, and for nobody's answer
+        mesh = here.incarnation.mesh if here.incarnation is not None else None
+        await asyncio.gather(self.controller_link.hang_up(), *([mesh.parted()] if mesh is not None else []))
         server.close()
-        self._local.close()
-        self.controller_link.close()
-        if here.incarnation is not None:
-            here.incarnation.mesh.close()
+        if mesh is not None:
+            mesh.close()
         self.saver.close()
         await self.saver.leave(self.salvage.gathering)
         await self.transfers.cease()
@@ -292,6 +294,7 @@ class Agent:
             if self.membership.detached:
                 self._retention.look(now)
                 self._watch_on(now)
+                self._good_end.look()
                 continue
             if self.membership.incarnation is not None:
                 self.membership.incarnation.rounds.tick(now)
@@ -338,6 +341,12 @@ class Agent:
             self._log("self_fenced", detail=f"{reason}; ending the ranks that still run here")
             await self._fence.end_ranks()
         self._retention.leave(clock.monotonic(), reason, save=save)
+
+    def _farewell(self, why: str) -> None:
+        """All is to be freed."""
+        self._log_end("released", why)
+        if self.saver.succeeded and (incarnation := self.membership.incarnation) is not None:
+            incarnation.mesh.leave()
 
     def _log_end(self, name: str, detail: str) -> None:
         """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
@@ -419,6 +428,7 @@ class Agent:
         map_file.remove(me.directory)
         here.detached = self.saver.succeeded = False
         self._retention.attached()
+        self._good_end.attached()
         mesh = Mesh(
             me.settings,
             job=me.job,
@@ -514,15 +524,8 @@ class Agent:
                 mesh.leave()
             self._retention.release("the job has ended without this node's help")
             return local.Ok("released", check=self._sick.suspects_this_node)
-        if self.finished and m.exit_code in ("", "0") and not dead:
-            self.saver.succeeded = True
-            kept = any(self.keeps.of_set(s.name) and s.sealed is not None for s in self.trainings if s.greeted)
-            if not kept or not self.saver.tier:
-                self.saver.ended()
-                if mesh is not None:
-                    mesh.leave()
-                self._retention.release("the training succeeded")
-                return local.Ok("released", check=self._sick.suspects_this_node)
+        if self._good_end.ended(m.exit_code):
+            return local.Ok("released", check=self._sick.suspects_this_node)
         if first:
             self.saver.detached(dead=dead)
         return local.Ok("hold" if hold else "detached", here.restart, self._sick.suspects_this_node)

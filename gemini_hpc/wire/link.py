@@ -67,11 +67,12 @@ class Link:
         self.session = session
         self.last_heard = clock.monotonic()
         self.limit_bytes = MAX_FRAME_BYTES
+        self._finished = False
 
     def send(self, message: Message) -> None:
         """Queue a message; a peer that does not drain its side is cut off, never waited for."""
         transport = self._writer.transport
-        if transport.is_closing():
+        if self.closed:
             return
         try:
             self._writer.write(self._out.seal(protocol.encode(message)))
@@ -110,6 +111,22 @@ class Link:
             while self._writer.transport.get_write_buffer_size():
                 await asyncio.sleep(0.001)
 
+    def finish(self, message: Message) -> None:
+        """Send a last message and end this direction of the connection; `receive` goes on.
+
+        A close would let bytes that are still on their way here reset the connection, and the other end might never
+        read the message. That it has read it is known once `is_read`.
+        """
+        self.send(message)
+        if not self.closed:
+            self._finished = True
+            self._writer.write_eof()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the other end has closed in order, after the last message."""
+        return self._finished and self._reader.exception() is None and self._reader.at_eof()
+
     async def hand_over(self, message: Message) -> socket.socket:
         """Send a last message, then give the connection away as a blocking socket for raw bytes."""
         return (await self.block(message)).sock
@@ -129,8 +146,8 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """True once either side has closed."""
-        return self._writer.transport.is_closing()
+        """True once either side has closed, or this one has said its last."""
+        return self._finished or self._writer.transport.is_closing()
 
     def close(self) -> None:
         """Close at once; what is queued may be lost."""

@@ -8,9 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from gemini_hpc import clock
 from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.config import Settings
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local
+
+
+async def attached(directory: Path, *, closed: bool) -> tuple[Agent, Mesh]:
+    """An agent whose job runs, and its links; closed: all ranks have closed their checkpointers."""
+    agent = Agent(Settings(), job=77, uid=os.getuid(), node="n1", directory=str(directory), again=False)
+    await agent.attach(local.Attach(77, 0, "n1", "n1", 1))
+    training = agent.trainings.named("default")
+    training.greeted.add(0)
+    if closed:
+        training.finished.add(0)
+    assert agent.finished is closed and agent.membership.incarnation is not None
+    return agent, agent.membership.incarnation.mesh
 
 
 @pytest.mark.parametrize(
@@ -21,19 +39,64 @@ def test_copies_are_freed_only_where_the_training_has_finished_and_nobody_is_mis
     tmp_path: Path, closed: bool, doubt: str, state: str
 ) -> None:
     async def work() -> None:
-        agent = Agent(Settings(), job=77, uid=os.getuid(), node="n1", directory=str(tmp_path), again=False)
-        await agent.attach(local.Attach(77, 0, "n1", "n1", 1))
-        training = agent.trainings.named("default")
-        training.greeted.add(0)
-        if closed:
-            training.finished.add(0)
-        assert agent.finished is closed and agent.membership.incarnation is not None
-        detector = agent.membership.incarnation.mesh.detector
-        (detector.dead if doubt == "dead" else detector.suspects).update(["n2"] if doubt else [])
+        agent, mesh = await attached(tmp_path, closed=closed)
+        (mesh.detector.dead if doubt == "dead" else mesh.detector.suspects).update(["n2"] if doubt else [])
         reply = agent._epilog(local.Epilog(77, 0, "0"))
         assert isinstance(reply, local.Ok) and reply.state == state
         assert agent._retention.over.is_set() is (state == "released")
-        agent.membership.incarnation.close()
+        mesh.close()
+        agent.trainings.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("closed", "meanwhile", "freed"),
+    [
+        (True, ["left"], True),
+        (True, ["heard"], True),
+        (True, [], False),
+        (True, ["dead"], False),
+        (True, ["dead", "heard"], False),
+        (True, ["pending", "heard"], False),
+        (True, ["nobody watches", "left"], False),
+        (True, ["to be kept by name", "left"], False),
+        (False, ["left"], False),
+    ],
+)
+def test_who_was_silent_at_the_end_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool, meanwhile: list[str], freed: bool
+) -> None:
+    """A node that counts as dead was lost before the end or after it, so the job may come back."""
+
+    async def work() -> None:
+        agent, mesh = await attached(tmp_path, closed=closed)
+        mesh.detector.heard["n2"] = clock.monotonic()
+        mesh.detector.suspects.add("n2")
+        reply = agent._epilog(local.Epilog(77, 0, "0"))
+        assert isinstance(reply, local.Ok) and reply.state == "detached"
+        for what in meanwhile:
+            agent._good_end.look()
+            assert not agent._retention.over.is_set()
+            if what == "left":
+                mesh.detector.leaves("n2")
+            elif what == "heard":
+                mesh.detector.suspects.clear()
+                mesh.detector.hear("n2", clock.monotonic())
+            elif what == "dead":
+                mesh.detector.dead.add("n2")
+            elif what == "pending":
+                agent.job_waits()
+            elif what == "nobody watches":
+                mesh.detector.watching = False
+            else:
+                monkeypatch.setattr(Training, "sealed", Stamp(1, 1))
+                monkeypatch.setattr(Saver, "tier", str(tmp_path))
+                monkeypatch.setattr(Keeps, "of_set", lambda keeps, name: ("best",))
+        agent._good_end.look()
+        assert agent._retention.over.is_set() is freed
+        assert ("n1" in mesh.left) is freed, "the others are told, where all is freed"
+        mesh.close()
         agent.trainings.close()
 
     asyncio.run(work())

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.outlines import Kept, Outlines
@@ -32,6 +33,8 @@ from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.link import Link
+from gemini_hpc.wire.message import Message
 
 CONTROLS: dict[str, Callable[[], None]] = {}
 
@@ -296,6 +299,20 @@ def live(broken: Callable[[], None]) -> Callable[[], None]:
 def nobody_copies_live_state() -> None:
     """Rescue: what lives in tensors is lost with its holders."""
     patch(Rescue, "died", lambda self: None)
+
+
+@live
+def nobody_answers_a_farewell() -> None:
+    """Ends: an agent that leaves closes its links at once, and what is on its way to it resets them."""
+
+    def at_once(self: Link, message: Message) -> None:
+        self.send(message)
+        self.close()
+
+    async def parted(self: Mesh) -> None: ...
+
+    patch(Link, "finish", at_once)
+    patch(Mesh, "parted", parted)
 
 
 @live

@@ -17,7 +17,7 @@ _WITNESS = pytest.mark.witness("power fails in mid-save, and what the tier calls
     [
         pytest.param(["agents_die", "ill_nodes"], range(1, 2), id="one"),
         pytest.param(["power"], range(1, 3), id="power", marks=[pytest.mark.slow, _WITNESS]),
-        pytest.param(list(STORIES), range(1, 4), id="all", marks=pytest.mark.slow),
+        pytest.param(list(STORIES), range(1, 5), id="all", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_goes_wrong(names: list[str], seeds: range) -> None:

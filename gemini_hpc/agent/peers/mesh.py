@@ -22,6 +22,7 @@ from gemini_hpc.wire.ports import candidates
 
 _PARALLEL_SEARCHES = 64
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+_PART_S = 1.0  # in which a peer that can be reached at all has heard a farewell
 
 
 class Mesh:
@@ -57,6 +58,9 @@ class Mesh:
         self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic(), expected)
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
+        self._parting = False
+        self._untold: set[str] = set()  # peers that may not have heard yet that this agent leaves
+        self._all_told = asyncio.Event()
         self._spawn(self._beat())
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
@@ -115,7 +119,7 @@ class Mesh:
 
     async def _keep(self, name: str) -> None:
         tries = 0
-        while name not in self.detector.left:
+        while name not in self.detector.left or name in self._untold:
             with suppress(OSError, HandshakeError, TimeoutError):
                 link = await self._dial(name, 2.0)
                 tries = 0
@@ -131,21 +135,32 @@ class Mesh:
         self.links[name] = link
         said = "its coming"
         try:
-            self._do(self.detector.hear(name, clock.monotonic()))
-            self._on_link(name)
+            if self._parting:
+                link.finish(peer.Left())
+            else:
+                self._do(self.detector.hear(name, clock.monotonic()))
+                self._on_link(name)
             while True:
                 message = await link.receive()
+                if self._parting:
+                    continue
                 said = type(message).__name__
                 self._do(self.detector.hear(name, link.last_heard))
                 self._dispatch(name, message)
         except LinkClosed as exc:
-            self._complain(f"link to {name} has ended: {exc}")
+            if name not in self.detector.left:
+                self._complain(f"link to {name} has ended: {exc}")
         except Exception as exc:  # what one peer says must not end the dialling of it for good
             self._complain(f"link to {name}: could not handle {said}: {exc!r}")
         finally:
             if self.links.get(name) is link:
                 del self.links[name]
-            link.abort()
+                if self._parting and link.is_read:
+                    self._tell(name)
+            if name in self.detector.left:
+                link.close()  # which is the answer: whoever leaves waits for it
+            else:
+                link.abort()
 
     # ---- messages --------------------------------------------------------------------------------------
 
@@ -309,11 +324,28 @@ class Mesh:
 
     def leave(self) -> None:
         """Tell all peers that this agent ends, and that the job has ended well; nobody is missed from now on."""
+        if self._parting:
+            return
+        self._parting = True
+        known = self.detector.partners.intersection(self.detector.heard)
+        self._untold = known.union(self.links) - self.detector.left - self.detector.dead
         self.detector.left.update(self.hosts)
-        for name, link in list(self.links.items()):
-            self.send(name, peer.Left())
-            link.close()  # what is cut off instead may take the word with it
-        self.links.clear()
+        for link in self.links.values():
+            link.finish(peer.Left())
+        self._tell()
+
+    def _tell(self, *names: str) -> None:
+        """Note who has heard it."""
+        self._untold.difference_update(names)
+        if not self._untold:
+            self._all_told.set()
+
+    async def parted(self) -> None:
+        """Wait, for a moment, until each peer that was there has heard that this agent leaves."""
+        if self._parting:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PART_S):
+                    await self._all_told.wait()
 
     def close(self) -> None:
         """Drop all links and stop dialling."""
