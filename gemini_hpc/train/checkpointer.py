@@ -366,7 +366,7 @@ class Checkpointer:
         capture, replicator = engine.planning.capture, engine.replicator
         page = session.client.page if session.client is not None else None
         return {
-            "state": session.state,
+            "state": "unprotected" if self._versions.unseen else session.state,
             "version": session.version,
             "sealed": list(page.sealed) if page is not None else None,
             "resumed_at": self._restorer.resumed_at,
