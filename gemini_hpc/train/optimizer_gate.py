@@ -124,6 +124,18 @@ class OptimizerGate:
             with self._still:
                 self._writing = True
 
+    def fence(self) -> None:
+        """Wait until the copy of the last version no longer reads the tensors."""
+        if self._session.protected and self.job is not None:
+            if self._engine.driver is not None:
+                self._engine.driver.fence()
+            self.wait_left(self.job)
+
+    def captures(self) -> None:
+        """Called before a CUDA graph is captured. What is captured counts as a change of tensors, and is none."""
+        if not self.forked:
+            self.fence()
+
     def replays(self, graph: Any) -> None:
         """Called before each replay of a CUDA graph: what it has of optimizer steps happens now."""
         if self.forked:

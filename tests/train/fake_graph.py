@@ -27,10 +27,11 @@ class FakeGraph:
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._recorder = _Recorder(self)
         self._generator = torch.empty(0)
-        self.on_replay: Callable[[], None] = lambda: None
+        self.tell: Callable[[str], object] = lambda what: None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert FakeGraph.under_way is None
+        self.tell("captured")
         self.calls, self._before, self._generator = [], {}, torch.get_rng_state()
         FakeGraph.under_way = self
         self._recorder.__enter__()
@@ -44,7 +45,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         assert FakeGraph.under_way is None
-        self.on_replay()
+        self.tell("replayed")
         with torch.no_grad():
             for call in self.calls:
                 call()

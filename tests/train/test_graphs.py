@@ -124,8 +124,9 @@ def test_a_scaler_in_the_graph_that_skips_a_step(job: FakeJob, capfd: Told) -> N
 # ---- captures and replays ------------------------------------------------------------------------------
 
 
-def test_a_replay_waits_for_the_copy(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was copied is what was there."""
+@pytest.mark.parametrize("what", ["replayed", "captured"])
+def test_a_copy_is_waited_for(job: FakeJob, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A replay writes what is copied; a capture counts as a write. What was copied is what was there."""
     order, held = list[str](), threading.Event()
     held.set()
 
@@ -149,15 +150,23 @@ def test_a_replay_waits_for_the_copy(job: FakeJob, monkeypatch: pytest.MonkeyPat
         held.clear()
         iterate(ckpt, training, 3)
         order.clear()
-        graph.on_replay = lambda: order.append("written")
-        replay = threading.Thread(target=graph.replay)
-        replay.start()
-        job_ = ckpt._gate.job
-        assert job_ is not None and job_.version == 3
-        until(lambda: job_.wanted or order, 10, what="the replay at the gate")
+        graph.tell = order.append
+
+        def act() -> None:
+            if what == "captured":
+                training.optimizer.zero_grad()
+                with capture(graph):
+                    training.whole()
+            graph.replay()
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        copy = ckpt._gate.job
+        assert copy is not None and copy.version == 3
+        until(lambda: copy.wanted or order, 10, what="somebody who waits")
         held.set()
-        replay.join(20)
-        assert order[:2] == ["copied", "written"]
+        thread.join(20)
+        assert order[:2] == ["copied", what]
         ckpt.step()
         wait_sealed(job, 4)
         report = ckpt.report()

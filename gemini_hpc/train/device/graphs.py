@@ -2,8 +2,8 @@
 
 A capture runs the training's Python once, optimizer hooks included, and computes nothing. A replay computes, and runs
 no Python. So `captured` notes an optimizer whose hook fires during a capture, and watchers are called before each
-replay. torch offers no hook for either: methods of its graph classes are wrapped, once in a process. They stay
-wrapped, since another library may have wrapped them again.
+capture and replay. torch offers no hook for either: methods of its graph classes are wrapped, once in a process. They
+stay wrapped, since another library may have wrapped them again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _STEPS = "_gemini_steps"  # of a graph: it may refer to the optimizers, which ma
 
 
 class Watcher(Protocol):
-    """Part of a training."""
+    """Part of a training. Called by the thread that captures or replays."""
+
+    def captures(self) -> None:
+        """Called before a capture begins."""
 
     def replays(self, graph: Any) -> None:
-        """Called by the thread that replays a graph, before that."""
+        """Called before each replay of a graph."""
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -33,7 +36,7 @@ _wrapped: set[type] = set()
 
 
 def watch(watcher: Watcher) -> None:
-    """Call the watcher before each replay from now on. It is not kept alive."""
+    """Call the watcher from now on. It is not kept alive."""
     for kind in _kinds():
         if kind not in _wrapped:
             _wrapped.add(kind)
@@ -86,6 +89,8 @@ def _wrap(kind: Any) -> None:
 
     @wraps(begin)
     def capture_begin(graph: Any, *args: Any, **named: Any) -> Any:
+        for watcher in tuple(_watchers):
+            watcher.captures()
         result = begin(graph, *args, **named)
         setattr(graph, _STEPS, [])
         _under_way.add(graph)
