@@ -64,10 +64,9 @@ class Versions:
         captured."""
         scale = self._scaler.get_scale() if hasattr(self._scaler, "get_scale") else None
         before, self._last_scale = self._last_scale, scale
-        driver, gate = self._engine.driver, self._gate
-        replayed = driver is not None and driver.replayed(gate.stepped)
+        gate = self._gate
         self.unseen = False
-        if gate.stepped or replayed or (scale != before and not gate.strange):
+        if gate.stepped or (scale != before and not gate.strange):
             self._tell_unstepped()
             self._stillness.forget()
             return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
@@ -227,8 +226,6 @@ class Versions:
         engine.controller.captured(began, mark)
         self._ship(job)
         engine.replicator.submit(job)
-        if engine.driver is not None and engine.driver.unseen:
-            self._gate.wait_left(job)
         if engine.controller.scheme == "blocking":
             self._gate.wait_sealed(job)
 
