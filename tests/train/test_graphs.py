@@ -121,6 +121,41 @@ def test_a_scaler_in_the_graph_that_skips_a_step(job: FakeJob, capfd: Told) -> N
     assert UNSEEN not in (said := capfd.readouterr().err) and UNSTEPPED not in said
 
 
+def test_an_average_of_weights_in_the_graph(job: FakeJob) -> None:
+    """No gradient reaches it and nothing counts its changes, as of frozen weights. It is never an old one."""
+    found: list[list[str]] = []
+    for seed in (1, 2):
+        training = Graphed(seed)
+        training.eager()
+        average = torch.nn.Linear(5, 8).requires_grad_(False)
+        training.model.add_module("average", average)
+        student = training.model[0]
+        training.backward = lambda t=training, s=student, a=average: follow(t, s, a)  # type: ignore[method-assign]
+        with gemini.Checkpointer(training.model, training.optimizer, seal_timeout_s=0.3) as ckpt:
+            training.capture(training.whole)
+            start = ckpt.resume()
+            found.append([])
+            for step in range(start + 1, 13):
+                iterate(ckpt, training, step)
+                found[-1].append(average.weight.sum().item().hex())
+                if seed == 1 and 3 < step < 8:
+                    wait_sealed(job, step)
+                if seed == 1 and step == 7:
+                    job.stop_after(7)
+        if seed == 1:
+            assert job.requeue() is not None
+    assert start == 7 and found[1] == found[0][7:]
+
+
+def follow(training: Graphed, student: torch.nn.Linear, average: torch.nn.Linear) -> None:
+    """Do a backward pass, and follow the student."""
+    loss = student(training.batch).square().mean()
+    loss.backward()
+    training.loss = loss.detach()
+    with torch.no_grad():
+        average.weight.lerp_(student.weight, 0.1)
+
+
 # ---- captures and replays ------------------------------------------------------------------------------
 
 
