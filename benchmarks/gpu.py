@@ -1,6 +1,7 @@
 """`python -m benchmarks.gpu`: what one GPU shows of the paths for GPUs. No cluster, no Slurm, no root; some minutes.
 
-This script has not been run on a GPU so far; `--fake` only shows that it runs. It checks bytes and measures:
+It was run on one H100 in November 2026, without the section `graphs`; `--fake` only shows that it runs. It checks
+bytes and measures:
 
     memory    device to replica memory (a memfd, pinned in place) against torch's pinned memory, and unpinned; at
               once, and as versions are copied: in pieces, on a stream of our own
@@ -11,6 +12,8 @@ This script has not been run on a GPU so far; `--fake` only shows that it runs. 
     exchange  the exchange's program on real streams: a training saves versions to itself, every byte is compared
     snapshot  what a copy of the state in each iteration costs the training: with `host` (in pieces, at once; into
               pinned and unpinned memory), with `nccl` lazily, beside the training, and eagerly, at step()
+    graphs    a training whose whole step is one CUDA graph, killed and resumed: every loss, weight and optimizer
+              state is compared
 
 A section that fails is named, and the others go on. Not shown by one GPU: whether two ranks keep one order, and what
 the network does: the collectives of `spans` are copies on the device.
@@ -33,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from benchmarks import gpuspans
+from benchmarks import gpugraphs, gpuspans
 from benchmarks.gpudevice import Fake, Gpu, Machine
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Broken, Communicator, Message
@@ -356,7 +359,7 @@ def main() -> int:
         began = time.perf_counter()
         try:
             work()
-        except (Wrong, Broken, gpuspans.NotMeasured, RuntimeError, OSError) as error:
+        except (Wrong, Broken, gpuspans.NotMeasured, gpugraphs.NotResumed, RuntimeError, OSError) as error:
             wrong += 1
             print(f"benchmarks.gpu: {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         on.row(f"{name}: took", f"{time.perf_counter() - began:.0f} s")
@@ -367,6 +370,7 @@ def main() -> int:
     section("memory", lambda: memory(on, size_bytes))
     section("spans", lambda: in_spans(on, size_bytes, args.iterations))
     section("snapshot", lambda: snapshot(on, size_bytes, args.iterations))
+    section("graphs", lambda: gpugraphs.measure(on.row, fake=args.fake, width=64 if args.fake else 1024))
     if reason := on.lacking():
         print(f"benchmarks.gpu: self, exchange: {reason}", file=sys.stderr)
         return 1

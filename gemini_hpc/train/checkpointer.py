@@ -253,10 +253,7 @@ class Checkpointer:
     def fence(self) -> None:
         """Call it before changing parameters by anything but an optimizer step (an EMA swap, clipping of weights, a
         load_state_dict): returns when the capture of the last version no longer reads them."""
-        if self._session.protected and self._gate.job is not None:
-            if self._engine.driver is not None:
-                self._engine.driver.fence()
-            self._gate.wait_left(self._gate.job)
+        self._gate.fence()
 
     def keep(self, name: str) -> bool:
         """Keep the version of the last completed `step()` on the persistent tier for good, under this name (GEMINI
@@ -366,7 +363,7 @@ class Checkpointer:
         capture, replicator = engine.planning.capture, engine.replicator
         page = session.client.page if session.client is not None else None
         return {
-            "state": session.state,
+            "state": "unprotected" if self._versions.unseen else session.state,
             "version": session.version,
             "sealed": list(page.sealed) if page is not None else None,
             "resumed_at": self._restorer.resumed_at,

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc.client.session import Session
+from gemini_hpc.train.device import graphs
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.capture import Job
@@ -77,6 +78,7 @@ class OptimizerGate:
         self.in_closure = False
         self.stepped = False  # an optimizer of the training has stepped since the last `step()`
         self.passed = True  # nobody need wait before the next `step()`
+        self.strange: list[Any] = []  # graphs replayed since the last `step()` that may have steps, unseen by us
         self._writing = False  # an optimizer changes the tensors, or has since the last `step()`
         self._still = threading.Lock()  # who has it may read them
         self._told_late = False
@@ -87,6 +89,7 @@ class OptimizerGate:
         # A compiled step calls it as it is: Dynamo would trace its frames, and warn of what it finds in them.
         hook = torch.compiler.disable(partial(_pre_hook, weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._hook = register_optimizer_step_pre_hook(hook)
+        graphs.watch(self)
 
     def _let_go(self, reason: str) -> None:
         """Nobody waits any more for a copy that may never end."""
@@ -96,6 +99,7 @@ class OptimizerGate:
     def close(self) -> None:
         """Optimizers step freely from now on."""
         self._hook.remove()
+        graphs.unwatch(self)
 
     @property
     def forked(self) -> bool:
@@ -111,7 +115,7 @@ class OptimizerGate:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each optimizer's step; only the first one after `step()` matters."""
-        if not self._is_ours(optimizer):
+        if graphs.captured(optimizer) or not self._is_ours(optimizer):
             return
         self.stepped = True
         if not self.passed and self._session.protected:
@@ -120,9 +124,41 @@ class OptimizerGate:
             with self._still:
                 self._writing = True
 
+    def fence(self) -> None:
+        """Wait until the copy of the last version no longer reads the tensors."""
+        if self._session.protected and self.job is not None:
+            if self._engine.driver is not None:
+                self._engine.driver.fence()
+            self.wait_left(self.job)
+
+    def captures(self) -> None:
+        """Called before a CUDA graph is captured. What is captured counts as a change of tensors, and is none."""
+        if not self.forked:
+            self.fence()
+
+    def replays(self, graph: Any) -> None:
+        """Called before each replay of a CUDA graph: what it has of optimizer steps happens now."""
+        if self.forked:
+            return
+        steps = graphs.steps_of(graph)
+        if steps is None and not any(graph is known for known in self.strange):
+            self.strange.append(graph)
+        for optimizer in steps or ():
+            self.before(optimizer)
+
+    def knows_the_strange(self) -> bool:
+        """Weights have changed, and no optimizer was seen. Return whether one graph alone can have done that: its
+        replays are steps from now on."""
+        if len(self.strange) != 1:
+            return False
+        graphs.has_steps_of(self.strange.pop(), self._tree.optimizers)
+        self.stepped = True
+        return True
+
     def taken(self) -> None:
         """`step()` has been called: until the next optimizer step the tensors stay as they are."""
         self.stepped = self._writing = False
+        self.strange.clear()
 
     @contextmanager
     def frozen(self) -> Iterator[Job | None]:

@@ -42,7 +42,9 @@ class Versions:
         self._crowded = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
         self._last_scale: float | None = None
-        self._warned_unstepped = False
+        self.unseen = False  # the weights have changed behind our back since the `step()` before
+        self._told_unseen = self._told_unstepped = False
+        self._unstepped = 0  # the version before, where it has gradients and no optimizer step
         self._stillness = Stillness()
 
     def take(self) -> None:
@@ -62,41 +64,62 @@ class Versions:
         captured."""
         scale = self._scaler.get_scale() if hasattr(self._scaler, "get_scale") else None
         before, self._last_scale = self._last_scale, scale
-        driver, stepped = self._engine.driver, self._gate.stepped
-        replayed = driver is not None and driver.replayed(stepped)
-        if stepped or replayed or scale != before:
+        gate = self._gate
+        self.unseen = False
+        if gate.stepped or (scale != before and not gate.strange):
+            self._tell_unstepped()
             self._stillness.forget()
             return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
-        if self._tell_unseen():
-            return False
+        if self._stillness.broken(local(param.tensor) for param in self._tree.params):
+            self._unstepped = 0
+            self.unseen = not gate.knows_the_strange()
+            if self.unseen:
+                self._tell_unseen()
+            else:
+                self._stillness.forget()
+            return not self.unseen
+        self._tell_unstepped()
         grads = any(
             p.grad is not None for o in self._tree.optimizers for group in o.param_groups for p in group["params"]
         )
-        if grads and not self._warned_unstepped:
-            self._warned_unstepped = True
+        self._unstepped = self._session.version if grads else 0
+        return not (grads or gate.strange)
+
+    def _tell_unstepped(self) -> None:
+        """Say, once, that the version before was none. Only now is it known that nobody has written the weights."""
+        version, self._unstepped = self._unstepped, 0
+        if version and not self._told_unstepped:
+            self._told_unstepped = True
             session = self._session
             session.say(
-                f"rank {session.rank}: step() at version {session.version} without an optimizer step since the last "
+                f"rank {session.rank}: step() at version {version} without an optimizer step since the last "
                 "one: accumulated gradients are not captured, so this version is not saved. Call step() once per "
                 "optimizer step"
             )
-        return not grads
 
-    def _tell_unseen(self) -> bool:
-        """Say, once, that weights change without an optimizer step. Return whether that is so now."""
-        written = self._stillness.broken(local(param.tensor) for param in self._tree.params)
-        if written and not self._warned_unstepped:
-            self._warned_unstepped = True
-            session = self._session
+    def _tell_unseen(self) -> None:
+        """Say, once, that weights change without an optimizer step."""
+        if self._told_unseen:
+            return
+        self._told_unseen = True
+        if graphs := len(self._gate.strange):
+            text = (
+                f"weights change, and no optimizer has made a step since the last step(), but {graphs} CUDA graphs "
+                "were replayed that had been captured before Checkpointer(...): such versions are not saved, as "
+                "nothing keeps the next replay from them. What is not sealed is not protected. Make the Checkpointer "
+                "before the graphs are captured, or call optimizer.step() outside of them"
+            )
+        else:
             text = (
                 "weights change, and no optimizer has made a step since the last step() (a fused backward pass, as "
-                "LOMO's, or writes of the script's own): such versions are not saved, as nothing keeps the next "
-                "change from them. What is not sealed is not protected. Let the step() of a torch.optim.Optimizer "
-                "write the weights"
+                "LOMO's, writes of the script's own, or a CUDA graph that torch.cuda.CUDAGraph does not replay): "
+                "such versions are not saved, as nothing keeps the next change from them. What is not sealed is not "
+                "protected. Let the step() of a torch.optim.Optimizer write the weights"
             )
-            session.find(text)
-            session.say(f"rank {session.rank}: step() at version {session.version}: {text}")
-        return written
+        session = self._session
+        session.find(text)
+        session.event("degraded", text)
+        session.say(f"rank {session.rank}: step() at version {session.version}: {text}")
 
     def _take(self) -> None:
         session, engine = self._session, self._engine
@@ -202,8 +225,6 @@ class Versions:
         engine.controller.captured(began, mark, job)
         self._ship(job)
         engine.replicator.submit(job)
-        if engine.driver is not None and engine.driver.unseen:
-            self._gate.wait_left(job)
         if engine.controller.scheme == "blocking":
             self._gate.wait_sealed(job)
 

@@ -79,7 +79,16 @@ def test_all_of_it_runs_on_a_fake_device(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert all(line.endswith("fake: not a GPU's figure") for line in lines), done.stdout
     sections = [line.partition(":")[0] for line in lines[2:]]
-    assert list(dict.fromkeys(sections)) == ["memory", "spans", "step", "snapshot", "self", "exchange", "nccl"]
+    assert list(dict.fromkeys(sections)) == [
+        "memory",
+        "spans",
+        "step",
+        "snapshot",
+        "graphs",
+        "self",
+        "exchange",
+        "nccl",
+    ]
     assert "nan" not in done.stdout and "all bytes right" in done.stdout
 
 

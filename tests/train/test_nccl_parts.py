@@ -1,4 +1,4 @@
-"""Copies over NCCL, what needs no two ranks: programs, the own copy's plan, refusals, replayed graphs."""
+"""Copies over NCCL, what needs no two ranks: programs, the own copy's plan, refusals, captured graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from gemini_hpc.train.nccl.collective_schedule import (
     whole,
 )
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.graph_replay_detector import Finding, Unhooked
 from gemini_hpc.train.nccl.launch_log import Launch, LaunchLog, pack, unequal
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework, busy, plan
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
@@ -203,20 +202,6 @@ def test_logs_that_differ_are_noticed() -> None:
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------------
-
-
-def test_a_replayed_optimizer_is_noticed_and_a_skipped_one_is_not() -> None:
-    parameters = [torch.ones(1000), torch.ones(3, 3), torch.ones(())]
-    unhooked = Unhooked()
-    assert unhooked.step(True, parameters) is Finding.HOOKED
-    assert unhooked.step(False, parameters) is Finding.SUSPECT
-    assert unhooked.step(False, parameters) is Finding.STILL  # a scaler has skipped it
-    assert not unhooked.replayed
-    with torch.no_grad():
-        parameters[2].add_(1)
-    assert unhooked.step(False, parameters) is Finding.REPLAYED
-    assert unhooked.step(True, parameters) is Finding.HOOKED
-    assert unhooked.step(False, parameters) is Finding.REPLAYED  # once known, no benefit of the doubt
 
 
 def test_nothing_is_enqueued_or_counted_while_a_graph_is_captured() -> None:

@@ -27,7 +27,6 @@ from gemini_hpc.train.device.memory import Keeper
 from gemini_hpc.train.nccl import own_copy
 from gemini_hpc.train.nccl.collective_schedule import whole
 from gemini_hpc.train.nccl.exchange import Exchange, Save
-from gemini_hpc.train.nccl.graph_replay_detector import Finding, Unhooked
 from gemini_hpc.train.nccl.launch_log import pack, unequal
 from gemini_hpc.train.nccl.negotiation import Joined
 from gemini_hpc.train.nccl.own_copy import OwnCopy, OwnSlot, Piecework
@@ -97,8 +96,6 @@ class Driver:
         self._own = OwnCopy(self._device, self._exchange.copies)
         self.desk = SlotPrefetch(me, client, gate, self.area, joined.platform.pin, self._unpinned)
         self._zeros = self._device.buffer(TENSOR_ALIGN_BYTES).zero_()
-        self._unhooked = Unhooked()
-        self._finding = Finding.HOOKED
         self._watch: CollectiveMonitor | None = None
         self._active = False
         self._stepped = 0  # the newest version that `step` has been told of
@@ -147,19 +144,6 @@ class Driver:
 
     # ---- the training's threads ------------------------------------------------------------------------
 
-    def replayed(self, hooked: bool) -> bool:
-        """At step(): whether an optimizer has changed the parameters without its hook. hooked: one has fired since
-        the last step()."""
-        self._finding = Finding.HOOKED
-        if not self.ended:
-            self._finding = self._unhooked.step(hooked, [] if hooked else self._capture.bases())
-        return self._finding is Finding.REPLAYED
-
-    @property
-    def unseen(self) -> bool:
-        """The tensors of this version may change without a word: its copy must be made before anything else."""
-        return self._finding in (Finding.SUSPECT, Finding.REPLAYED)
-
     def step(self, version: int, job: Job | None, *, saved: bool, following: bool) -> None:
         """At each step(), on all ranks alike, once. job: what this rank has of the version, None for nothing. saved:
         whether this version is; following: whether, as far as is known, the next one is."""
@@ -202,9 +186,6 @@ class Driver:
         self._open = self._carried[version] = Carried(job, grant, own)
         for old in [v for v in self._carried if v < version - 8]:
             del self._carried[old]
-        if self.unseen:
-            self.settle()
-            return Save(version, own, own, into)
         return Save(version, tensors, own, into)
 
     def _found(self, job: Job) -> Tensors:

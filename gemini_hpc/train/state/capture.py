@@ -422,10 +422,6 @@ class Capture:
             self._fetch(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
-    def bases(self) -> list[torch.Tensor]:
-        """The tensors as they are now."""
-        return [source.base for source in self._all if source.base is not None]
-
     def pieces(self, job: Job) -> list[torch.Tensor]:
         """The job's tensors, in the order of the manifest's pieces."""
         return [view for views in job.views for view in views]

@@ -1,0 +1,110 @@
+"""CUDA graphs with optimizer steps inside: which graphs have them, and when they are replayed.
+
+A capture runs the training's Python once, optimizer hooks included, and computes nothing. A replay computes, and runs
+no Python. So `captured` notes an optimizer whose hook fires during a capture, and watchers are called before each
+capture and replay. torch offers no hook for either: methods of its graph classes are wrapped, once in a process. They
+stay wrapped, since another library may have wrapped them again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+
+_cuda: Any = torch.cuda  # without types
+
+_STEPS = "_gemini_steps"  # of a graph: it may refer to the optimizers, which may refer to it
+
+
+class Watcher(Protocol):
+    """Part of a training. Called by the thread that captures or replays."""
+
+    def captures(self) -> None:
+        """Called before a capture begins."""
+
+    def replays(self, graph: Any) -> None:
+        """Called before each replay of a graph."""
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_under_way: weakref.WeakSet[Any] = weakref.WeakSet()
+_wrapped: set[type] = set()
+
+
+def watch(watcher: Watcher) -> None:
+    """Call the watcher from now on. It is not kept alive."""
+    for kind in _kinds():
+        if kind not in _wrapped:
+            _wrapped.add(kind)
+            _wrap(kind)
+    _watchers.add(watcher)
+
+
+def unwatch(watcher: Watcher) -> None:
+    """End that."""
+    _watchers.discard(watcher)
+
+
+def captured(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this thread captures: the optimizer's step becomes part of a graph, and computes nothing now."""
+    if not capturing():
+        return False
+    for graph in tuple(_under_way):
+        steps = getattr(graph, _STEPS)
+        if not any(known is optimizer for known in steps):
+            steps.append(optimizer)
+    return True
+
+
+def steps_of(graph: Any) -> list[torch.optim.Optimizer] | None:
+    """Return the optimizers whose steps a graph has; None for one that was captured before anybody watched."""
+    return getattr(graph, _STEPS, None)
+
+
+def has_steps_of(graph: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Note what another way has shown of a graph that was captured before anybody watched."""
+    setattr(graph, _STEPS, list(optimizers))
+
+
+def _capturing() -> bool:
+    return bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
+
+
+# Whether this thread's work becomes part of a graph. Tests bring another.
+capturing: Callable[[], bool] = _capturing
+
+
+def _kinds() -> Iterator[type]:
+    yield torch.cuda.CUDAGraph
+    if hasattr(torch.accelerator, "Graph"):  # not in torch 2.6
+        yield torch.accelerator.Graph
+
+
+def _wrap(kind: Any) -> None:
+    begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+
+    @wraps(begin)
+    def capture_begin(graph: Any, *args: Any, **named: Any) -> Any:
+        for watcher in tuple(_watchers):
+            watcher.captures()
+        result = begin(graph, *args, **named)
+        setattr(graph, _STEPS, [])
+        _under_way.add(graph)
+        return result
+
+    @wraps(end)
+    def capture_end(graph: Any, *args: Any, **named: Any) -> Any:
+        _under_way.discard(graph)
+        return end(graph, *args, **named)
+
+    @wraps(replay)
+    def replayed(graph: Any, *args: Any, **named: Any) -> Any:
+        for watcher in tuple(_watchers):
+            watcher.replays(graph)
+        return replay(graph, *args, **named)
+
+    kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replayed
