@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
 
+from gemini_hpc.core.digest import digest as digest_of
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
@@ -445,10 +446,8 @@ def test_hand_back_of_holes_is_refused(rejoined: tuple[AgentProcess, Caller]) ->
 
 
 def test_hand_back_of_the_same_version_twice(rejoined: tuple[AgentProcess, Caller]) -> None:
-    import xxhash
-
     agent, caller = rejoined
-    digest = xxhash.xxh3_128(bytes(10)).hexdigest()
+    digest = digest_of(bytes(10))
     first, second = memfd(), memfd()
     assert caller.ask(back(used=10, digest=digest), [first]) == local.Ok()
     refused(caller.ask(back(used=10, digest=digest), [second]), "cannot take version 1 back")

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import xxhash
 from train.agents import RealJob, RealNode
 from waiting import until
 
+from gemini_hpc.core.digest import digest
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.handshake import HandshakeError
@@ -82,9 +82,8 @@ class Rank:
         assert self.say(local.PushOffer(version, USED)) == local.Ok()
         assert self.say(local.PushChunk(USED - 1000)) == local.Ok()
         assert self.say(local.PushChunk(1000)) == local.Ok()
-        wanted = digest(payload(self.rank, version))
-        assert self.say(local.PushDone(wanted)) == local.Ok()
-        landed = local.Landed("default", self.rank, version, slot, USED, wanted)
+        assert self.say(local.PushDone()) == local.Ok()
+        landed = local.Landed("default", self.rank, version, slot, USED)
         assert self.caller.ask(landed) == local.Ok()
 
     def abort(self, version: int, slot: int) -> None:
@@ -105,10 +104,6 @@ class Rank:
 
 def payload(rank: int, version: int) -> bytes:
     return f"{rank} {version}".encode().ljust(USED, b".")
-
-
-def digest(data: bytes) -> str:
-    return xxhash.xxh3_128(data).hexdigest()
 
 
 class Site:
@@ -467,7 +462,7 @@ def test_a_digest_too_early(site: Site) -> None:
     slot = rank.begin(site.version + 1)
     assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
     assert rank.say(local.PushChunk(100)) == local.Ok()
-    assert isinstance(rank.say(local.PushDone("0" * 32)), local.Error)
+    assert isinstance(rank.say(local.PushDone()), local.Error)
     rank.close_channel()
     rank.abort(site.version + 1, slot)
     site.version += 1
@@ -536,9 +531,8 @@ def test_a_rank_fills_what_it_has_as_well(site: Site) -> None:
     slot = home.begin(new)
     assert home.say(local.PushOffer(new, USED)) == local.Taken(((500, 2500),))
     assert home.say(local.PushChunk(500)) == local.Ok() == home.say(local.PushChunk(USED - 2500))
-    wanted = digest(payload(0, new))
-    assert home.say(local.PushDone(wanted)) == local.Ok()
-    home.caller.ask(local.Landed("default", 0, new, slot, USED, wanted))
+    assert home.say(local.PushDone()) == local.Ok()
+    home.caller.ask(local.Landed("default", 0, new, slot, USED))
     for other in site.ranks[1:]:
         other.save(new)
     site.version = new

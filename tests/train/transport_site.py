@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
+from gemini_hpc.core.digest import digest as digest_of
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken, Outbox, Pending, Transport
 from gemini_hpc.train.transport.landing import Landing
 
@@ -80,7 +80,7 @@ def empty() -> torch.Tensor:
 
 
 def digest(data: torch.Tensor) -> str:
-    return xxhash.xxh3_128(data.numpy()).hexdigest()
+    return digest_of(data.numpy())
 
 
 def send_version(box: Outbox, version: int, seed: int, sizes: list[int], ahead: int = 1) -> bool:

@@ -8,9 +8,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-import xxhash
-
 from gemini_hpc.config import Settings
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.format import commit_record
 from gemini_hpc.node import cgroup
 from gemini_hpc.node.meminfo import meminfo
@@ -76,8 +75,8 @@ class Memfd:
         return memoryview(self._map)
 
     def digest(self, end: int, start: int = 0) -> str:
-        """xxh3_128 (hex) of the bytes from `start` to `end`; the GIL is free meanwhile."""
-        hasher = xxhash.xxh3_128()
+        """Return the digest of the bytes from `start` to `end`; the GIL is free meanwhile."""
+        hasher = Digest()
         with self.view() as view:
             for at in range(start, end, _DIGEST_STRIDE_BYTES):
                 hasher.update(view[at : min(end, at + _DIGEST_STRIDE_BYTES)])

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-import xxhash
-
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
@@ -24,6 +22,7 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Member
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -78,7 +77,7 @@ class PartReceiver:
     def take(link: BlockingLink, part: Part, silence_s: float) -> str:
         """The digest of the bytes that came, all of which are folded in. Raises LinkClosed, OSError."""
         at, end = part.wanted
-        hasher, piece = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
+        hasher, piece = Digest(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
         places = iter(part.places)
         place = next(places, None)
         while at < end:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from threading import Event
 from typing import NamedTuple
 
-import xxhash
-
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
@@ -110,7 +109,7 @@ def fetch_part(
             raise PullFailed(head.reason)
         if _content(head.copy) != _content(copy):
             raise PullFailed("offers a different copy from the planned one")
-        hasher, piece, at = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, end - start)), 0
+        hasher, piece, at = Digest(), bytearray(min(_PIECE_BYTES, end - start)), 0
         while at < end - start:
             if stop.is_set():
                 raise PullFailed("cancelled by a new recovery round")
@@ -153,7 +152,7 @@ def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
             raise (NotYet if head.later else PullFailed)(head.reason)
         if head.copy.used != copy.used or head.copy.digest != copy.digest:
             raise PullFailed("offers a different copy from the planned one")
-        hasher = xxhash.xxh3_128()
+        hasher = Digest()
         with memory.view() as view:
             at = 0
             while at < copy.used:

@@ -14,8 +14,6 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import xxhash
-
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
@@ -28,6 +26,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
+from gemini_hpc.core.digest import Digest, is_digest
 from gemini_hpc.core.moments import UNKNOWN
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Slot, Stamp
@@ -38,7 +37,6 @@ from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 SILENCE_S = 5.0
 SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the home sooner than this node
 _RETRY_S = 0.001
-_DIGEST_DIGITS = 32
 T = TypeVar("T")
 
 
@@ -185,7 +183,7 @@ class PushReceiver:
                 found = self._fill(link, taken.view, head.used, taken.there)
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
-                if not _is_digest(digest):
+                if not is_digest(digest):
                     raise LinkClosed("not a digest")
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
@@ -206,7 +204,7 @@ class PushReceiver:
             found = self._parts.take(link, part, SILENCE_S)
             link.wait(None)
             done = link.receive(peer.PushDone)
-            if not _is_digest(done.digest) or not _is_digest(done.part):
+            if not is_digest(done.digest) or not is_digest(done.part):
                 raise LinkClosed("not a digest")
             digest, claimed, mark = done.digest, done.part, done.mark
         finally:
@@ -217,7 +215,7 @@ class PushReceiver:
     def _fill(link: BlockingLink, view: memoryview, used: int, there: Sequence[Range]) -> str:
         """The digest of the bytes in the slot, read as they come: they are in the processor's cache then, and the
         training is mostly not on the network. Nobody else is given the slot to write to meanwhile."""
-        end, hasher = 0, xxhash.xxh3_128()
+        end, hasher = 0, Digest()
         stays = deque(there)
         while True:
             while stays and end == stays[0][0]:
@@ -335,7 +333,3 @@ def _check(head: peer.PushHead) -> None:
     """Raises LinkClosed for a version that cannot be."""
     if not 0 < head.used <= head.bytes or not head.version:
         raise LinkClosed(f"impossible version {head.version}: {head.used} bytes in a slot of {head.bytes}")
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == _DIGEST_DIGITS and not text.strip("0123456789abcdef")
