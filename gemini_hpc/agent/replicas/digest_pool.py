@@ -32,7 +32,6 @@ class Urgency(enum.IntEnum):
     ARRIVING = 0
     OWN = 1
     INVENTORY = 2
-    TIER = 3
 
 
 def threads_of(cores: int) -> int:
@@ -41,12 +40,11 @@ def threads_of(cores: int) -> int:
 
 
 class _Reading:
-    """Bytes that are being hashed."""
+    """Pieces that are being hashed: from `next` to before `last`, of which `left` are not done."""
 
-    def __init__(self, memory: Memfd, start: int, end: int) -> None:
-        self.view, self.start = memory.view(), start
-        self.pieces = Pieces(end - start)
-        self.next, self.left = 0, self.pieces.count
+    def __init__(self, view: memoryview, pieces: Pieces, first: int, last: int, start: int) -> None:
+        self.view, self.pieces, self.start = view, pieces, start
+        self.next, self.last, self.left = first, last, last - first
         self.over: Future[str] = Future()
 
 
@@ -69,11 +67,15 @@ class DigestPool:
 
     def read(self, memory: Memfd, end: int, start: int = 0, *, urgency: Urgency) -> Future[str]:
         """Hash the bytes from `start` to `end`. Raises ValueError for memory that has been given back."""
-        reading = _Reading(memory, start, end)
-        if not reading.left:
-            reading.view.release()
-            reading.over.set_result(reading.pieces.hexdigest())
-            return reading.over
+        pieces = Pieces(end - start)
+        return self.hash(memory, pieces, 0, pieces.count, start, urgency=urgency)
+
+    def hash(
+        self, memory: Memfd, pieces: Pieces, first: int, last: int, start: int = 0, *, urgency: Urgency
+    ) -> Future[str]:
+        """Hash the pieces from `first` to before `last`, of which there is one, of the bytes from `start` on; the
+        result counts where the others are known. Raises ValueError for memory that has been given back."""
+        reading = _Reading(memory.view(), pieces, first, last, start)
         with self._changed:
             if self._closed:
                 reading.over.cancel()
@@ -115,7 +117,7 @@ class DigestPool:
         while (task := self._take()) is not None:
             reading, first = task
             count = 0
-            for number, start, end in reading.pieces.bounds(first, first + _BATCH):
+            for number, start, end in reading.pieces.bounds(first, min(reading.last, first + _BATCH)):
                 if not reading.over.cancelled():
                     with reading.view[reading.start + start : reading.start + end] as part:
                         hasher.update(part)
@@ -132,8 +134,8 @@ class DigestPool:
                 for waiting in self._waiting.values():
                     if waiting:
                         reading, first = waiting[0], waiting[0].next
-                        reading.next = min(first + _BATCH, reading.pieces.count)
-                        if reading.next == reading.pieces.count:
+                        reading.next = min(first + _BATCH, reading.last)
+                        if reading.next == reading.last:
                             waiting.popleft()
                         return reading, first
                 if self._closed:

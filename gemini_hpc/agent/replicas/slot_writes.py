@@ -94,12 +94,13 @@ class SlotWrites:
         found = await asyncio.shield(reading)
         self.arrived(shard, index, claimed if claimed.digest else claimed._replace(digest=found), found)
 
-    def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> None:
-        """All bytes are there, and `found` is the digest of what was read: complete if that is what was claimed."""
+    def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
+        """All bytes are there, and `found` is the digest of what was read: complete if that is what was claimed.
+        Whether it is."""
         stamp, used, wanted = claimed
         slot = shard.pair.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:
-            return
+            return False
         if found == wanted:
             shard.pair.complete(index, stamp, found, used, shard.moment(index))
             shard.since[index] = shard.verified[index] = clock.time()
@@ -113,3 +114,4 @@ class SlotWrites:
                 detail=f"shard {shard.rank}: the copy's digest differs after the transfer",
             )
         self._sets.recount(shard.set)
+        return found == wanted

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.parity import Fold, Parity
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
@@ -257,7 +258,7 @@ class PartReceiver:
         used = parity.parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
         slot = shard.pair.slots[fold.index]
         slot.busy = True
-        digest = await asyncio.to_thread(shard.memory[fold.index].digest, used)
+        digest = await self._store.pool.digest(shard.memory[fold.index], used, urgency=Urgency.ARRIVING)
         state.of[fold.index], state.rooms[fold.index] = fold.of, fold.room
         self._forget(state, fold)
         self._filling.arrived(shard, fold.index, Committed(fold.stamp, used, digest), digest)
