@@ -267,6 +267,7 @@ class Agent:
         self._local.close()
         self.controller_link.close()
         if here.incarnation is not None:
+            await here.incarnation.mesh.parted()
             here.incarnation.mesh.close()
         self.saver.close()
         await self.saver.leave(self.salvage.gathering)

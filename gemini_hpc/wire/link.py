@@ -110,6 +110,14 @@ class Link:
             while self._writer.transport.get_write_buffer_size():
                 await asyncio.sleep(0.001)
 
+    def finish(self, message: Message) -> None:
+        """Send a last message, and nothing after it. Read the link until the other end closes: a close with unread
+        bytes would cut the connection off, and take the message with it."""
+        self.send(message)
+        transport = self._writer.transport
+        if not transport.is_closing():
+            transport.write_eof()
+
     async def hand_over(self, message: Message) -> socket.socket:
         """Send a last message, then give the connection away as a blocking socket for raw bytes."""
         return (await self.block(message)).sock

@@ -22,6 +22,7 @@ from gemini_hpc.wire.ports import candidates
 
 _PARALLEL_SEARCHES = 64
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+_PART_S, _PARTED_S = 0.5, 0.01
 
 
 class Mesh:
@@ -55,6 +56,7 @@ class Mesh:
         self.links: dict[str, Link] = {}
         self.ports: dict[str, int] = {}
         self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic(), expected)
+        self._parting: list[Link] = []  # that have been told that this agent leaves
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
         self._spawn(self._beat())
@@ -135,11 +137,14 @@ class Mesh:
             self._on_link(name)
             while True:
                 message = await link.receive()
+                if link in self._parting:
+                    continue
                 said = type(message).__name__
                 self._do(self.detector.hear(name, link.last_heard))
                 self._dispatch(name, message)
         except LinkClosed as exc:
-            self._complain(f"link to {name} has ended: {exc}")
+            if link not in self._parting:
+                self._complain(f"link to {name} has ended: {exc}")
         except Exception as exc:  # what one peer says must not end the dialling of it for good
             self._complain(f"link to {name}: could not handle {said}: {exc!r}")
         finally:
@@ -310,16 +315,23 @@ class Mesh:
     def leave(self) -> None:
         """Tell all peers that this agent ends, and that the job has ended well; nobody is missed from now on."""
         self.detector.left.update(self.hosts)
-        for name, link in list(self.links.items()):
-            self.send(name, peer.Left())
-            link.close()  # what is cut off instead may take the word with it
+        for link in self.links.values():
+            with suppress(OSError):
+                link.finish(peer.Left())
+        self._parting = list(self.links.values())
         self.links.clear()
+
+    async def parted(self) -> None:
+        """Return when all who were told of the leave have closed their links, or do not within a moment."""
+        deadline = clock.monotonic() + _PART_S
+        while any(not link.closed for link in self._parting) and clock.monotonic() < deadline:
+            await asyncio.sleep(_PARTED_S)
 
     def close(self) -> None:
         """Drop all links and stop dialling."""
         self.detector.watching = False
         for task in list(self._tasks):
             task.cancel()
-        for link in list(self.links.values()):
+        for link in (*self.links.values(), *self._parting):
             link.abort()
         self.links.clear()
