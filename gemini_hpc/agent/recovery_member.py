@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -18,10 +17,9 @@ from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.replicas.closings import Closings
-from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.seal_notes import Within
-from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.salvage import Salvage
@@ -131,7 +129,8 @@ class RecoveryMember:
             if shard.parity is not None:
                 shard.parity.fill = None
         if verify:
-            await asyncio.gather(*(self._settle(shard, index) for shard in self._store.every() for index in (0, 1)))
+            for lost in await self._store.verify():
+                self.log("damaged", version=lost.stamp.version, detail=f"shard {lost.rank}: copy dropped")
         sealed = ((s.name, s.sealed) for s in self._sets)
         return peer.InventoryRecord(
             host=me.node,
@@ -150,15 +149,6 @@ class RecoveryMember:
             closed=self._closings.all,
             closing=self._closings.own,
         )
-
-    async def _settle(self, shard: Shard, index: int) -> None:
-        """Drop a copy that is not what it was."""
-        record, slot = shard.record(index), shard.pair.slots[index]
-        if record is None:
-            return
-        digest = await self._store.pool.digest(shard.memory[index], record.used, urgency=Urgency.INVENTORY)
-        if shard.pair.slots[index] is slot and not shard.settle(index, digest):
-            self.log("damaged", version=record.stamp[1], detail=f"shard {record.rank}: copy dropped")
 
     @property
     def domains(self) -> Mapping[str, str]:

@@ -262,6 +262,8 @@ def test_wrong_digest_is_not_sealed_and_loses_nothing(agent: AgentProcess) -> No
     trainer.step()
     begun = trainer.caller.ask(local.Begin("default", 0, 2))
     assert isinstance(begun, local.Begun)
+    for text in ("x", "0" * 31, "A" * 32, "é" * 32):
+        refused(trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, text)), "needs its digest")
     assert trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, "0" * 32)) == local.Ok()
     until(lambda: "damaged" in agent.log(), what="the digest is compared")
     assert trainer.page.sealed == (trainer.epoch, 1)

@@ -437,6 +437,35 @@ def test_offers_of_what_is_not_there(site: Site) -> None:
     site.version += 1
 
 
+def test_a_copy_away_from_home_needs_the_digest_of_its_home(site: Site) -> None:
+    """Also where a process here, and no agent, brings it (R5)."""
+    rank, new = site.ranks[1], site.version + 1
+    assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE)), local.Slots)
+    begun = rank.caller.ask(local.Begin("default", 0, new))
+    assert isinstance(begun, local.Begun)
+    for text in ("", "0" * 31):
+        landed = rank.caller.ask(local.Landed("default", 0, new, begun.slot, USED, text))
+        assert isinstance(landed, local.Error) and "a copy needs its digest" in landed.error
+    assert not complete(site, new)
+    rank.caller.ask(local.Abort("default", 0, new, begun.slot))
+    assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE, pushed=True)), local.Slots)
+    site.version = new
+
+
+def test_a_slot_has_one_length(site: Site) -> None:
+    """Each offer has its agent read the slot: what is offered once is not offered as something else."""
+    rank = site.ranks[0]
+    slot = rank.begin(site.version + 1)
+    assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
+    rank.close_channel()
+    assert isinstance(rank.say(local.PushOffer(site.version + 1, USED - 1)), local.Refused)
+    landed = rank.caller.ask(local.Landed("default", 0, site.version + 1, slot, USED - 1))
+    assert isinstance(landed, local.Error) and "bytes used, after" in landed.error
+    rank.abort(site.version + 1, slot)
+    rank.close_channel()
+    site.version += 1
+
+
 @pytest.mark.parametrize("length", [0, USED + 1, 1 << 49])
 def test_lengths_that_cannot_be(site: Site, length: int) -> None:
     rank = site.ranks[0]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
-from gemini_hpc.agent.replicas.digest_pool import DigestPool
+from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.replica_fill import Fill
@@ -344,6 +344,19 @@ class Store:
         self.shards.clear()
         self.parities.clear()
         self.ancestors.clear()
+
+    async def verify(self) -> list[Copy]:
+        """Read every complete copy, and parity, anew, all at once. Drop what is not what it was, and return it."""
+        found = await asyncio.gather(*(self._settle(shard, index) for shard in self.every() for index in (0, 1)))
+        return [copy for copy in found if copy is not None]
+
+    async def _settle(self, shard: Shard, index: int) -> Copy | None:
+        record, slot = shard.record(index), shard.pair.slots[index]
+        if record is None:
+            return None
+        digest = await self.pool.digest(shard.memory[index], record.used, urgency=Urgency.INVENTORY)
+        is_same = shard.pair.slots[index] is not slot or shard.settle(index, digest)
+        return None if is_same else record
 
     def copies(self) -> list[Copy]:
         """Every complete copy, and parity."""
