@@ -7,7 +7,6 @@ import time
 from threading import Event
 
 import numpy as np
-import xxhash
 
 from benchmarks.bench import Options
 from benchmarks.rows import Row, median_row
@@ -16,6 +15,7 @@ from gemini_hpc.agent.replicas.parity import Fold
 from gemini_hpc.agent.transfer import making
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy, Member
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 
 SHARD, MEMBERS = 256 << 20, 4
@@ -113,4 +113,4 @@ def _decode(stripe: tuple[int, ...], size: int, data: dict[int, Memfd], blocks: 
 
 def _digest(memory: Memfd) -> str:
     with memory.view() as view:
-        return xxhash.xxh3_128(view).hexdigest()
+        return digest(view)

@@ -26,13 +26,13 @@ import numpy as np
 
 from benchmarks.bench import MeasureError, Options
 from benchmarks.rows import Row, median_row
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest
 from gemini_hpc.format.shard_manifest import Row as Tensor
 from gemini_hpc.format.slot_header import Layout, pack_header
 from gemini_hpc.tier import orders, version
-from gemini_hpc.tier.shards import digest
 from gemini_hpc.wire.stored import NodeFile
 
 RUNS = 7

@@ -22,6 +22,7 @@ from threading import Event
 
 import msgspec
 
+from gemini_hpc.agent.replicas.digest_pool import DigestPool
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.core.copy import Copy
@@ -65,9 +66,11 @@ async def serve(host: str, size: int) -> None:
     _fill(memory)
     copy = Copy("default", 0, 1, 0, size, size, Stamp(1, 1), memory.digest(size))
 
+    pool = DigestPool()
+
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = await accept(reader, writer, lambda greeting: "", host=host, restart=lambda: 0, instance="source")
-        await pull.serve(link, lambda ask: (copy, memory))
+        await pull.serve(link, pool, lambda ask: (copy, memory))
 
     server = await asyncio.start_server(call, "0.0.0.0", 0)
     listener = socket.create_server(("0.0.0.0", 0))

@@ -124,7 +124,7 @@ class Agent:
         events.follow(self.controller_link.tell)
 
         self._outlines = Outlines(node, here, spawn)
-        filling = SlotWrites(here, trainings, log, spawn, self._outlines.completed)
+        filling = SlotWrites(here, trainings, log, spawn, store.pool, self._outlines.completed)
         incoming = PushReceiver(here, trainings, store, filling, log)
         self.rescue = Rescue(
             here,
@@ -152,7 +152,7 @@ class Agent:
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
             incoming,
-            PushSender(here, store, spawn),
+            PushSender(here, store, filling, spawn),
             PullScheduler(me, here, store, trainings, tier, self._predecessor, log, spawn),
         )
         node_writer = NodeWriter(me, here, store, spawn)
@@ -275,6 +275,7 @@ class Agent:
         await self.transfers.cease()
         self.trainings.close()
         self.store.clear()
+        self.store.pool.close()
         map_file.remove(me.directory)
         map_file.settle(me.directory)
         self.state.remove()

@@ -137,7 +137,7 @@ class PeerServer:
         elif purpose == "link" and incarnation is not None:
             await incarnation.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":
-            await pull.serve(link, self._find)
+            await pull.serve(link, self._store.pool, self._find)
         elif purpose == "push":
             await self._incoming.serve(link)
         elif purpose == "wake":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 from gemini_hpc import clock
@@ -12,6 +11,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas import galois, replica_fills
+from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.parity import Parity
@@ -30,6 +30,7 @@ from gemini_hpc.agent.transfer.pull import PullFailed
 from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
 from gemini_hpc.agent.transfer.push_sender import PushSender
 from gemini_hpc.core import ranges
+from gemini_hpc.core.digest import is_digest
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local
@@ -360,8 +361,15 @@ class RankRequests:
             return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
         if not 0 < m.used <= shard.bytes:
             raise Rejected(f"{m.used} bytes used in a slot of {shard.bytes} bytes")
+        at_home = shard.home == self._membership.noderanks[self._node]
+        if not is_digest(m.digest) and not (at_home and not m.digest):
+            raise Rejected(f"the shard of rank {m.rank} is of node rank {shard.home}: a copy needs its digest")
+        claimed = Committed(Stamp(self._membership.epoch, m.version), m.used, m.digest)
+        try:
+            self._filling.landed(shard, m.slot, claimed)
+        except ValueError as exc:
+            raise Rejected(str(exc)) from None
         del self._fills[m.set, m.rank, m.slot]
-        self._filling.landed(shard, m.slot, Committed(Stamp(self._membership.epoch, m.version), m.used, m.digest))
         return local.Ok(), []
 
     def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
@@ -421,7 +429,7 @@ class RankRequests:
         shard.registered_round, shard.pushed = number, m.pushed
         shard.half_back = True
         if m.digest and 0 < m.used <= m.bytes:
-            digest = await asyncio.to_thread(memory.digest, m.used)
+            digest = await self._store.pool.digest(memory, m.used, urgency=Urgency.OWN)
             self._keep(client, m)
             if self._membership.incarnation is not incarnation or self._membership.round != number:
                 raise Rejected("a recovery round began meanwhile")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -129,13 +128,9 @@ class RecoveryMember:
             shard.pair.void_filling()
             if shard.parity is not None:
                 shard.parity.fill = None
-            for index in (0, 1):
-                record = shard.record(index)
-                if record is None or not verify:
-                    continue
-                digest = await asyncio.to_thread(shard.memory[index].digest, record.used)
-                if not shard.settle(index, digest):
-                    self.log("damaged", version=record.stamp[1], detail=f"shard {record.rank}: copy dropped")
+        if verify:
+            for lost in await self._store.verify():
+                self.log("damaged", version=lost.stamp.version, detail=f"shard {lost.rank}: copy dropped")
         sealed = ((s.name, s.sealed) for s in self._sets)
         return peer.InventoryRecord(
             host=me.node,

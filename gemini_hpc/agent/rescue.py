@@ -23,6 +23,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.outlines import Kept, Outlines
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
@@ -293,7 +294,7 @@ class Rescue:
         if not isinstance(answer, local.Copied) or not answer.whole:
             self._leave(shard, index)
             return f"rank {channel.rank}: {answer.why if isinstance(answer, local.Copied) else 'no answer'}"
-        found = await asyncio.to_thread(memory.digest, kept.used_bytes)
+        found = await self._store.pool.digest(memory, kept.used_bytes, urgency=Urgency.OWN)
         if kept.digest and found != kept.digest:
             self._leave(shard, index)
             return f"rank {channel.rank} has something else in its tensors"

@@ -18,6 +18,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def populate(mapping: mmap.mmap) -> None:
+    """Make a mapping's pages present, so that no later copy pays for page faults. The GIL is free meanwhile. A kernel
+    that cannot (before 5.14) leaves it to the first copy."""
+    start, total = ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping)
+    for at in range(0, total, _POPULATE_STEP_BYTES):
+        if _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
+            return
+
+
 @dataclass
 class Content:
     """What is known of a slot. digest empty: nothing complete."""
@@ -49,12 +58,8 @@ class Slot:
         return Content(*found.stamp, found.used_bytes, found.digest) if found is not None else Content()
 
     def populate(self) -> None:
-        """Make the mapping's pages present, so that no later copy pays for page faults. The GIL is free meanwhile.
-        A kernel that cannot (before 5.14) leaves it to the first copy."""
-        start, total = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self.size_bytes
-        for at in range(0, total, _POPULATE_STEP_BYTES):
-            if _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
-                return
+        """See `populate`."""
+        populate(self._map)
 
     def put(self, at: int, data: bytes | bytearray) -> None:
         """Write small bytes."""

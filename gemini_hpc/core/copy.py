@@ -22,7 +22,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 class Copy(msgspec.Struct, frozen=True):
     """Complete and verified. home: the node rank where the training rank lived; bytes: the slot's size, used: what of
-    it counts; digest: xxh3_128 (hex) of the used part. proven: it is
+    it counts; digest (`core.digest`): of the used part. proven: it is
     the one that was made at the shard's home; else a replica's, which no other may contradict. of: this is no copy of
     the rank's shard, but the parity beside it, of these shards of its stripe, in so many blocks,
     `room` bytes apart (`core.parity`). mark: of the rank's moment at this version (`core.moments`)."""

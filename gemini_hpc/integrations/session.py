@@ -15,17 +15,17 @@ from typing import TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import Session
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest
 from gemini_hpc.format.slot_header import PAGE_BYTES, Header, Layout, pack_header
-from gemini_hpc.train.device.memory import Keeper, Slot, map_copy
+from gemini_hpc.train.device.memory import Keeper, map_copy
 from gemini_hpc.train.replication.registration import Identity, register
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state import collectives
@@ -263,13 +263,13 @@ class StackSession:
         """To all holders, and say so. Raises AgentLost, AgentRefused, LinkBroken."""
         assert self._own.shard is not None
         client, slot, used = self._session.agent(), self._own.shard.slots[index], layout.small_offset
-        digest = _digest(slot, used)
+        told = "" if all(box.free for box in self._boxes.values()) else digest(slot.view()[:used])
         for rank, box in self._boxes.items():
             if not box.offer(Head(self._session.version, used, layout.total, ())):
                 raise AgentRefused(f"the node of rank {rank} could not take the version")
             _push(box, slot.bytes[:used])
-            box.finish(digest)
-        slot.content = Content(self._session.epoch, self._session.version, used, digest)
+            box.finish(told)
+        slot.content = Content(self._session.epoch, self._session.version, used, told)
         client.request(
             local.Landed(
                 set=self._session.name,
@@ -277,7 +277,7 @@ class StackSession:
                 version=self._session.version,
                 slot=index,
                 used=used,
-                digest=digest,
+                digest=told,
             )
         )
 
@@ -376,13 +376,6 @@ def _roomy(total_bytes: int) -> int:
     """A slot for so many bytes, and some more, in whole pages."""
     wanted = total_bytes + total_bytes // 16 + _SLACK_BYTES
     return wanted - wanted % PAGE_BYTES
-
-
-def _digest(slot: Slot, used: int) -> str:
-    hasher, raw = xxhash.xxh3_128(), slot.view()
-    for at in range(0, used, _CHUNK_BYTES):
-        hasher.update(raw[at : min(used, at + _CHUNK_BYTES)])
-    return hasher.hexdigest()
 
 
 def _push(box: Outbox, memory: torch.Tensor) -> None:

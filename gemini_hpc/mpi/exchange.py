@@ -10,22 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import xxhash
-
 from gemini_hpc import clock
 
 _DIGEST_TAG, _CHUNK_TAG = 1, 2
-_STRIDE_BYTES = 8 << 20
 WINDOW = 8  # chunks
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
-
-
-def digest(view: memoryview) -> str:
-    """xxh3_128 (hex)."""
-    hasher = xxhash.xxh3_128()
-    for at in range(0, len(view), _STRIDE_BYTES):
-        hasher.update(view[at : at + _STRIDE_BYTES])
-    return hasher.hexdigest()
 
 
 class _Stream:

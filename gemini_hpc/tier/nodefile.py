@@ -4,8 +4,9 @@
         header, directory, small      the slot's own areas, bytes
         tensors/NAME                  a tensor, or this rank's box of it (`NAME@256,0`), as a dataset of its type
 
-Every dataset has the digest (xxh3_128) of its bytes as an attribute. They are contiguous unless compression was asked
-for: their bytes are then written to their places in the file, and read there, without HDF5 in between.
+Every dataset has the plain xxh3_128 of its bytes as an attribute; a shard's digest is in the manifest. They are
+contiguous unless compression was asked for: their bytes are then written to their places in the file, and read there,
+without HDF5 in between.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import h5py
 import numpy as np
 import xxhash
 
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest, Piece
 from gemini_hpc.format.slot_header import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
 from gemini_hpc.tier import hdf5, publish
 from gemini_hpc.tier.direct_io import PART_BYTES
 from gemini_hpc.tier.readahead import Ahead
-from gemini_hpc.tier.shards import Area, Shard, digest
+from gemini_hpc.tier.shards import Area, Shard
 from gemini_hpc.tier.writeback import Behind
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -154,7 +156,7 @@ def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> 
 def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str, digests: list[tuple[Any, str]]) -> str:
     """Write a shard's bytes, and digest them while they are on their way to the disk: the digest of what comes back.
     Raises `Overwritten`."""
-    there = kept = xxhash.xxh3_128()  # with what lies between the areas; with zeros, a second one where that differs
+    there = kept = Digest()  # with what lies between the areas; with zeros, a second one where that differs
     at = 0
     for spot in places:
         area = spot.area
@@ -172,7 +174,8 @@ def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str, dige
                 data = disk.put(data, spot.offset + at - area.begin)
             else:
                 hdf5.put(spot.made, data, box)
-            for hasher in (own, *hashers):
+            own.update(data)
+            for hasher in hashers:
                 hasher.update(data)
             disk.through(size_bytes)
             at += size_bytes
@@ -259,7 +262,7 @@ class Reader:
         shard = Shard.parse(into[: stored.used], stored.bytes)
         shard.blank()
         tensors = group.get("tensors")
-        hasher, hashed = xxhash.xxh3_128(), 0
+        hasher, hashed = Digest(), 0
 
         def through(end: int) -> None:
             nonlocal hashed
@@ -299,7 +302,7 @@ class Reader:
         return data
 
     def _check(self, path: str, data: bytes | bytearray) -> None:
-        if self._dataset(self._file, path).attrs.get("xxh3_128") != digest(memoryview(data)):
+        if self._dataset(self._file, path).attrs.get("xxh3_128") != xxhash.xxh3_128_hexdigest(data):
             raise ValueError(f"{self._path}: {path} is damaged: its digest differs")
 
     def raw(self, path: str) -> bytes:

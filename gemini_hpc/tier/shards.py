@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import xxhash
-
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest, Piece
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
-
-_STRIDE_BYTES = 8 << 20
-
-
-def digest(view: memoryview) -> str:
-    """xxh3_128 (hex); the GIL is free meanwhile."""
-    hasher = xxhash.xxh3_128()
-    for at in range(0, len(view), _STRIDE_BYTES):
-        hasher.update(view[at : at + _STRIDE_BYTES])
-    return hasher.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import NodeFile, Stored
 
-FORMAT = 1
+FORMAT = 2  # 1: shards had a plain xxh3_128
 MANIFEST, INDEX, KEPT, REJECTED = "manifest.json", "index.h5", "kept", "rejected"
 MAX_MANIFEST_BYTES = 256 << 20
 _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")

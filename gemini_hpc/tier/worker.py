@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 
 from gemini_hpc import clock
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import job_directory, lustre, names, orders, owned, publish, retention, version
 from gemini_hpc.tier.owned import Directory, NotOurs
@@ -77,7 +78,7 @@ def _job(order: orders.Order) -> Iterator[Directory]:
 
 def _write(order: orders.Write) -> orders.Answer:
     from gemini_hpc.tier import nodefile
-    from gemini_hpc.tier.shards import Shard, digest
+    from gemini_hpc.tier.shards import Shard
 
     size_bytes = sum(source.used for source in order.shards)
 

@@ -331,10 +331,12 @@ class BlockingLink:
                 raise OSError("the file ends too early")
             offset += n
 
-    def fill(self, view: memoryview, silent_s: float) -> None:
-        """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time, or when fewer
-        have waited for `silent_s`. Raises LinkClosed where they do not come, also when nothing does for so long (up
-        to twice as long behind such few)."""
+    def fill(
+        self, view: memoryview, silent_s: float, take: Callable[[memoryview], object] = lambda part: None
+    ) -> None:
+        """Receive raw bytes, exactly as many as fit; `take` gets them in order, while the processor's cache has them.
+        The thread is woken for many of them at a time, or when fewer have waited for `silent_s`. Raises LinkClosed
+        where they do not come, also when nothing does for so long (up to twice as long behind such few)."""
         at, size, awaited = 0, len(view), 1
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
@@ -346,13 +348,15 @@ class BlockingLink:
                     awaited = wanted
                 ready = poll.poll(silent_s * 1000)
                 try:
-                    n = self.sock.recv_into(view[at:], 0, socket.MSG_DONTWAIT)
+                    n = self.sock.recv_into(view[at : at + WAKE_BYTES], 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     if not ready:
                         raise LinkClosed(f"silent after {at} of {size} bytes") from None
                     continue
                 if n == 0:
                     raise LinkClosed(f"closed after {at} of {size} bytes")
+                with view[at : at + n] as part:
+                    take(part)
                 at += n
         except OSError as exc:
             raise LinkClosed(str(exc)) from None

@@ -336,15 +336,17 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Landed(OfRank, frozen=True, tag="landed"):
-    """The slot holds all `used` bytes of `version`; `digest` (xxh3_128 hex of those bytes) was made at source.
+    """The slot holds all `used` bytes of `version`. digest (`core.digest`): made at the shard's home; "" where that
+    is this node, whose agent makes it.
 
-    The agent verifies it before it counts the copy (R5); the reply (`Ok`) does not wait for that.
+    The agent reads the bytes before it counts the copy (R5); the reply (`Ok`) does not wait for that. The commit
+    record has the digest then.
     """
 
     version: Version
     slot: int
     used: Bytes
-    digest: str
+    digest: str = ""
 
 
 class Abort(OfRank, frozen=True, tag="abort"):
@@ -430,9 +432,9 @@ class HandBack(OfRank, frozen=True, tag="handback"):
 
 
 class PushOffer(Message, frozen=True, tag="offer"):
-    """The slot that is being filled with `version` will have `used` bytes: does the holder take them? `Ok`, `Taken`
-    or `Refused`. base: a version of the same epoch of which the ranges of bytes `kept` have not changed: the
-    holder's slot may still have them."""
+    """The slot that is being filled with `version` has `used` bytes, which do not change any more: does the holder
+    take them? `Ok`, `Taken` or `Refused`. The agent reads them beside their way. base: a version of the same epoch of
+    which the ranges of bytes `kept` have not changed: the holder's slot may still have them."""
 
     version: Version
     used: Bytes
@@ -447,15 +449,13 @@ class Taken(Message, frozen=True, tag="taken"):
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):
-    """The slot's next `length` bytes may go, and do not change any more; `Ok` when they are at the holder."""
+    """The slot's next `length` bytes may go; `Ok` when they are at the holder."""
 
     length: Bytes
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """All `used` bytes have gone, and this is their digest; `Ok` when the holder has it."""
-
-    digest: str
+    """All `used` bytes may have gone; `Ok` when the holder has found the digest that this agent has read."""
 
 
 class LiveOn(OfRank, frozen=True, tag="live-on"):

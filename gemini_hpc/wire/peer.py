@@ -614,9 +614,9 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """All `used` bytes have come, with this digest (xxh3_128 hex, made at source). Answered by `PushAck`; the holder
-    verifies it before it counts the copy (R5). part: the digest of what has come, where only that was wanted. mark:
-    of the shard's moment (`core.moments`)."""
+    """All `used` bytes have come, with this digest (`core.digest`, made by the home's agent). Answered by `PushAck`;
+    the holder verifies it before it counts the copy (R5). part: the digest of what has come, where only that was
+    wanted. mark: of the shard's moment (`core.moments`)."""
 
     digest: str
     part: str = ""

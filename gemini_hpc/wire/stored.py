@@ -80,7 +80,7 @@ class Rejection(msgspec.Struct, frozen=True, order=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """One rank's shard in a file. bytes: size of its slot; used: what of it counts; digest: xxh3_128 (hex) of those
+    """One rank's shard in a file. bytes: size of its slot; used: what of it counts; digest (`core.digest`): of those
     bytes, with zeros between the areas and the tensors."""
 
     rank: Count

@@ -7,8 +7,8 @@ upgraded at one moment. The first release speaks one version only.
 
 from __future__ import annotations
 
-CURRENT = 3
-OLDEST = 3  # from the next version on: the one before
+CURRENT = 4
+OLDEST = 4  # from the next version on: the one before
 
 
 def common(least: int, most: int) -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
-import xxhash
 from waiting import until
 
+from gemini_hpc.core.digest import digest
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
 from .conftest import SIZE, STEP, AgentProcess, Caller
 from .test_local_bad_input import memfd
 
-DIGEST = xxhash.xxh3_128(bytes(10)).hexdigest()
+DIGEST = digest(bytes(10))
 
 
 def joined(agent: AgentProcess, rank: int, *, rejoin: bool) -> tuple[Caller, ControlPage]:

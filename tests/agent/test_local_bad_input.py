@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
 
+from gemini_hpc.core.digest import digest as digest_of
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
@@ -261,6 +262,8 @@ def test_wrong_digest_is_not_sealed_and_loses_nothing(agent: AgentProcess) -> No
     trainer.step()
     begun = trainer.caller.ask(local.Begin("default", 0, 2))
     assert isinstance(begun, local.Begun)
+    for text in ("x", "0" * 31, "A" * 32, "é" * 32):
+        refused(trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, text)), "needs its digest")
     assert trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, "0" * 32)) == local.Ok()
     until(lambda: "damaged" in agent.log(), what="the digest is compared")
     assert trainer.page.sealed == (trainer.epoch, 1)
@@ -445,10 +448,8 @@ def test_hand_back_of_holes_is_refused(rejoined: tuple[AgentProcess, Caller]) ->
 
 
 def test_hand_back_of_the_same_version_twice(rejoined: tuple[AgentProcess, Caller]) -> None:
-    import xxhash
-
     agent, caller = rejoined
-    digest = xxhash.xxh3_128(bytes(10)).hexdigest()
+    digest = digest_of(bytes(10))
     first, second = memfd(), memfd()
     assert caller.ask(back(used=10, digest=digest), [first]) == local.Ok()
     refused(caller.ask(back(used=10, digest=digest), [second]), "cannot take version 1 back")

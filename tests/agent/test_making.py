@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from threading import Event
 
 import pytest
-import xxhash
 from msgspec import structs
 
 from gemini_hpc.agent.replicas.memory import Memfd
@@ -15,6 +14,7 @@ from gemini_hpc.agent.transfer import making
 from gemini_hpc.agent.transfer.pull import PullFailed
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy, Member
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 
 N, BLOCKS, SIZE = 5, 2, 1 << 16
@@ -33,7 +33,7 @@ class Stripe:
             memory = self.memory(SIZE)
             with memory.view() as view:
                 view[: len(data)] = data
-            copy = Copy("", rank, N, rank, SIZE, len(data), STAMP, xxhash.xxh3_128(data).hexdigest())
+            copy = Copy("", rank, N, rank, SIZE, len(data), STAMP, digest(data))
             self.shards[rank] = memory, copy
         self.parities = {
             rank: self.beside(rank, [self.shards[o] for o in range(N) if o != rank]) for rank in range(N)

@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import xxhash
 from train.agents import RealJob
 from waiting import until
 
 from gemini_hpc.core import parity
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.ranges import between
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
@@ -33,10 +33,6 @@ CLOSED = (LinkClosed, OSError)
 
 def payload(rank: int, version: int) -> bytes:
     return random.Random(f"{rank} {version}").randbytes(USED[rank])
-
-
-def digest(data: bytes) -> str:
-    return xxhash.xxh3_128(data).hexdigest()
 
 
 class Rank:
@@ -101,13 +97,11 @@ class Rank:
             for at in range(start, end, 30_000):
                 assert self.say(holder, local.PushChunk(min(30_000, end - at))) == local.Ok()
                 sent += min(30_000, end - at)
-        assert self.say(holder, local.PushDone(digest(payload(self.rank, version)))) == local.Ok()
+        assert self.say(holder, local.PushDone()) == local.Ok()
         return sent
 
     def land(self, version: int, slot: int) -> None:
-        landed = local.Landed(
-            "default", self.rank, version, slot, USED[self.rank], digest(payload(self.rank, version))
-        )
+        landed = local.Landed("default", self.rank, version, slot, USED[self.rank])
         assert self.caller.ask(landed) == local.Ok()
 
     def save(self, version: int) -> None:

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import xxhash
 from train.agents import RealJob, RealNode
 from waiting import until
 
+from gemini_hpc.core.digest import digest
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.handshake import HandshakeError
@@ -82,9 +82,8 @@ class Rank:
         assert self.say(local.PushOffer(version, USED)) == local.Ok()
         assert self.say(local.PushChunk(USED - 1000)) == local.Ok()
         assert self.say(local.PushChunk(1000)) == local.Ok()
-        wanted = digest(payload(self.rank, version))
-        assert self.say(local.PushDone(wanted)) == local.Ok()
-        landed = local.Landed("default", self.rank, version, slot, USED, wanted)
+        assert self.say(local.PushDone()) == local.Ok()
+        landed = local.Landed("default", self.rank, version, slot, USED)
         assert self.caller.ask(landed) == local.Ok()
 
     def abort(self, version: int, slot: int) -> None:
@@ -105,10 +104,6 @@ class Rank:
 
 def payload(rank: int, version: int) -> bytes:
     return f"{rank} {version}".encode().ljust(USED, b".")
-
-
-def digest(data: bytes) -> str:
-    return xxhash.xxh3_128(data).hexdigest()
 
 
 class Site:
@@ -326,7 +321,8 @@ def test_digests_that_are_none(site: Site, digest_text: str) -> None:
 def test_a_digest_of_something_else(site: Site) -> None:
     push = site.push()
     assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * USED) == USED
-    assert push.done(digest(b"y" * USED)) == USED
+    with pytest.raises(CLOSED):  # its home is not to count what is not here
+        push.done(digest(b"y" * USED))
     until(
         lambda: "the copy's digest differs after the transfer" in site.holder.log(),
         what="the damaged copy is refused",
@@ -441,6 +437,35 @@ def test_offers_of_what_is_not_there(site: Site) -> None:
     site.version += 1
 
 
+def test_a_copy_away_from_home_needs_the_digest_of_its_home(site: Site) -> None:
+    """Also where a process here, and no agent, brings it (R5)."""
+    rank, new = site.ranks[1], site.version + 1
+    assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE)), local.Slots)
+    begun = rank.caller.ask(local.Begin("default", 0, new))
+    assert isinstance(begun, local.Begun)
+    for text in ("", "0" * 31):
+        landed = rank.caller.ask(local.Landed("default", 0, new, begun.slot, USED, text))
+        assert isinstance(landed, local.Error) and "a copy needs its digest" in landed.error
+    assert not complete(site, new)
+    rank.caller.ask(local.Abort("default", 0, new, begun.slot))
+    assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE, pushed=True)), local.Slots)
+    site.version = new
+
+
+def test_a_slot_has_one_length(site: Site) -> None:
+    """Each offer has its agent read the slot: what is offered once is not offered as something else."""
+    rank = site.ranks[0]
+    slot = rank.begin(site.version + 1)
+    assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
+    rank.close_channel()
+    assert isinstance(rank.say(local.PushOffer(site.version + 1, USED - 1)), local.Refused)
+    landed = rank.caller.ask(local.Landed("default", 0, site.version + 1, slot, USED - 1))
+    assert isinstance(landed, local.Error) and "bytes used, after" in landed.error
+    rank.abort(site.version + 1, slot)
+    rank.close_channel()
+    site.version += 1
+
+
 @pytest.mark.parametrize("length", [0, USED + 1, 1 << 49])
 def test_lengths_that_cannot_be(site: Site, length: int) -> None:
     rank = site.ranks[0]
@@ -467,7 +492,7 @@ def test_a_digest_too_early(site: Site) -> None:
     slot = rank.begin(site.version + 1)
     assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
     assert rank.say(local.PushChunk(100)) == local.Ok()
-    assert isinstance(rank.say(local.PushDone("0" * 32)), local.Error)
+    assert isinstance(rank.say(local.PushDone()), local.Error)
     rank.close_channel()
     rank.abort(site.version + 1, slot)
     site.version += 1
@@ -536,9 +561,8 @@ def test_a_rank_fills_what_it_has_as_well(site: Site) -> None:
     slot = home.begin(new)
     assert home.say(local.PushOffer(new, USED)) == local.Taken(((500, 2500),))
     assert home.say(local.PushChunk(500)) == local.Ok() == home.say(local.PushChunk(USED - 2500))
-    wanted = digest(payload(0, new))
-    assert home.say(local.PushDone(wanted)) == local.Ok()
-    home.caller.ask(local.Landed("default", 0, new, slot, USED, wanted))
+    assert home.say(local.PushDone()) == local.Ok()
+    home.caller.ask(local.Landed("default", 0, new, slot, USED))
     for other in site.ranks[1:]:
         other.save(new)
     site.version = new

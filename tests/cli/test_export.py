@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from gemini_hpc.cli import main
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest
@@ -33,7 +34,7 @@ from gemini_hpc.format.slot_header import Layout, pack_header
 from gemini_hpc.mpi.arrays import Arrays, Part
 from gemini_hpc.slurm import client as slurm_client
 from gemini_hpc.tier import nodefile, publish, version
-from gemini_hpc.tier.shards import Shard, digest
+from gemini_hpc.tier.shards import Shard
 from gemini_hpc.train.state import encode, full_state
 from gemini_hpc.train.state.tree import Stateful, StateTree
 

@@ -100,7 +100,7 @@ def test_good_credentials_with_bad_content(site: Site) -> None:
     for call in (site.call(), site.controller_call()):
         answers = site.attack("forged", "alice", **call)
         # Requirement not-a-failure: who may speak to us at all, but in no version of ours, is told so.
-        assert answers.pop("protocol").startswith("refused: protocol 99, wanted 3:"), answers
+        assert answers.pop("protocol").startswith("refused: protocol 99, wanted 4:"), answers
         assert set(answers.values()) == {"closed"}, answers
 
 

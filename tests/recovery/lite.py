@@ -24,9 +24,9 @@ import sys
 import time
 
 import msgspec
-import xxhash
 
 from gemini_hpc.client import joining
+from gemini_hpc.core.digest import digest as digest_of
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
@@ -91,7 +91,7 @@ class Slots:
             return str(reply)
         view = self.maps[reply.slot]
         view[: len(payload)] = payload
-        digest = xxhash.xxh3_128(payload).hexdigest()
+        digest = digest_of(payload)
         landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
         self.stamps[reply.slot] = (epoch, version, len(payload), digest)
         return "" if isinstance(landed, local.Ok) else str(landed)

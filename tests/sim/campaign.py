@@ -27,6 +27,7 @@ AFTER_STEP_S = 0.06  # in which a version is on its way
 _TOLD_S = 0.035  # what homes tell has come by then, and no rank has gone on
 LIVELY_S = 240.0
 QUIET_S = 30.0
+_DAMAGED = 0.005  # of the chunks that are pushed
 
 
 class Campaign:
@@ -40,6 +41,7 @@ class Campaign:
         self.seed = seed
         self.world = World(seed)
         install(self.world)
+        self.world.damaged = _DAMAGED
         rng = self.rng = random.Random(seed ^ 0x5EED)
         size, spares = (rng.randint(3, 6), 4) if live else (rng.randint(2, 5), rng.randint(0, 2))
         settings = self.settings = Settings(
@@ -114,7 +116,7 @@ class Campaign:
 
     def _quiet(self) -> None:
         """Faults are over, and their effects have had time to show: some steps more, which have to be protected."""
-        self._calm = True
+        self._calm, self.world.damaged = True, 0.0
         self.job.steps = self.job.trained + MORE_STEPS
         self._tell(f"none any more; the last step is {self.job.steps}")
         self._at(LIVELY_S, self._late)

@@ -32,6 +32,7 @@ from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.core.votes import Decision
+from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.message import Message
@@ -65,6 +66,17 @@ def no_seal_asked() -> None:
 def no_digest() -> None:
     """R5: what is held is believed to be what it was."""
     patch(Shard, "settle", lambda self, index, digest: self.record(index) is not None)
+
+
+@control
+def away_without_the_digest_of_home() -> None:
+    """R5: a copy away from home is complete when its bytes have been read, whatever the home has said of them."""
+    arrived = SlotWrites.arrived
+
+    def anyhow(self: SlotWrites, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
+        return arrived(self, shard, index, claimed._replace(digest=found), found)
+
+    patch(SlotWrites, "arrived", anyhow)
 
 
 @control

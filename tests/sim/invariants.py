@@ -230,12 +230,12 @@ class Truth:
 
     # ---- R5, R6 ----------------------------------------------------------------------------------------
 
-    def completes(self, shard: Shard, claimed: Committed) -> None:
+    def completes(self, shard: Shard, index: int) -> None:
         """The name of a version names one content."""
-        key = -1 - shard.rank if shard.parity is not None else shard.rank
-        known = self.digests.setdefault((key, claimed.stamp), claimed.digest)
-        if known != claimed.digest:
-            self.wrong(f"R6: {claimed.stamp} of shard {shard.rank} names two contents")
+        key, slot = -1 - shard.rank if shard.parity is not None else shard.rank, shard.pair.slots[index]
+        assert slot.stamp is not None and slot.digest is not None
+        if self.digests.setdefault((key, slot.stamp), slot.digest) != slot.digest:
+            self.wrong(f"R5: {slot.stamp} of shard {shard.rank} names two contents")
 
     def settles(self, shard: Shard, index: int) -> None:
         """What was verified is what was saved."""
@@ -277,11 +277,12 @@ def _slots(truth: Truth) -> None:
         truth.point("begun", _host())
         return index
 
-    def arrived(was: Any, self: SlotWrites, shard: Shard, index: int, claimed: Committed, found: str) -> None:
-        was(self, shard, index, claimed, found)
+    def arrived(was: Any, self: SlotWrites, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
+        counts: bool = was(self, shard, index, claimed, found)
         if shard.pair.slots[index].state == "complete":
-            truth.completes(shard, claimed)
+            truth.completes(shard, index)
             truth.point("complete", _host())
+        return counts
 
     def settle(was: Any, self: Shard, index: int, digest: str) -> bool:
         whole: bool = was(self, index, digest)

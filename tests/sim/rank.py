@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import xxhash
-
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import LEAVES_S
 from gemini_hpc.core import parity
@@ -131,7 +129,6 @@ class Rank:
         self._page: ControlPage | None = None
         self._maps: dict[int, list[mmap.mmap]] = {}
         self._fds: dict[int, list[int]] = {}
-        self._stamps: dict[tuple[int, int], tuple[int, int, int, str]] = {}
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
         self._m, self._node_rank, self._blocks = 0, 0, 0
@@ -433,27 +430,24 @@ class Rank:
             self.watch(f"refused ({reply})", self, version)
             agent.ask(local.Event("skipped", version, self.world.clock.time()))
             return False
-        self._stamps.pop((self.rank, reply.slot), None)
         content = Content(self.rank, version, state, self._lineage, self._means(self.rank, version))
         payload = slot.pack(content, self.epoch, self.size, live=self.live)
         self._maps[self.rank][reply.slot][: len(payload)] = payload
-        digest = xxhash.xxh3_128(payload).hexdigest()
         if self.live:
             agent.ask(local.Sketched(SET, self.rank, version, reply.slot, *slot.sketch(payload)))
             self.watch("sketched", self, version)
         while self._held_back:
             self.world.clock.sleep(0.01)
-        taken = [self._push(holder, version, payload, digest) for holder in self._receivers]
+        taken = [self._push(holder, version, payload) for holder in self._receivers]
         if not all(taken):  # were it complete here, nobody could ever abandon it
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
             return False
-        landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
-        self._stamps[self.rank, reply.slot] = (self.epoch, version, len(payload), digest)
+        landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload)))
         if isinstance(landed, local.Ok):
             self._landed = version
         return isinstance(landed, local.Ok)
 
-    def _push(self, holder: int, version: int, payload: bytes, digest: str) -> bool:
+    def _push(self, holder: int, version: int, payload: bytes) -> bool:
         """As `train.transport.host` does; what fails costs this version."""
         agent, gate = self._agent, self._gate
         assert agent is not None and gate is not None
@@ -470,7 +464,7 @@ class Rank:
             for start, end in between(there, len(payload)) if taken else ():
                 for at in range(start, end, 4500):
                     taken = taken and self._said(channel, local.PushChunk(min(4500, end - at))) is not None
-            taken = taken and self._said(channel, local.PushDone(digest)) is not None
+            taken = taken and self._said(channel, local.PushDone()) is not None
         except OSError:
             taken = False
         if not taken:
@@ -511,7 +505,7 @@ class Rank:
     def _hand_back(self, agent: Connection) -> None:
         for rank, fds in self._fds.items():
             for index, fd in enumerate(fds):
-                found = self._content(rank, index, fd)
+                found = self._content(fd)
                 home = self.barrier.homes[rank]
                 agent.ask(
                     local.HandBack(SET, rank, self.size, home, self._bytes, index, *found, pushed=rank != self.rank),
@@ -521,12 +515,9 @@ class Rank:
         if self._blocks:
             agent.ask(self._parity(passed=self.version + 1))
 
-    def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
-        """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
-        known = self._stamps.get((rank, index), (0, 0, 0, ""))
+    def _content(self, fd: int) -> tuple[int, int, int, str]:
+        """(epoch, version, used, digest) of a slot: what the agent has committed."""
         found = commit_record.parse(os.pread(fd, commit_record.RECORD_BYTES, self._bytes))
-        if found is not None:
-            known = max(known, (*found.stamp, found.used_bytes, found.digest))
-        if known[0] != self.epoch and known[:2] != self._chosen:
+        if found is None or (found.stamp.epoch != self.epoch and found.stamp != self._chosen):
             return 0, 0, 0, ""
-        return known
+        return *found.stamp, found.used_bytes, found.digest

@@ -113,7 +113,10 @@ def noted() -> dict[str, int]:
 def note(name: str, seed: int) -> None:
     """Write a control's seed down, and drop what names no control."""
     seeds = {**noted(), name: seed}
-    FILE.write_text(json.dumps({name: seeds[name] for name in CONTROLS if name in seeds}, indent=2) + "\n")
+    text = json.dumps({name: seeds[name] for name in CONTROLS if name in seeds}, indent=2) + "\n"
+    made = FILE.with_suffix(".new")
+    made.write_text(text)
+    made.replace(FILE)  # others read it meanwhile
 
 
 def with_seed(name: str, seed: int) -> Ended:

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import json
 import os
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,14 +17,18 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import msgspec
+import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.agent import daemon as agent_module
 from gemini_hpc.agent import rescue, restart_state
 from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.agent.replicas import memory
+from gemini_hpc.agent.replicas import store as store_module
+from gemini_hpc.agent.replicas.digest_pool import DigestPool
 from gemini_hpc.agent.transfer import push_sender, threads
 from gemini_hpc.client import seal_wait
+from gemini_hpc.core.digest import Pieces
 from gemini_hpc.wire import link, local, munge
 from gemini_hpc.wire.frames import bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES
@@ -43,6 +48,8 @@ class World:
         self.seed = seed
         self.loop = SimLoop(seed)
         self.rng = self.loop.rng
+        self.wire = random.Random(seed ^ 0xD16E57)
+        self.damaged = 0.0  # share of the chunks, behind TCP's back: in a switch's memory, say
         self.network = Network(self.loop)
         self.clock = kernel.Clock(self.loop)
         self.story: list[tuple[float, str]] = []
@@ -107,9 +114,14 @@ class BlockingLink(link.BlockingLink):
     sock: Any
 
     def send_file(self, fd: int, offset: int, length: int) -> None:
-        self.sock.sendall(os.pread(fd, length, offset))
+        data = bytearray(os.pread(fd, length, offset))
+        if world().wire.random() < world().damaged:
+            data[world().wire.randrange(len(data))] ^= 1
+        self.sock.sendall(data)
 
-    def fill(self, view: memoryview, silent_s: float) -> None:
+    def fill(
+        self, view: memoryview, silent_s: float, take: Callable[[memoryview], object] = lambda part: None
+    ) -> None:
         at = 0
         while at < len(view):
             if not self.sock.readable(silent_s):
@@ -120,6 +132,7 @@ class BlockingLink(link.BlockingLink):
                 raise link.LinkClosed(str(error)) from None
             if n == 0:
                 raise link.LinkClosed(f"closed after {at} of {len(view)} bytes")
+            take(view[at : at + n])
             at += n
 
     def bound(self, silent_s: float) -> None:
@@ -443,6 +456,27 @@ class OwnDirectory:
         return "here"
 
 
+class Pool(DigestPool):
+    """In place of the agent's: a thread of the simulation for each reading."""
+
+    def hash(
+        self, memory: Any, pieces: Pieces, first: int, last: int, start: int = 0, *, urgency: Any
+    ) -> kernel.Joined:
+        over, loop, view = kernel.Joined(), current().loop, memory.view()
+
+        def work() -> None:
+            for number, begin, end in pieces.bounds(first, last):
+                pieces.put(number, xxhash.xxh3_128_digest(view[start + begin : start + end]))
+            view.release()
+            if over.set_running_or_notify_cancel():
+                over.set_result(pieces.hexdigest())
+
+        loop.thread(current(), work, loop.rng.uniform(0.0, 0.002))
+        return over
+
+    def close(self) -> None: ...
+
+
 def _put(file: Any, data: bytes) -> None:
     if current().host in world().full:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -467,6 +501,7 @@ def install(made: World) -> None:
     push_sender.socket = packets
     rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]
     memory.meminfo = _meminfo
+    store_module.DigestPool = Pool  # type: ignore[misc]
     failure_domains.read = lambda setting: dict(world().domains)  # type: ignore[assignment]
     seal_wait._POLL_S = 0.002  # a look costs as much as a message here
     made.put = restart_state.StateFile._put

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import item_bytes
 from gemini_hpc.format.shard_manifest import Manifest, Row
 from gemini_hpc.format.slot_header import Layout, pack_header
-from gemini_hpc.tier.shards import Shard, digest
+from gemini_hpc.tier.shards import Shard
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

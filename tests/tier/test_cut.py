@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import nodefile, orders, version
-from gemini_hpc.tier.shards import Shard, digest
+from gemini_hpc.tier.shards import Shard
 
 from .test_worker import Node, here
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from waiting import until
 
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Row
 from gemini_hpc.tier import job_directory, orders, version, worker
-from gemini_hpc.tier.shards import Shard, digest
+from gemini_hpc.tier.shards import Shard
 
 from . import slots
 

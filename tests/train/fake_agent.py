@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
 from gemini_hpc.core import placement
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
 from gemini_hpc.format import commit_record
+from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
 from gemini_hpc.wire import control_page, local, version
 
@@ -37,13 +37,17 @@ class Held:
     pair: SlotPair = field(default_factory=SlotPair)
 
     def digest(self, index: int, used: int) -> str:
-        hasher = xxhash.xxh3_128()
-        at = 0
+        stream, at = Digest(), 0
         while at < used:
             part = os.pread(self.fds[index], min(used - at, 1 << 22), at)
-            hasher.update(part)
+            stream.update(part)
             at += len(part)
-        return hasher.hexdigest()
+        return stream.hexdigest()
+
+    def commit(self, index: int, committed: Committed | None) -> None:
+        """As the agent's memory does."""
+        record = commit_record.BLANK if committed is None else commit_record.pack(committed)
+        os.pwrite(self.fds[index], record, self.bytes)
 
     def small_bytes(self) -> int:
         """Of the larger of its complete versions' small states."""
@@ -212,9 +216,9 @@ class Node:
                 return local.Refused("not registered"), []
             voted = held.pair.complete_stamps()
             try:
-                return local.Begun(
-                    held.pair.begin(Stamp(job.epoch, m.version), job.sealed, job.abandoned(), voted=voted)
-                ), []
+                index = held.pair.begin(Stamp(job.epoch, m.version), job.sealed, job.abandoned(), voted=voted)
+                held.commit(index, None)
+                return local.Begun(index), []
             except Refused as refused:
                 return local.Refused(refused.reason), []
         if isinstance(m, local.Abort):
@@ -297,16 +301,18 @@ class Node:
         held = self.held.get(m.rank)
         if held is None:
             return False
-        if held.digest(m.slot, m.used) != m.digest:
+        found = held.digest(m.slot, m.used)
+        if found != (m.digest or (found if held.home == self.rank else "")):
             self.job.corrupt.append(m)
             held.pair.void(m.slot)
             return False
         header = parse_header(os.pread(held.fds[m.slot], HEADER_BYTES, 0), held.bytes)
         assert (header.rank, header.stamp, header.used_bytes) == (m.rank, Stamp(self.job.epoch, m.version), m.used)
         try:
-            held.pair.complete(m.slot, Stamp(self.job.epoch, m.version), m.digest, m.used)
+            held.pair.complete(m.slot, Stamp(self.job.epoch, m.version), found, m.used)
         except ValueError:
             return False
+        held.commit(m.slot, Committed(Stamp(self.job.epoch, m.version), m.used, found))
         self.job.landed.append((self.rank, m.rank, m.version))
         self.job.reseal()
         return True

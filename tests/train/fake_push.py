@@ -44,7 +44,7 @@ class Push:
                 self._sock.sendall(local.encode(reply))
                 if isinstance(request, local.PushDone):
                     with self._home.job.lock:
-                        self._verify(request.digest)
+                        self._verify()
                         self._home.job.unverified -= 1
 
     def _answer(self, request: local.Message) -> local.Message:
@@ -83,11 +83,11 @@ class Push:
         self._used, self._at = offer.used, 0
         return local.Ok()
 
-    def _verify(self, digest: str) -> None:
-        index, version, used = self._slots[1], self._version, self._used
-        if self._holder.held.get(self._rank) is not self._into or self._into is None:
+    def _verify(self) -> None:
+        (here, index), version, used = self._slots, self._version, self._used
+        if self._holder.held.get(self._rank) is not self._into or self._into is None or self._from is None:
             return
-        landed = local.Landed(set=self._set, rank=self._rank, version=version, slot=index, used=used, digest=digest)
-        if self._holder.verify(landed):
-            committed = commit_record.Committed(Stamp(self._home.job.epoch, version), used, digest)
-            os.pwrite(self._into.fds[index], commit_record.pack(committed), self._into.bytes)
+        digest = self._from.digest(here, used)
+        self._holder.verify(
+            local.Landed(set=self._set, rank=self._rank, version=version, slot=index, used=used, digest=digest)
+        )

@@ -215,7 +215,7 @@ def test_an_agent_of_another_protocol_is_one_line(make_job: MakeJob) -> None:
     results = run.wait()
     assert all(r["report"]["state"] == "unprotected" and len(r["losses"]) == 3 for r in results)
     lines = [line for err in run.stderr for line in err.splitlines() if line.startswith("gemini-hpc:")]
-    assert len(lines) == 1 and "not protected: the training process speaks protocol 3, wanted 3" in lines[0], lines
+    assert len(lines) == 1 and "not protected: the training process speaks protocol 4, wanted 4" in lines[0], lines
 
 
 def test_broken_links(make_job: MakeJob) -> None:

@@ -55,23 +55,23 @@ def test_common_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_new_is_refused_with_one_line() -> None:
-    hello = msgspec.structs.replace(caller()._hello, least=4, most=5)
+    hello = msgspec.structs.replace(caller()._hello, least=5, most=6)
     greeting = handshake.receive(envelope(hello))
     assert greeting.proto == 0
-    with pytest.raises(HandshakeError, match="protocol 4 to 5, wanted 3: install the same"):
+    with pytest.raises(HandshakeError, match="protocol 5 to 6, wanted 4: install the same"):
         handshake.answer(greeting, host="n2", restart=0, instance="x")
 
 
 def test_an_answer_in_no_version_of_ours_is_refused() -> None:
     client = caller()
     nonce = client._hello.nonce
-    with pytest.raises(HandshakeError, match="protocol 4"):
-        client.finish(envelope(handshake.ServerHello(4, nonce, b"s" * 32, "n2", 1, 0, "x")))
+    with pytest.raises(HandshakeError, match="protocol 5"):
+        client.finish(envelope(handshake.ServerHello(5, nonce, b"s" * 32, "n2", 1, 0, "x")))
 
 
 def test_fields_of_later_versions_are_skipped() -> None:
     hello = json.loads(local.encode(local.hello(set="d", rank=0, world=1, local_rank=0, step="7.0", pid=1)))
-    later = json.dumps({**hello, "colour": ["green"], "most": 4}).encode()
-    assert local.request_decoder.decode(later) == local.Hello(3, 4, "d", 0, 1, 0, "7.0", 1)
+    later = json.dumps({**hello, "colour": ["green"], "most": 5}).encode()
+    assert local.request_decoder.decode(later) == local.Hello(4, 5, "d", 0, 1, 0, "7.0", 1)
     packed = msgspec.msgpack.encode({"kind": "go", "round": 3, "step": "7.0", "mood": {"good": True}})
     assert protocol.decoder.decode(packed) == peer.Go(3, "7.0")

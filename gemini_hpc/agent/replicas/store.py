@@ -8,15 +8,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
+from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.replica_fill import Fill
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.moments import UNCOUNTED, Moment
-from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.core.slots import Slot, SlotPair, Stamp
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
 
 Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The leading `used` bytes of a slot that is being filled, on their way to a digest."""
+
+    slot: Slot
+    used: int
+    found: asyncio.Future[str]
 
 
 @dataclass
@@ -28,7 +38,8 @@ class Shard:
     copied from live state. pushed: the home's agent fills it, and a training rank at most those parts that it has as
     well (fill: the newest version of which it did; unlike: why it must not). handed_back: slots that a process has
     given to this agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and
-    nobody else writes to it. parity: this is not the shard, but the parity beside it.
+    nobody else writes to it. parity: this is not the shard, but the parity beside it. readings: by
+    slot, of what a process here is filling.
     """
 
     set: str
@@ -50,6 +61,7 @@ class Shard:
     half_back: bool = False
     unproven: Stamp | None = None
     parity: Parity | None = None
+    readings: list[Reading | None] = field(default_factory=lambda: [None, None])
 
     def record(self, index: int) -> Copy | None:
         """What can be told of a complete slot; None of any other."""
@@ -94,6 +106,7 @@ class Store:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
+        self.pool = DigestPool()
         self.shards: dict[Key, Shard] = {}
         self.parities: dict[Key, Shard] = {}  # beside the shards of those ranks, of others
         self.ancestors: list[Shard] = []
@@ -331,6 +344,19 @@ class Store:
         self.shards.clear()
         self.parities.clear()
         self.ancestors.clear()
+
+    async def verify(self) -> list[Copy]:
+        """Read every complete copy, and parity, anew, all at once. Drop what is not what it was, and return it."""
+        found = await asyncio.gather(*(self._settle(shard, index) for shard in self.every() for index in (0, 1)))
+        return [copy for copy in found if copy is not None]
+
+    async def _settle(self, shard: Shard, index: int) -> Copy | None:
+        record, slot = shard.record(index), shard.pair.slots[index]
+        if record is None:
+            return None
+        digest = await self.pool.digest(shard.memory[index], record.used, urgency=Urgency.INVENTORY)
+        is_same = shard.pair.slots[index] is not slot or shard.settle(index, digest)
+        return None if is_same else record
 
     def copies(self) -> list[Copy]:
         """Every complete copy, and parity."""

@@ -22,7 +22,7 @@ Parts = Sequence[tuple[pull.Source | Memfd, Copy]]
 
 class Making:
     """A copy, or the parity beside it, on its way into `memory`. parts: where each one that it is made of is. Raises
-    `pull.PullFailed`. First `clear`, then `fold` each of the regions, in any threads, then `digest`."""
+    `pull.PullFailed`. First `clear`, then `fold` each of the regions, in any threads, then `checked`."""
 
     def __init__(self, copy: Copy, memory: Memfd, parts: Parts) -> None:
         self._copy, self._memory = copy, memory
@@ -50,9 +50,8 @@ class Making:
         with self._memory.view() as view:
             return sum(_fold_in(one, view, self._where, stop) for one in region)
 
-    def digest(self) -> str:
-        """Of what was made (blocking). Raises `pull.PullFailed` where it is not what it should be."""
-        found = self._memory.digest(self._copy.used)
+    def checked(self, found: str) -> str:
+        """Return the digest of what was made. Raises `pull.PullFailed` where it is not what it should be."""
         if not self._copy.of and found != self._copy.digest:
             raise pull.PullFailed("the digest does not match: what it was made of does not belong together")
         return found
@@ -64,7 +63,7 @@ def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int
     made = Making(copy, memory, parts)
     made.clear()
     came = sum(made.fold(region, stop) for region in made.regions)
-    return made.digest(), came
+    return made.checked(memory.digest(copy.used)), came
 
 
 def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.Fold]:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-import xxhash
-
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.parity import Fold, Parity
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
@@ -24,6 +23,7 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Member
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -78,7 +78,7 @@ class PartReceiver:
     def take(link: BlockingLink, part: Part, silence_s: float) -> str:
         """The digest of the bytes that came, all of which are folded in. Raises LinkClosed, OSError."""
         at, end = part.wanted
-        hasher, piece = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
+        hasher, piece = Digest(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
         places = iter(part.places)
         place = next(places, None)
         while at < end:
@@ -258,7 +258,7 @@ class PartReceiver:
         used = parity.parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
         slot = shard.pair.slots[fold.index]
         slot.busy = True
-        digest = await asyncio.to_thread(shard.memory[fold.index].digest, used)
+        digest = await self._store.pool.digest(shard.memory[fold.index], used, urgency=Urgency.ARRIVING)
         state.of[fold.index], state.rooms[fold.index] = fold.of, fold.room
         self._forget(state, fold)
         self._filling.arrived(shard, fold.index, Committed(fold.stamp, used, digest), digest)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from threading import Event
 from typing import NamedTuple
 
-import xxhash
-
 from gemini_hpc import clock
+from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
@@ -23,6 +23,7 @@ SILENCE_S = 5.0
 PATIENCE_S = 60.0  # with a source that is making it, or pulls it itself
 _LOOK_S = 0.05
 _PIECE_BYTES = 4 << 20
+_STEP_BYTES = 512 << 10  # what is received and hashed at once: the processor's cache has it
 
 
 class PullFailed(Exception):
@@ -43,7 +44,7 @@ class NotYet(PullFailed):
     """The source does not have it yet."""
 
 
-async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
+async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
     """Answer one `PullAsk` on a connection and close it. find: the copy; whether it is on its way here."""
     try:
         async with asyncio.timeout(SILENCE_S):
@@ -59,7 +60,7 @@ async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | 
         if not start < end <= record.used:
             await link.flush(peer.PullHead(None, f"bytes {start} to {end} of {record.used}"))
             return
-        part = await asyncio.to_thread(memory.digest, end, start) if ask.end else ""
+        part = await pool.digest(memory, end, start, urgency=Urgency.ARRIVING) if ask.end else ""
         sock = await link.hand_over(peer.PullHead(record, part=part))
         await asyncio.to_thread(_send, sock, memory, start, end)
     except (LinkClosed, TimeoutError, OSError):
@@ -110,7 +111,7 @@ def fetch_part(
             raise PullFailed(head.reason)
         if _content(head.copy) != _content(copy):
             raise PullFailed("offers a different copy from the planned one")
-        hasher, piece, at = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, end - start)), 0
+        hasher, piece, at = Digest(), bytearray(min(_PIECE_BYTES, end - start)), 0
         while at < end - start:
             if stop.is_set():
                 raise PullFailed("cancelled by a new recovery round")
@@ -153,13 +154,13 @@ def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
             raise (NotYet if head.later else PullFailed)(head.reason)
         if head.copy.used != copy.used or head.copy.digest != copy.digest:
             raise PullFailed("offers a different copy from the planned one")
-        hasher = xxhash.xxh3_128()
+        hasher = Digest()
         with memory.view() as view:
             at = 0
             while at < copy.used:
                 if stop.is_set():
                     raise PullFailed("cancelled by a new recovery round")
-                n = link.sock.recv_into(view[at : min(copy.used, at + _PIECE_BYTES)])
+                n = link.sock.recv_into(view[at : min(copy.used, at + _STEP_BYTES)])
                 if n == 0:
                     raise PullFailed(f"connection closed after {at} of {copy.used} bytes")
                 hasher.update(view[at : at + n])

@@ -14,6 +14,7 @@ from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
@@ -202,7 +203,7 @@ class PullScheduler:
                 if failed := [error for error in came if isinstance(error, BaseException)]:
                     raise failed[0]
                 self.bytes += sum(size for size in came if isinstance(size, int))
-            return await asyncio.to_thread(made.digest)
+            return made.checked(await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING))
 
     def _source(self, host: str, stamp: Stamp) -> pull.Source | None:
         """An agent of this job; None: it is dead."""
@@ -238,7 +239,7 @@ class PullScheduler:
         index = shard.pair.begin(copy.stamp, None, frozenset(), voted=frozenset())
         shard.pair.slots[index].busy = True
         memory.commit(None)
-        if await asyncio.to_thread(memory.digest, copy.used) != copy.digest:
+        if await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING) != copy.digest:
             shard.pair.void(index)
             raise pull.PullFailed("the digest does not match: damaged copy")
         self._completed(copy, shard, index)

@@ -11,15 +11,15 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
-
-import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas import replica_fills
+from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Shard, Store
@@ -28,6 +28,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
+from gemini_hpc.core.digest import PIECE_BYTES, Pieces, is_digest
 from gemini_hpc.core.moments import UNKNOWN
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Slot, Stamp
@@ -38,7 +39,6 @@ from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 SILENCE_S = 5.0
 SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the home sooner than this node
 _RETRY_S = 0.001
-_DIGEST_DIGITS = 32
 T = TypeVar("T")
 
 
@@ -82,6 +82,7 @@ class PushReceiver:
     def __init__(self, membership: Membership, sets: Trainings, store: Store, filling: SlotWrites, log: Log) -> None:
         self._membership, self._sets, self._store = membership, sets, store
         self._filling, self._log = filling, log
+        self._pool = store.pool
         self._parts = PartReceiver(membership, sets, store, filling, log)
         self._pushes: dict[Key, _Push] = {}
         self.bytes = 0
@@ -179,18 +180,20 @@ class PushReceiver:
                 link.send(peer.PushAnswer(taken))
                 continue
             claimed: Committed | None = None
-            found = ""
+            found, counts = "", False
             try:
                 link.send(peer.PushAnswer(there=taken.there))
-                found = self._fill(link, taken.view, head.used, taken.there)
+                found = self._fill(link, taken, head.used)
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
-                if not _is_digest(digest):
+                if not is_digest(digest):
                     raise LinkClosed("not a digest")
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
                 taken.view.release()
-                on_loop(self._end(taken, claimed, found))
+                counts = on_loop(self._end(taken, claimed, found))
+            if not counts and not taken.filled:  # its home is to give it up, too: nobody would bring a newer one else
+                raise LinkClosed("the digest differs")
             link.send(peer.PushAck(head.used))
 
     def _receive_part(self, push: _Push, link: BlockingLink, head: peer.PushHead, on_loop: _OnLoop) -> None:
@@ -206,23 +209,26 @@ class PushReceiver:
             found = self._parts.take(link, part, SILENCE_S)
             link.wait(None)
             done = link.receive(peer.PushDone)
-            if not _is_digest(done.digest) or not _is_digest(done.part):
+            if not is_digest(done.digest) or not is_digest(done.part):
                 raise LinkClosed("not a digest")
             digest, claimed, mark = done.digest, done.part, done.mark
         finally:
             self.bytes += on_loop(self._parts.end(part, digest, claimed, found, mark))
         link.send(peer.PushAck(head.used))
 
-    @staticmethod
-    def _fill(link: BlockingLink, view: memoryview, used: int, there: Sequence[Range]) -> str:
-        """The digest of the bytes in the slot, read as they come: they are in the processor's cache then, and the
-        training is mostly not on the network. Nobody else is given the slot to write to meanwhile."""
-        end, hasher = 0, xxhash.xxh3_128()
-        stays = deque(there)
+    def _fill(self, link: BlockingLink, taken: _Taken, used: int) -> str:
+        """The digest of the bytes in the slot. What comes is hashed as it comes: it is in the processor's cache then,
+        and the training is mostly not on the network; the pool hashes what is there. Nobody else is given the slot to
+        write to meanwhile."""
+        end, view, pieces = 0, taken.view, Pieces(used)
+        memory, stays = taken.shard.memory[taken.index], deque(taken.there)
+        there = [pieces.whole(*stay) for stay in stays]
+        beside = [
+            self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in there if them[0] < them[1]
+        ]
         while True:
             while stays and end == stays[0][0]:
-                with view[end : stays[0][1]] as part:
-                    hasher.update(part)
+                _pass_over(view, pieces, *stays[0])
                 end = stays.popleft()[1]
             if end >= used:
                 break
@@ -231,11 +237,15 @@ class PushReceiver:
             if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {end} of {used} bytes")
             with view[end : end + chunk.length] as part:
-                link.fill(part, SILENCE_S)
-                end += chunk.length
-                link.send(peer.PushAck(end))
-                hasher.update(part)
-        return hasher.hexdigest()
+                link.fill(part, SILENCE_S, pieces.update)
+            end += chunk.length
+            link.send(peer.PushAck(end))
+        for reading in beside:
+            try:
+                reading.result()
+            except CancelledError:
+                raise LinkClosed("this agent ends") from None
+        return pieces.hexdigest()
 
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
@@ -317,25 +327,35 @@ class PushReceiver:
             self._sets.recount(shard.set)
         return ""
 
-    async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> None:
-        """Nobody writes any more. claimed: what is there; None: not all of it. found: its digest."""
+    async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> bool:
+        """Nobody writes any more. claimed: what is there; None: not all of it. found: its digest. Return whether it
+        counts."""
         slot = taken.shard.pair.slots[taken.index]
         if slot.state != "filling" or slot.stamp != taken.stamp:
-            return
+            return False
         if claimed is None:
             self._filling.void(taken.shard, taken.index)
-        else:
-            self.bytes += claimed.used_bytes - ranges.size(taken.there)
-            if taken.filled and found != claimed.digest:
-                taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
-            self._filling.arrived(taken.shard, taken.index, claimed, found)
+            return False
+        self.bytes += claimed.used_bytes - ranges.size(taken.there)
+        if taken.filled and found != claimed.digest:
+            taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
+        return self._filling.arrived(taken.shard, taken.index, claimed, found)
+
+
+def _pass_over(view: memoryview, pieces: Pieces, start: int, end: int) -> None:
+    """Let the stream of a slot's bytes go past those that are there, but for what is of no whole piece."""
+    first, last = pieces.whole(start, end)
+    if first == last:
+        with view[start:end] as part:
+            pieces.update(part)
+        return
+    with view[start : first * PIECE_BYTES] as head, view[min(end, last * PIECE_BYTES) : end] as tail:
+        pieces.update(head)
+        pieces.pass_to(last)
+        pieces.update(tail)
 
 
 def _check(head: peer.PushHead) -> None:
     """Raises LinkClosed for a version that cannot be."""
     if not 0 < head.used <= head.bytes or not head.version:
         raise LinkClosed(f"impossible version {head.version}: {head.used} bytes in a slot of {head.bytes}")
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == _DIGEST_DIGITS and not text.strip("0123456789abcdef")

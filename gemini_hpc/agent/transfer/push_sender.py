@@ -2,7 +2,8 @@
 
 A training rank says over a channel what may go, and when; two threads per channel carry it: one from the channel to
 the connection with the holder's agent, one that brings the acknowledgements back. Nothing is copied or kept here: the
-kernel sends the slot's own pages. These do not change before the holder has verified the version, or it is void.
+kernel sends the slot's own pages. These do not change before the holder has verified the version, or it is void. The
+digest that the holder is told is this agent's own, made beside the sending.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from io import FileIO
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
+from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
@@ -38,9 +41,11 @@ from gemini_hpc.wire.message import Message
 
 SILENCE_S = 5.0
 DIAL_S, ANSWER_S = 2.0, 2.0
+READ_S = 8.0  # for the digest, after the last byte: it is there long before, but where nobody lets the pool work
 _LOOK_S = 0.25
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0
 _PIECE_BYTES = 1 << 20
+T = TypeVar("T")
 
 
 class PushLost(Exception):
@@ -50,8 +55,8 @@ class PushLost(Exception):
 class PushSender:
     """The pushes from this node."""
 
-    def __init__(self, membership: Membership, store: Store, spawn: Spawn) -> None:
-        self._membership, self._store, self._spawn = membership, store, spawn
+    def __init__(self, membership: Membership, store: Store, filling: SlotWrites, spawn: Spawn) -> None:
+        self._membership, self._store, self._filling, self._spawn = membership, store, filling, spawn
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
     def open(self, client: Client, shard: Shard, host: str) -> int:
@@ -61,7 +66,7 @@ class PushSender:
             older.stop()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = self._channels[key] = Channel(
-            self._membership, self._store, client, shard.set, shard.rank, host, mine
+            self._membership, self._store, self._filling, client, shard.set, shard.rank, host, mine
         )
         self._spawn(self._carry(key, channel))
         return theirs.detach()
@@ -98,25 +103,28 @@ class Channel:
         self,
         membership: Membership,
         store: Store,
+        filling: SlotWrites,
         client: Client,
         set_name: str,
         rank: int,
         host: str,
         sock: socket.socket,
     ) -> None:
-        self._membership, self._store, self._loop = membership, store, asyncio.get_running_loop()
+        self._membership, self._store, self._filling = membership, store, filling
+        self._loop = asyncio.get_running_loop()
         self.client, self.set, self.rank, self.host = client, set_name, rank, host
         self._sock = sock
-        self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _preparing
+        self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _on_loop
         self._link: BlockingLink | None = None  # None also when its reader has seen its end
         self._reader: tuple[threading.Thread, BlockingLink] | None = None
-        self._preparing: Future[tuple[peer.PushHead, FileIO, BlockingLink | None]] | None = None
+        self._on_loop: Future[Any] | None = None  # what the thread waits for
         self._awaited: deque[type[Message]] = deque()
         self._progress = 0.0
         self._stopped = False
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
-        self._part: Any = None  # digest of what goes, where the holder wants no more of the shard
+        self._reading: asyncio.Future[str] | None = None  # of all of the slot
+        self._part: Digest | None = None  # digest of what goes, where the holder wants no more of the shard
         self._there: deque[Range] = deque()  # what the holder has, and what is still to be passed over
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
 
@@ -126,8 +134,8 @@ class Channel:
             self._stopped = True
             if self._link is not None:
                 self._link.shut()
-            if self._preparing is not None:
-                self._preparing.cancel()
+            if self._on_loop is not None:
+                self._on_loop.cancel()
             with suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -147,7 +155,7 @@ class Channel:
                 elif isinstance(request, local.PushChunk):
                     self._chunk(request.length)
                 else:
-                    self._done(request.digest)
+                    self._done()
         except (PushLost, LinkClosed, OSError, msgspec.MsgspecError) as exc:
             self._fail(f"{self.host}: {exc}")
         finally:
@@ -159,25 +167,36 @@ class Channel:
     def _offer(self, m: local.PushOffer) -> None:
         self._forget_slot()
         self._used = self._at = 0
-        self._part = None
+        self._part = self._reading = None
         self._there.clear()
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
             if self._link is not None and not self._awaited and self._link.wait(0):
                 self._link = None  # nothing can come but its end, which the reader is about to see
-            self._preparing = asyncio.run_coroutine_threadsafe(self._prepare(m), self._loop)
         try:
-            head, self._file, link = self._preparing.result()
-        except CancelledError:
-            raise PushLost("given up") from None
+            head, self._file, self._reading, link = self._wait_for(self._prepare(m))
         except PushLost as exc:
+            if self._stopped:
+                raise
             self._reply(local.Refused(f"{self.host}: {exc}"))
             return
         if link is not None:
             self._take(link)
         self._used = head.used
         self._send(head, peer.PushAnswer)
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the loop do something. Raises PushLost."""
+        with self._lock:
+            if self._stopped:
+                work.close()
+                raise PushLost("given up")
+            self._on_loop = awaited = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return awaited.result()
+        except CancelledError:
+            raise PushLost("given up") from None
 
     def _chunk(self, length: int) -> None:
         self._pass_over()
@@ -197,11 +216,12 @@ class Channel:
         while self._there and self._at == self._there[0][0]:
             self._at = self._there.popleft()[1]
 
-    def _done(self, digest: str) -> None:
+    def _done(self) -> None:
         self._pass_over()
         if not self._used or self._at != self._used:
             raise PushLost(f"a digest after {self._at} of {self._used} bytes")
-        assert self._file is not None
+        assert self._file is not None and self._reading is not None
+        digest = self._wait_for(self._read_by(self._reading))
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.hexdigest() if self._part is not None else ""
         self._send(peer.PushDone(digest, part, mark), peer.PushAck)
@@ -240,8 +260,20 @@ class Channel:
 
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
-    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, BlockingLink | None]:
-        """What is offered, its slot, and a new link where there was none. Raises PushLost."""
+    @staticmethod
+    async def _read_by(reading: asyncio.Future[str]) -> str:
+        """The slot's digest. Raises PushLost."""
+        try:
+            async with asyncio.timeout(READ_S):
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            raise PushLost(f"its bytes have not been read within {READ_S:g} s") from None
+
+    async def _prepare(
+        self, m: local.PushOffer
+    ) -> tuple[peer.PushHead, FileIO, asyncio.Future[str], BlockingLink | None]:
+        """What is offered, its slot, its digest in the making, and a new link where there was none. Raises
+        PushLost."""
         shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
         if shard is None or incarnation is None:
             raise PushLost("this node has no part in a running training")
@@ -255,10 +287,14 @@ class Channel:
             raise PushLost("the node is dead")
         head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
         slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
+        try:
+            reading = self._filling.read(shard, index, m.used)
+        except ValueError as exc:
+            raise PushLost(str(exc)) from None
         if self._link is None:
             ask = peer.PushAsk(self.set, self.rank, epoch, incarnation.rounds.round)
             link = await self._dial(incarnation.mesh, ask)
-        return head, slot, link
+        return head, slot, reading, link
 
     async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> BlockingLink:
         if clock.monotonic() < self._not_before:
@@ -313,7 +349,7 @@ class Channel:
                 elif isinstance(message, peer.PushAnswer) and (message.there or message.part):
                     if reason := ranges.fault(message.there, self._used):
                         raise PushLost(reason)
-                    self._part = xxhash.xxh3_128() if message.part else None
+                    self._part = Digest() if message.part else None
                     self._there.extend(message.there)  # the thread that sends waits for this
                     self._reply(local.Taken(message.there))
                 else:

@@ -15,6 +15,7 @@ import torch
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import Slot
@@ -114,7 +115,7 @@ class StreamedReplicator(Replicator):
         layout = self._layout
         sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
         head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))
-        digest = self._digest(slot, used)
+        told = digest(slot.view()[:used])
         self._refused, self._bereaved = None, False
         for rank, box in list(self._outboxes.items()):
             try:
@@ -132,11 +133,11 @@ class StreamedReplicator(Replicator):
                 ]
                 for sent in pending:
                     sent.wait()
-                box.finish(digest)
+                box.finish(told)
             except LinkBroken as error:
                 self._drop(rank, error, version)
             self._pacer.moved()
-        return digest
+        return told
 
 
 class StreamedReceiver(Receiver):

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import xxhash
-
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.ranges import Range, between, largest, merged
 from gemini_hpc.core.ranges import size as size_of
 from gemini_hpc.core.slots import Stamp
@@ -271,7 +270,7 @@ class Replicator(Keeper):
             self._pacer.wait_for()
         self.counters.copy_s += clock.monotonic() - began
         began = job.copied_at = clock.monotonic()
-        digest = self._spread(job.version, slot, used)
+        told = self._spread(job.version, slot, used)
         job.arrived_at = clock.monotonic()
         self.counters.send_s += job.arrived_at - began
         if self._refused is not None:
@@ -279,7 +278,7 @@ class Replicator(Keeper):
             # it complete here, nobody could ever abandon it, and no later one begin.
             self._abort(job, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
-        slot.content = Content(self._me.epoch, job.version, used, digest)
+        slot.content = Content(self._me.epoch, job.version, used, told)  # "": the commit record has it, when it is so
         try:
             self._client.request(
                 local.Landed(
@@ -288,7 +287,7 @@ class Replicator(Keeper):
                     version=job.version,
                     slot=slot_index,
                     used=used,
-                    digest=digest,
+                    digest=told,
                 )
             )
         except (AgentLost, AgentRefused) as error:
@@ -357,15 +356,11 @@ class Replicator(Keeper):
         self._say("refused", version, self._refused)
         self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
 
-    @staticmethod
-    def _digest(slot: Slot, used: int) -> str:
-        return _Digest(slot, used).of_all()
-
     def _spread(self, version: int, slot: Slot, used: int) -> str:
-        """Digest of the slot's used bytes; on the way they go to every holder that accepts them, one holder after the
-        other (Algorithm 2, lines 21 to 23)."""
+        """Send the slot's used bytes to every holder that accepts them, one holder after the other (Algorithm 2,
+        lines 21 to 23). Return their digest, "" where the agents alone make it."""
         pacer, accepting = self._pacer, self._offer(version, used)
-        digest = _Digest(slot, used)
+        told = "" if all(box.free for _, _, box, _ in accepting) else digest(slot.view()[:used])
         for replica, rank, box, sizes in accepting:
             sent, total = 0, used - size_of(box.there)
             self.counters.kept_bytes += used - total
@@ -377,16 +372,15 @@ class Replicator(Keeper):
                         size = self._turn(replica, sent, end - at, total, sizes)
                         self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
                         at, sent = at + size, sent + size
-                        digest.up_to(at)
                 self.counters.sent_bytes += sent
                 self._sent.append(sent)
                 self._outstanding.room(1)
-                box.finish(digest.of_all())
+                box.finish(told)
             except LinkBroken as error:
                 self._outstanding.land()
                 self._drop(rank, error, version)
             pacer.moved()
-        return digest.of_all()
+        return told
 
     def _turn(self, replica: int, sent: int, left: int, total: int, sizes: Iterator[int] | None) -> int:
         """Size of the chunk that goes next, `left` at most, when it may: `sent` bytes of `total` have gone."""
@@ -412,20 +406,3 @@ class Replicator(Keeper):
                 self._drop(rank, error, version)
             self._pacer.moved()
         return accepting
-
-
-class _Digest:
-    """The digest of a slot's used bytes, made beside the sending."""
-
-    def __init__(self, slot: Slot, used: int) -> None:
-        self._raw, self._used, self._at = slot.view(), used, 0
-        self._hasher = xxhash.xxh3_128()
-
-    def up_to(self, end: int) -> None:
-        if end > self._at:
-            self._hasher.update(self._raw[self._at : end])
-            self._at = end
-
-    def of_all(self) -> str:
-        self.up_to(self._used)
-        return self._hasher.hexdigest()

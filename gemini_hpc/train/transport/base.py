@@ -55,8 +55,9 @@ class Pending(Protocol):
 
 
 class Outbox(ABC):
-    """The sending end of a link to one rank. free: chunks may be of any size, said when they go. there: of the
-    version that was offered last, what the other end has: only what is between these ranges is sent."""
+    """The sending end of a link to one rank. free: chunks may be of any size, said when they go, and the agents make
+    the digest. there: of the version that was offered last, what the other end has: only what is between these ranges
+    is sent."""
 
     free = False
     there: tuple[Range, ...] = ()
@@ -73,7 +74,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def finish(self, digest: str) -> None:
-        """Called after the last chunk with the digest (32 hex digits) of all of them."""
+        """Called after the last chunk with the digest (32 hex digits) of all of them; "" for one that is `free`."""
 
     @abstractmethod
     def bye(self) -> None:

@@ -76,7 +76,7 @@ class _HostOutbox(Outbox):
         return _Pushed(self, self._say(local.PushChunk(chunk.numel())))
 
     def finish(self, digest: str) -> None:
-        self._ask(local.PushDone(digest))
+        self._ask(local.PushDone())
 
     def bye(self) -> None:
         self.close()

@@ -1,0 +1,99 @@
+"""One rank and its agent, m = 1: how long a version takes from step() to its seal, beside memcpy of the same bytes.
+
+    python sealer.py DIRECTORY BYTES RUNS     prints a JSON line a version
+
+The memcpy is one thread's, tensor by tensor, into memory that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import torch.distributed as dist
+from trainer import EmulatedAdam, Model
+
+import gemini_hpc as gemini
+from gemini_hpc.node import ask_agent
+
+JOB, SEALED_S, WARM = 900_001, 60.0, 3
+
+
+def _is_sealed(ckpt: gemini.Checkpointer) -> bool:
+    client = ckpt._session.client
+    page = client.page if client is not None and ckpt._session.protected else None
+    sealed = page.sealed if page is not None else (0, 0)
+    return ckpt.version > 0 and sealed >= (ckpt._session.epoch, ckpt.version)
+
+
+def _wait(ckpt: gemini.Checkpointer) -> None:
+    deadline = time.monotonic() + SEALED_S
+    while not _is_sealed(ckpt):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"version {ckpt.version} is not sealed: {ckpt.report()}")
+        time.sleep(0.0002)
+
+
+def _attach(directory: str) -> None:
+    """Have the agent take a job of this node alone."""
+    deadline = time.monotonic() + SEALED_S
+    while True:
+        try:
+            sock = ask_agent.connect(directory, os.getuid(), deadline)
+            break
+        except ask_agent.NobodyAnswersError:
+            time.sleep(0.01)
+    question = {"op": "attach", "job": JOB, "restart": 0, "nodelist": "n1", "node": "n1", "replicas": 1}
+    answer = ask_agent.ask(sock, {**question, "tier": "", "tier_interval": 0}, deadline)
+    if answer.get("op") != "ready" or answer.get("state") != "mapped":
+        raise SystemExit(f"the agent is not ready: {answer}")
+
+
+def train(directory: str, state_bytes: int, runs: int) -> None:
+    """Save so many versions, one after the other, nothing else going on."""
+    os.environ["GEMINI_SOCKET"], os.environ["GEMINI_STEP"] = f"{directory}/agent.sock", f"{JOB}.0"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = Model(state_bytes)
+    optimizer = EmulatedAdam(model)
+    tensors = [tensor.numpy() for tensor in optimizer.tensors().values()]
+    there = [tensor.copy() for tensor in tensors]
+    ckpt = gemini.Checkpointer(model, optimizer)
+    ckpt.resume()
+    deadline = time.monotonic() + SEALED_S
+    for number in range(-WARM, runs):
+        optimizer.step()
+        began = time.perf_counter()
+        for tensor, to in zip(tensors, there, strict=True):
+            np.copyto(to, tensor)
+        memcpy_s = time.perf_counter() - began
+        began = time.perf_counter()
+        ckpt.step()
+        while number == -WARM and not _is_sealed(ckpt) and time.monotonic() < deadline:
+            time.sleep(0.2)  # until the memory is reserved
+            optimizer.step()
+            ckpt.step()
+        _wait(ckpt)
+        line = {"sealed_s": time.perf_counter() - began, "memcpy_s": memcpy_s}
+        if number >= 0:
+            print(json.dumps(line), flush=True)
+    ckpt.close()
+
+
+def main() -> None:
+    """Start the agent, train, and kill it."""
+    directory = f"{sys.argv[1]}/{JOB}"
+    os.mkdir(directory, 0o700)
+    with subprocess.Popen([sys.executable, f"{sys.path[0]}/lone_agent.py", directory, str(JOB)]) as agent:
+        try:
+            _attach(directory)
+            train(directory, int(sys.argv[2]), int(sys.argv[3]))
+        finally:
+            agent.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The threads of an agent that hash replica memory.
+
+A slot is read in pieces (`core.digest`) by all of them at once, what is more urgent first. They run at a low
+priority: cores that the training wants are its. The slots that there are bound what waits: who asks has at most one
+reading of a slot under way, and a reading that is cancelled ends with the piece at hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+
+import xxhash
+
+from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.core.digest import Pieces
+
+LEAST_THREADS, MOST_THREADS, CORES_A_THREAD = 2, 16, 4
+_NICE = 10
+_BATCH = 4  # pieces that a thread takes at a time
+
+
+class Urgency(enum.IntEnum):
+    """What goes first."""
+
+    ARRIVING = 0
+    OWN = 1
+    INVENTORY = 2
+
+
+def threads_of(cores: int) -> int:
+    """Return how many threads hash on a node of so many cores."""
+    return max(LEAST_THREADS, min(MOST_THREADS, cores // CORES_A_THREAD))
+
+
+class _Reading:
+    """Pieces that are being hashed: from `next` to before `last`, of which `left` are not done."""
+
+    def __init__(self, view: memoryview, pieces: Pieces, first: int, last: int, start: int) -> None:
+        self.view, self.pieces, self.start = view, pieces, start
+        self.next, self.last, self.left = first, last, last - first
+        self.over: Future[str] = Future()
+
+
+class DigestPool:
+    """See the module. Threads begin with the first reading, and end with `close`."""
+
+    def __init__(self, threads: int = 0) -> None:
+        """threads: how many; 0: as many as the node's cores call for."""
+        self.size = threads or threads_of(len(os.sched_getaffinity(0)))
+        self._waiting: dict[Urgency, deque[_Reading]] = {urgency: deque() for urgency in Urgency}
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._spent_s = [0.0] * self.size
+        self._closed = False
+
+    @property
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that its threads have taken."""
+        return sum(self._spent_s)
+
+    def read(self, memory: Memfd, end: int, start: int = 0, *, urgency: Urgency) -> Future[str]:
+        """Hash the bytes from `start` to `end`. Raises ValueError for memory that has been given back."""
+        pieces = Pieces(end - start)
+        return self.hash(memory, pieces, 0, pieces.count, start, urgency=urgency)
+
+    def hash(
+        self, memory: Memfd, pieces: Pieces, first: int, last: int, start: int = 0, *, urgency: Urgency
+    ) -> Future[str]:
+        """Hash the pieces from `first` to before `last`, of which there is one, of the bytes from `start` on; the
+        result counts where the others are known. Raises ValueError for memory that has been given back."""
+        reading = _Reading(memory.view(), pieces, first, last, start)
+        with self._changed:
+            if self._closed:
+                reading.over.cancel()
+            else:
+                self._waiting[urgency].append(reading)
+                self._begin()
+                self._changed.notify_all()
+        return reading.over
+
+    async def digest(self, memory: Memfd, end: int, start: int = 0, *, urgency: Urgency) -> str:
+        """Return the digest of the bytes from `start` to `end`. Who stops waiting ends the reading."""
+        return await asyncio.wrap_future(self.read(memory, end, start, urgency=urgency))
+
+    def close(self) -> None:
+        """End the threads; what is still to be read is cancelled."""
+        with self._changed:
+            self._closed = True
+            for waiting in self._waiting.values():
+                for reading in waiting:
+                    reading.over.cancel()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _begin(self) -> None:
+        while len(self._threads) < self.size:
+            number = len(self._threads)
+            thread = threading.Thread(target=self._run, args=(number,), name=f"gemini-digest-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # ---- in the pool's threads -------------------------------------------------------------------------
+
+    def _run(self, me: int) -> None:
+        thread = threading.get_native_id()
+        with suppress(OSError):  # a lower one already
+            os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+        hasher = xxhash.xxh3_128()
+        while (task := self._take()) is not None:
+            reading, first = task
+            count = 0
+            for number, start, end in reading.pieces.bounds(first, min(reading.last, first + _BATCH)):
+                if not reading.over.cancelled():
+                    with reading.view[reading.start + start : reading.start + end] as part:
+                        hasher.update(part)
+                    reading.pieces.put(number, hasher.digest())
+                    hasher.reset()
+                count += 1
+            self._spent_s[me] = time.thread_time()
+            self._put(reading, count)
+
+    def _take(self) -> tuple[_Reading, int] | None:
+        """The next pieces, of the most urgent reading; None: the pool is closed."""
+        with self._changed:
+            while True:
+                for waiting in self._waiting.values():
+                    if waiting:
+                        reading, first = waiting[0], waiting[0].next
+                        reading.next = min(first + _BATCH, reading.last)
+                        if reading.next == reading.last:
+                            waiting.popleft()
+                        return reading, first
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    def _put(self, reading: _Reading, count: int) -> None:
+        with self._changed:
+            reading.left -= count
+            if reading.left:
+                return
+        reading.view.release()
+        if reading.over.set_running_or_notify_cancel():
+            reading.over.set_result(reading.pieces.hexdigest())

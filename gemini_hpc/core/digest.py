@@ -1,0 +1,112 @@
+"""The digest of a slot's used bytes, in pieces: any thread can hash any piece, in any order.
+
+Each piece of `PIECE_BYTES` has an xxh3_128 of its own, 16 bytes. The digest is the xxh3_128 over these in order, and
+the number of bytes as 8 more (little-endian). It has 32 hex digits. It notices accidents, not intent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import xxhash
+
+PIECE_BYTES = 1 << 20
+PIECE_DIGEST_BYTES = 16
+_DIGITS = 32
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """Return the digest of these bytes; the GIL is free meanwhile."""
+    stream = Digest()
+    stream.update(data)
+    return stream.hexdigest()
+
+
+def is_digest(text: str) -> bool:
+    """Return whether this is how a digest is written."""
+    return len(text) == _DIGITS and not text.strip("0123456789abcdef")
+
+
+class Digest:
+    """The digest of bytes that come one after the other, in steps of any length."""
+
+    def __init__(self) -> None:
+        self._done = bytearray()
+        self._piece = xxhash.xxh3_128()
+        self._length = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes; the GIL is free meanwhile."""
+        with memoryview(data) as view:
+            at = 0
+            while at < len(view):
+                end = min(len(view), at + PIECE_BYTES - self._length % PIECE_BYTES)
+                with view[at:end] as part:
+                    self._piece.update(part)
+                self._length += end - at
+                at = end
+                if self._length % PIECE_BYTES == 0:
+                    self._done += self._piece.digest()
+                    self._piece.reset()
+
+    def hexdigest(self) -> str:
+        """Return the digest of what has come so far."""
+        rest = self._piece.digest() if self._length % PIECE_BYTES else b""
+        return _root(self._done + rest, self._length)
+
+    def copy(self) -> Digest:
+        """Return another one that goes on from here by itself."""
+        other = Digest()
+        other._done, other._piece, other._length = bytearray(self._done), self._piece.copy(), self._length
+        return other
+
+
+class Pieces:
+    """The digests of `length` bytes' pieces, each put in when it is known, from any thread. Some may come as a stream
+    from one thread (`update`), others otherwise: `whole` says which, and the stream goes past them (`pass_to`)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.count = -(-length // PIECE_BYTES)
+        self._found = bytearray(PIECE_DIGEST_BYTES * self.count)
+        self._piece, self._at = xxhash.xxh3_128(), 0
+
+    def whole(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first of the pieces that lie within these bytes, and the one after the last."""
+        first = -(-start // PIECE_BYTES)
+        return first, max(first, self.count if end == self.length else end // PIECE_BYTES)
+
+    def update(self, data: memoryview) -> None:
+        """Take the stream's next bytes; the GIL is free meanwhile."""
+        at = 0
+        while at < len(data):
+            number = self._at // PIECE_BYTES
+            end = min(len(data), at + PIECE_BYTES - self._at % PIECE_BYTES)
+            with data[at:end] as part:
+                self._piece.update(part)
+            self._at += end - at
+            at = end
+            if self._at % PIECE_BYTES == 0 or self._at == self.length:
+                self.put(number, self._piece.digest())
+                self._piece.reset()
+
+    def pass_to(self, number: int) -> None:
+        """Let the stream, which has come to the end of a piece, go on with piece `number`."""
+        self._at = min(self.length, number * PIECE_BYTES)
+
+    def bounds(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield number, first byte and end of the pieces from `first` to before `end`."""
+        for number in range(first, min(end, self.count)):
+            yield number, number * PIECE_BYTES, min(self.length, (number + 1) * PIECE_BYTES)
+
+    def put(self, number: int, found: bytes) -> None:
+        """Note a piece's own digest, of 16 bytes."""
+        self._found[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES] = found
+
+    def hexdigest(self) -> str:
+        """Return the digest of all, once each piece has been put in."""
+        return _root(self._found, self.length)
+
+
+def _root(pieces: bytes | bytearray, length: int) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes(pieces) + length.to_bytes(8, "little"))

@@ -1,0 +1,85 @@
+"""The digest of a slot's bytes: the same however they come."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini_hpc.core.digest import PIECE_BYTES, Digest, Pieces, digest, is_digest
+
+LENGTHS = st.sampled_from(
+    [0, 1, 17, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 3 * PIECE_BYTES + 7]
+)
+_BYTES = random.Random(7).randbytes(3 * PIECE_BYTES + 7)
+
+
+def by_its_definition(data: bytes) -> str:
+    pieces = [xxhash.xxh3_128_digest(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES)]
+    return xxhash.xxh3_128_hexdigest(b"".join(pieces) + len(data).to_bytes(8, "little"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.lists(st.integers(0, 3 * PIECE_BYTES + 7), max_size=6), st.randoms(use_true_random=False))
+def test_steps_and_orders_do_not_matter(length: int, cuts: list[int], order: random.Random) -> None:
+    data = _BYTES[:length]
+    wanted = by_its_definition(data)
+    assert digest(data) == digest(memoryview(data)) == wanted and is_digest(wanted)
+
+    stream = Digest()
+    bounds = [0, *sorted(min(cut, length) for cut in cuts), length]
+    for start, end in pairwise(bounds):
+        branch = stream.copy()
+        branch.update(b"something else")
+        stream.update(memoryview(data)[start:end])
+        assert stream.hexdigest() == by_its_definition(data[:end])
+    assert stream.hexdigest() == wanted
+
+    pieces = Pieces(length)
+    shuffled = list(pieces.bounds(0, pieces.count))
+    order.shuffle(shuffled)
+    for number, start, end in shuffled:
+        pieces.put(number, xxhash.xxh3_128_digest(data[start:end]))
+    assert pieces.hexdigest() == wanted
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.lists(st.integers(0, 3 * PIECE_BYTES + 7), max_size=6), st.integers(1, 3 * PIECE_BYTES))
+def test_a_stream_with_stretches_that_others_hash(length: int, cuts: list[int], step: int) -> None:
+    """As what a holder has of a slot already, between what comes."""
+    data = memoryview(_BYTES)[:length]
+    pieces = Pieces(length)
+    bounds = [0, *sorted(min(cut, length) for cut in cuts), length]
+    for turn, (start, end) in enumerate(pairwise(bounds)):
+        first, last = pieces.whole(start, end)
+        if turn % 2 and first < last:
+            for number, begin, stop in pieces.bounds(first, last):
+                assert start <= begin < stop <= end
+                pieces.put(number, xxhash.xxh3_128_digest(data[begin:stop]))
+            pieces.update(data[start : first * PIECE_BYTES])
+            pieces.pass_to(last)
+            pieces.update(data[min(end, last * PIECE_BYTES) : end])
+            continue
+        for at in range(start, end, step):
+            pieces.update(data[at : min(end, at + step)])
+    assert pieces.hexdigest() == by_its_definition(bytes(data))
+
+
+def test_a_byte_or_the_length_alone_makes_another() -> None:
+    data = bytearray(_BYTES)
+    wanted = digest(data)
+    for at in (0, PIECE_BYTES - 1, PIECE_BYTES, len(data) - 1):
+        data[at] ^= 1
+        assert digest(data) != wanted
+        data[at] ^= 1
+    swapped = data[PIECE_BYTES : 2 * PIECE_BYTES] + data[:PIECE_BYTES] + data[2 * PIECE_BYTES :]
+    assert digest(swapped) != wanted and digest(data[:-1]) != wanted
+    assert digest(b"") != digest(b"\0") != digest(b"\0\0")
+
+
+def test_what_is_no_digest() -> None:
+    for text in ("", "x" * 32, "A" * 32, "0" * 31, "0" * 33, "é" * 32, "٣" * 32):
+        assert not is_digest(text), text
