@@ -114,7 +114,9 @@ def describe_difference(version: int, reports: Iterable[Report]) -> str:
             why = "calls step() at another place of the loop"
         else:
             why = f"has made {calls} step() call{'' if calls == 1 else 's'} {'fewer' if amount > 0 else 'more'}"
-        parts.append(f"{name_ranks(ranks)} {why} ({iterations} {'ahead' if amount > 0 else 'behind'} by its collectives)")
+        parts.append(
+            f"{name_ranks(ranks)} {why} ({iterations} {'ahead' if amount > 0 else 'behind'} by its collectives)"
+        )
     return (
         f"{head}: {'; '.join(parts)}, compared with {name_ranks([r for r in done if not _is_among(r, ahead)])}. "
         "Call step() once in each iteration on every rank; nothing is sealed until they agree again"

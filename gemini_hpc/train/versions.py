@@ -74,11 +74,9 @@ class Versions:
         )
         if grads and not self._warned_unstepped:
             self._warned_unstepped = True
-            session = self._session
-            session.say(
-                f"rank {session.rank}: step() at version {session.version} without an optimizer step since the last "
-                "one: accumulated gradients are not captured, so this version is not saved. Call step() once per "
-                "optimizer step"
+            self._tell(
+                " without an optimizer step since the last one: accumulated gradients are not captured, so this "
+                "version is not saved. Call step() once per optimizer step"
             )
         return not grads
 
@@ -87,16 +85,23 @@ class Versions:
         written = self._stillness.broken(local(param.tensor) for param in self._tree.params)
         if written and not self._warned_unstepped:
             self._warned_unstepped = True
-            session = self._session
-            text = (
-                "weights change, and no optimizer has made a step since the last step() (a fused backward pass, as "
+            self._tell(
+                ": weights change, and no optimizer has made a step since the last step() (a fused backward pass, as "
                 "LOMO's, or writes of the script's own): such versions are not saved, as nothing keeps the next "
                 "change from them. What is not sealed is not protected. Let the step() of a torch.optim.Optimizer "
                 "write the weights"
             )
-            session.find(text)
-            session.say(f"rank {session.rank}: step() at version {session.version}: {text}")
         return written
+
+    def _tell(self, why: str) -> None:
+        """Say, behind the version, why this version is not saved: with the other ranks, where they are about to plan together."""
+        session = self._session
+        text = f"step() at version {session.version}{why}"
+        if session.verdict.awaited and self._engine.planning.capture is None:
+            self._uncaptured.tell_later(text)
+        else:
+            session.find(text)
+            session.say(f"rank {session.rank}: {text}")
 
     def _take(self) -> None:
         session, engine = self._session, self._engine
@@ -143,10 +148,11 @@ class Versions:
         session, engine = self._session, self._engine
         if engine.planning.capture is None:
             over_nccl = engine.wants_nccl
-            first = engine.planning.first(leaves, odd, failure, ready=ready, over_nccl=over_nccl)
+            first = engine.planning.first(
+                leaves, odd, failure, ready=ready, over_nccl=over_nccl, uncaptured=self._uncaptured
+            )
             if first is None:
                 return False
-            self._uncaptured.tell_when_planned()
             try:
                 engine.start(first)
             except Exception as error:  # the others go on to `arm`
