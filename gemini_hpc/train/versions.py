@@ -94,7 +94,10 @@ class Versions:
         return written
 
     def _tell(self, why: str) -> None:
-        """Say, behind the version, why this version is not saved: with the other ranks, where they are about to plan together."""
+        """Say why this version is not saved, with the other ranks where they are about to plan together.
+
+        why: goes on behind the version's number.
+        """
         session = self._session
         text = f"step() at version {session.version}{why}"
         if session.verdict.awaited and self._engine.planning.capture is None:
