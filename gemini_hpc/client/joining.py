@@ -26,7 +26,8 @@ TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 class Notice(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from;
     later: with a problem, that there may be something which cannot be seen now. holders: the nodes that keep this
-    one's shards, itself the first. nth: which training of its name this is, in this process."""
+    one's shards, itself the first. nth: which training of its name this is, in this process. told: sentences that are
+    said once, whatever number of ranks have them."""
 
     node_rank: int = -1
     replicas: int = 0
@@ -38,6 +39,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     later: bool = False
     holders: tuple[int, ...] = ()
     nth: int = 1
+    told: tuple[str, ...] = ()
 
     @property
     def redundancy(self) -> Redundancy:

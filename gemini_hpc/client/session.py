@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +19,7 @@ from gemini_hpc.client.own_progress import OwnProgress
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import StepGuard
 from gemini_hpc.client.verdict import Verdict
+from gemini_hpc.core.moments import name_ranks
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
@@ -157,6 +158,15 @@ class Session:
                 "resumed needs the same name= in each start, none from the clock"
             )
 
+    def say_shared(self, told: Sequence[Sequence[str]]) -> None:
+        """Say what several ranks may have to say once: the lowest one says it, with the numbers of all. Each notes
+        its own for the report. told: sentences of every rank, by rank."""
+        for sentence in dict.fromkeys(told[self.rank]):
+            self.find(sentence)
+            ranks = [rank for rank, sentences in enumerate(told) if sentence in sentences]
+            if ranks[0] == self.rank:
+                self.say(f"{name_ranks(ranks)}: {sentence}")
+
     def find(self, text: str) -> None:
         """For the report."""
         self.findings.append(text)
@@ -204,9 +214,10 @@ class Session:
         """Collective: whether it is so on all ranks."""
         return all(word == b"1" for word in self.all(b"1" if mine else b"0"))
 
-    def join(self, problem: str = "") -> None:
-        """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected."""
-        notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title))
+    def join(self, problem: str = "", told: Iterable[str] = ()) -> None:
+        """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected. told:
+        what this rank has to say where it is, as `say_shared` says it."""
+        notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title), told=tuple(told))
         notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
         if problem := joining.unclosed(notices):  # what one of them was told is not this training's
             self.say_once(f"this {self._what} is not protected: {problem}")
@@ -248,6 +259,7 @@ class Session:
         self.incoming = [r for r, t in enumerate(self.targets) if self.rank in t and r != self.rank]
         self.verdict.hope()
         self.state = "arming"
+        self.say_shared([n.told for n in notices])
 
     def join_anew(self, problem: str = "") -> None:
         """Collective: say hello once more; the agents verify what they hold, and choose anew."""

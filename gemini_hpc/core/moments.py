@@ -114,9 +114,11 @@ def describe_difference(version: int, reports: Iterable[Report]) -> str:
             why = "calls step() at another place of the loop"
         else:
             why = f"has made {calls} step() call{'' if calls == 1 else 's'} {'fewer' if amount > 0 else 'more'}"
-        parts.append(f"{_name(ranks)} {why} ({iterations} {'ahead' if amount > 0 else 'behind'} by its collectives)")
+        parts.append(
+            f"{name_ranks(ranks)} {why} ({iterations} {'ahead' if amount > 0 else 'behind'} by its collectives)"
+        )
     return (
-        f"{head}: {'; '.join(parts)}, compared with {_name([r for r in done if not _is_among(r, ahead)])}. "
+        f"{head}: {'; '.join(parts)}, compared with {name_ranks([r for r in done if not _is_among(r, ahead)])}. "
         "Call step() once in each iteration on every rank; nothing is sealed until they agree again"
     )
 
@@ -140,8 +142,8 @@ def _is_among(rank: int, ahead: Mapping[float, Sequence[int]]) -> bool:
     return any(rank in ranks for ranks in ahead.values())
 
 
-def _name(ranks: Sequence[int]) -> str:
-    """Return a few ranks by number."""
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return a few ranks by number, for a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _NAMED} others" if len(ranks) > _NAMED else ""

@@ -19,6 +19,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
 from gemini_hpc.mpi.arrays import Arrays, Saved
+from gemini_hpc.mpi.calls import Calls, describe_difference
 from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.mpi.exchange import Exchange, Patience
 from gemini_hpc.wire import local
@@ -49,7 +50,7 @@ class Checkpointer:
     Its own failures never reach the program: protection ends, with one line on stderr.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot work.
+        TypeError, ValueError: for arguments that cannot work, or differ between the ranks.
     """
 
     def __init__(
@@ -69,6 +70,9 @@ class Checkpointer:
         self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
         self._arrays = Arrays(arrays, self._rank, self._world)
+        given = [int(raw) for raw in self._words.all(str(every).encode())]
+        if len(set(given)) > 1:
+            raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
         self._every, self._chunk_bytes = every, chunk_bytes
         self._last = 0
         self._resumed = self._closed = False
@@ -90,6 +94,7 @@ class Checkpointer:
             leave=self._leave,
             handing=self._lock,
         )
+        self._calls = Calls(self._words, session)
         session.keepers = lambda: list(self._kept.values())
         session.on_lost.append(self._refuse)
         session.join()
@@ -112,13 +117,15 @@ class Checkpointer:
 
     def resume(self) -> int:
         """Bring the arrays back to the newest sealed version; its number, or 0 for a fresh start. Raises ValueError
-        where the saved arrays are not this program's."""
+        where the saved arrays are not this program's, RuntimeError where other ranks are in another call."""
         session = self._session
         if self._resumed or session.version:
             raise RuntimeError("call resume() only once, before the loop")
         self._resumed = True
         if not session.protected:
             return 0
+        if difference := describe_difference(self._calls.meet("resume()", counts=False)):
+            raise RuntimeError(f"resume() is collective: {difference}")
         if session.welcome.notice:
             session.say_once(session.welcome.notice)
         for _ in range(_ROUNDS):
@@ -190,21 +197,26 @@ class Checkpointer:
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
         session = self._session
-        if not (session.version or self._resumed):
+        if not (session.version or self._resumed) and session.protected:
+            if self._calls.differ(self._calls.meet("step()")):
+                return
             session.begun_without_resume()
         session.version += 1
         if not session.protected or session.version % self._every:
+            return
+        # what comes first is collective by itself
+        if not self._kept and self._calls.differ(self._calls.meet("step()")):
             return
         begun: dict[int, int] = {}
         with self._guarded():
             if self._settle() and (self._kept or self._register()):
                 begun = self._begin()
         # One word of all ranks: what one of them does alone would be waited for by the others, for ever.
-        words = self._words.all(self._lost.encode() if self._lost else b"\x01" if begun else b"")
-        lost = next((word.decode() for word in words if word not in (b"", b"\x01")), "")
+        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost)
+        lost = next((call.lost for call in calls if call.lost), "")
         if lost and not session.verdict.reject():  # else this rank has said so itself
             session.say_once(f"this program is no longer protected: {lost}")
-        if lost or b"" in words:
+        if self._calls.differ(calls) or lost or not all(call.ready for call in calls):
             self._abort(begun)
             return
         with self._guarded():
@@ -377,6 +389,8 @@ class Checkpointer:
         Raises, alike on all ranks: RuntimeError where h5py is not built with MPI; ValueError where the ranks' parts
         of an array are not of one shape and type; OSError, with what was there before still in place.
         """
+        if not self._calls.apart and (difference := describe_difference(self._calls.meet("archive()", counts=False))):
+            raise RuntimeError(f"archive() is collective: {difference}")
         archive.write(
             self._comm, self._words, os.fspath(path), self._arrays, self._session.name, self._session.version, info
         )
@@ -393,7 +407,8 @@ class Checkpointer:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        self._comm.Barrier()
+        if not self._calls.apart:
+            self._calls.differ(self._calls.meet("close()"))
         self._session.finish(success=True)
         for keeper in self._kept.values():
             keeper.close()

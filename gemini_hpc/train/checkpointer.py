@@ -125,9 +125,11 @@ class Checkpointer:
         self._engine = SaveEngine(session, tree, traffic, ranks=ranks, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._not_given, max_repeated, self._times)
         self._engine.frozen = self._gate.frozen
-        uncaptured = Uncaptured(session, tree, self._not_given)
+        uncaptured = Uncaptured(tree, self._not_given)
         self._versions = Versions(session, self._engine, self._gate, tree, meetings, uncaptured, scaler, audit)
+        told: list[str] = []
         if session.path:
+            told = uncaptured.find()
             try:
                 tree.pack_small({}, [], session.world)  # what cannot be captured is told now, not at step 1
             except UnknownTypeError as error:
@@ -135,10 +137,8 @@ class Checkpointer:
             except Exception as error:  # of the user's own state_dict(), for instance: it may work at step 1
                 session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
         meetings.meet("Checkpointer()")
-        session.join(self._cannot_join())
+        session.join(self._cannot_join(), told)
         self._engine.connect()
-        if session.protected:
-            uncaptured.tell_at_construction()
         self._restorer = Restorer(
             session,
             tree,
@@ -147,6 +147,7 @@ class Checkpointer:
             unsupported=self._unsupported,
             join_anew=self._join_anew,
             meetings=meetings,
+            later=uncaptured.tell_later,
         )
         self._holding: failure_hold.Hold | None = None
         if session.client is not None:

@@ -22,17 +22,19 @@ from gemini_hpc.train.state.lifted import LEAST_BYTES
 from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
+from gemini_hpc.train.uncaptured import Uncaptured
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     """A rank's tensors, for the other ranks, and in the first `step()` also the size of its slot. ready: it has them
-    all now. word: of what carries the copies."""
+    all now. word: of what carries the copies. told: what it has to say, as `Session.say_shared` says it."""
 
     ready: bool = True
     problem: str = ""
     entries: list[Entry] = []
     total_bytes: int = 0
     word: bytes = b""
+    told: list[str] = []
 
 
 class _OfferError(Exception):
@@ -89,6 +91,7 @@ class Planning:
         *,
         ready: bool,
         join: Join | None,
+        uncaptured: Uncaptured,
     ) -> FirstPlan | None:
         """Collective, in each `step()` until every rank is ready (optimizer state exists after a real step only): who
         owns what, and the layout. None: not all ranks are ready.
@@ -105,7 +108,9 @@ class Planning:
                 ready = False
             except Exception as error:
                 failure = error
-        offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else []), failure)
+        told = uncaptured.take()
+        offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
+        self._session.say_shared([o.told for o in offers])
         if not all(o.ready for o in offers):
             return None
         gathered = [o.entries for o in offers]
@@ -115,7 +120,9 @@ class Planning:
             total_bytes = plan.layout.total
         except Exception as error:
             failure = error
-        totals = [o.total_bytes for o in self._all(_Offer(total_bytes=total_bytes), failure)]
+        offers = self._all(_Offer(total_bytes=total_bytes, told=uncaptured.find_when_planned()), failure)
+        self._session.say_shared([o.told for o in offers])
+        totals = [o.total_bytes for o in offers]
         self.capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
         for recorder in self._tree.ddps:
             recorder.stop()

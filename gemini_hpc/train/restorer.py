@@ -37,7 +37,8 @@ class Resumed:
 
 class Restorer:
     """Of one rank. path: what to start from where this job has nothing; unsupported: why this rank's state cannot be
-    captured, or ""; join_anew: says hello to the agents once more; meetings: of the ranks."""
+    captured, or ""; join_anew: says hello to the agents once more; meetings: of the ranks; later: has a sentence said
+    in the first `step()`, once for all ranks that have it."""
 
     def __init__(
         self,
@@ -49,10 +50,11 @@ class Restorer:
         unsupported: str,
         join_anew: Callable[[], None],
         meetings: Meetings,
+        later: Callable[[str], None],
     ) -> None:
         self._session, self._tree, self._loader = session, tree, loader
         self._path, self._unsupported, self._join_anew = path, unsupported, join_anew
-        self._meetings = meetings
+        self._meetings, self._later = meetings, later
         self.called = False
         self.found = Resumed()
         self.resumed_at = 0
@@ -199,7 +201,10 @@ class Restorer:
     def _tell_begins_anew(self) -> None:
         """Say what of the loaded version was not put back."""
         for line in self._tree.begins_anew:
-            self._session.say(f"rank {self._session.rank}: {line}")
+            if self._session.protected:
+                self._later(line)
+            else:
+                self._session.say(f"rank {self._session.rank}: {line}")
 
     # ---- from elsewhere --------------------------------------------------------------------------------
 

@@ -90,11 +90,10 @@ class Versions:
         version, self._unstepped = self._unstepped, 0
         if version and not self._told_unstepped:
             self._told_unstepped = True
-            session = self._session
-            session.say(
-                f"rank {session.rank}: step() at version {version} without an optimizer step since the last "
-                "one: accumulated gradients are not captured, so this version is not saved. Call step() once per "
-                "optimizer step"
+            self._tell(
+                version,
+                " without an optimizer step since the last one: accumulated gradients are not captured, so this "
+                "version is not saved. Call step() once per optimizer step",
             )
 
     def _tell_unseen(self) -> None:
@@ -116,10 +115,21 @@ class Versions:
                 "such versions are not saved, as nothing keeps the next change from them. What is not sealed is not "
                 "protected. Let the step() of a torch.optim.Optimizer write the weights"
             )
+        self._session.event("degraded", text)
+        self._tell(self._session.version, f": {text}")
+
+    def _tell(self, version: int, why: str) -> None:
+        """Say why a version is not saved, with the other ranks where they are about to plan together.
+
+        why: goes on behind the version's number.
+        """
         session = self._session
-        session.find(text)
-        session.event("degraded", text)
-        session.say(f"rank {session.rank}: step() at version {session.version}: {text}")
+        text = f"step() at version {version}{why}"
+        if session.verdict.awaited and self._engine.planning.capture is None:
+            self._uncaptured.tell_later(text)
+        else:
+            session.find(text)
+            session.say(f"rank {session.rank}: {text}")
 
     def _take(self) -> None:
         session, engine = self._session, self._engine
@@ -165,10 +175,11 @@ class Versions:
         """Collective, until the ranks have one verdict: plan, start, and see whether all could. False: not yet."""
         session, engine = self._session, self._engine
         if engine.planning.capture is None:
-            first = engine.planning.first(leaves, odd, failure, ready=ready, join=engine.join)
+            first = engine.planning.first(
+                leaves, odd, failure, ready=ready, join=engine.join, uncaptured=self._uncaptured
+            )
             if first is None:
                 return False
-            self._uncaptured.tell_when_planned()
             try:
                 engine.start(first)
             except Exception as error:  # the others go on to `arm`

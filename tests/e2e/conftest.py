@@ -64,9 +64,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run runs, each made once, at first use: ranks on this machine, without Slurm and without agents."""
 
     @cache
-    def run(parallel: str = "ddp", ranks: int = 3) -> Run:
+    def run(parallel: str = "ddp", ranks: int = 3, seed: int = 1) -> Run:
         directory = tmp_path_factory.mktemp("reference")
-        arguments = [*SMALL, "--parallel", parallel, "--log", str(directory / "loss.jsonl")]
+        arguments = [*SMALL, f"--parallel={parallel}", f"--seed={seed}", f"--log={directory}/loss.jsonl"]
         processes = [Process(env, module="examples.train_gpt", arguments=arguments) for env in environments(ranks)]
         codes = [process.wait(120) for process in processes]
         assert codes == [0] * ranks, [process.read() for process in processes]

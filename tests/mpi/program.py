@@ -1,5 +1,6 @@
 """One rank of an MPI program with arrays: `python -m tests.mpi.program OPTIONS`, started by mpiexec; `mpi` of the
-options (JSON) says how MPI is entered."""
+options (JSON) says how MPI is entered. kwargs_of: by rank. apart: the ranks do not talk to each other. skips: [rank,
+step] of a `step()` that is left out. resumes_not: the rank that leaves out `resume()`."""
 
 from __future__ import annotations
 
@@ -50,12 +51,13 @@ def main(o: dict[str, Any]) -> None:
     given = {"field": Part(field, (first, 0), (n, 7)) if whole else field, "count": Part(count, (), ())}
     if o.get("private", True):
         given |= {"flags": flags, "wide": wide, "own": own.T}
-    ckpt = Checkpointer(comm, given, **o.get("kwargs", {}))
-    start = ckpt.resume()
+    kwargs = {**o.get("kwargs", {}), **o.get("kwargs_of", [{}] * size)[rank]}
+    ckpt = Checkpointer(comm, given, **kwargs)
+    start = ckpt.resume() if rank != o.get("resumes_not") else 0
     held = ckpt._arrays._held["field"].array
     assert held is field
     for step in range(start + 1, o["steps"] + 1):
-        total = comm.allreduce(float(field.sum()))
+        total = 0.0 if o.get("apart") else comm.allreduce(float(field.sum()))
         np.multiply(field, 1.0 + 1e-4 * (step % 7), out=new)
         new += 1e-9 * total
         field, new = new, field  # as stencils do
@@ -65,9 +67,10 @@ def main(o: dict[str, Any]) -> None:
         count += 1
         if step == o.get("die_at") and rank == 0:
             os.kill(os.getpid(), 9)
-        ckpt.step(field=field)
+        if [rank, step] != o.get("skips"):
+            ckpt.step(field=field)
         time.sleep(o.get("sleep_s", 0.0))
-    whole_field = comm.gather(field)
+    whole_field = None if o.get("apart") else comm.gather(field)
     private = [flags.tolist(), wide.tolist(), own.tolist()]
     told = {"rank": rank, "start": start, "count": int(count), "private": private}
     if whole_field is not None:

@@ -111,3 +111,34 @@ def test_arrays_of_another_size_are_refused(mpi: Mpi, make_job: MakeJob, start: 
     run = start(mpi, job, {**options, "n": 80})
     assert run.wait() not in (0, None)
     assert "does not fit this program" in run.said() and "was saved as (60, 7)" in run.said()
+
+
+@pytest.mark.parametrize("mpi", [OPENMPI, MPICH], indirect=True, ids=lambda mpi: mpi.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_left_out_on_one_rank(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun], rank: int) -> None:
+    """The ranks do not talk to each other: nothing shows it before one is in `close()`, the other in `step()`."""
+    run = start(mpi, make_job(2, 2), {"steps": 9, "apart": True, "skips": [rank, 4]})
+    ran(run, 2)
+    (line,) = [line for line in run.said().splitlines() if "is void" in line]
+    assert "version 9 is void, and versions before it may mix iterations: " in line
+    assert f"rank {rank} is in close(), with 8 step() calls made" in line
+    assert f"rank {1 - rank} is in step(), with 9 step() calls made" in line
+
+
+def test_resume_left_out_on_one_rank(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
+    """The version to resume from stays as it is."""
+    job = make_job(2, 2)
+    ran(start(mpi, job, {"steps": 5}), 2)
+    assert job.requeue() is not None
+    run = start(mpi, job, {"steps": 5, "apart": True, "resumes_not": 1})
+    assert run.wait() not in (0, None), run.said()
+    assert "RuntimeError: resume() is collective: rank 0 is in resume(); rank 1 is in step()" in run.said()
+    assert job.sealed is not None and job.sealed.version == 5
+
+
+def test_ranks_that_save_at_different_steps_are_refused(
+    mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]
+) -> None:
+    run = start(mpi, make_job(2, 2), {"steps": 5, "kwargs_of": [{"every": 2}, {"every": 3}]})
+    assert run.wait() not in (0, None)
+    assert run.said().count("ValueError: wanted the same every on all ranks, found [2, 3]") >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 import gemini_hpc as gemini
 
 from .fake_agent import FakeJob
+from .launch import Run
 from .test_checkpointer import wait_armed
 
 Told = pytest.CaptureFixture[str]
@@ -107,3 +109,17 @@ def test_what_belongs_to_others_is_not_told(job: FakeJob, capfd: Told) -> None:
     del gone
     assert lines(job, capfd, model, optimizer) == []
     second.close()
+
+
+@pytest.mark.slow
+def test_what_several_ranks_have_to_say_is_said_once(make_job: Callable[[int, int], FakeJob]) -> None:
+    """The lowest rank says it, with the numbers of those that have it; each has it in its report."""
+    run = Run(make_job(2, 2), 3, {"program": "tests.train.forgetful", "counts_on": 1, "kwargs": {}})
+    found = [result["report"]["findings"] for result in run.wait()]
+    alike = ["a ExponentialLR of this training's", "step() at version 1 without an optimizer step"]
+    for said in alike:
+        assert [text.count(f"ranks 0, 1, 2: {said}") for text in run.stderr] == [1, 0, 0], run.stderr
+        assert [text.count(said) for text in run.stderr] == [1, 0, 0]
+        assert [any(said in sentence for sentence in findings) for findings in found] == [True] * 3
+    said = "rank 1: the state_dict() of optimizer 0 (Counting) also has count"
+    assert [text.count(said) for text in run.stderr] == [0, 1, 0], run.stderr

@@ -1,0 +1,89 @@
+"""Compare the calls in which the ranks of a program meet: a rank that leaves one out would otherwise meet others in
+another one, whose words mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gemini_hpc.client.session import Session
+from gemini_hpc.core.moments import name_ranks
+from gemini_hpc.mpi.collectives import MpiRanks
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """The first word of a rank in a collective call.
+
+    Attributes:
+        name: of the call, with its brackets.
+        made: `step()` calls of this rank, the present one included; 0 where they do not count.
+        ready: this rank has slots for a version.
+        lost: why its protection has ended; "" where it has not.
+    """
+
+    name: str
+    made: int = 0
+    ready: bool = True
+    lost: str = ""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return what has to be the same on all ranks."""
+        return self.name, self.made
+
+
+class Calls:
+    """The collective calls of one rank.
+
+    Attributes:
+        apart: the ranks have met in different calls, so no later ones belong together either.
+    """
+
+    def __init__(self, ranks: MpiRanks, session: Session) -> None:
+        self._ranks, self._session = ranks, session
+        self.apart = False
+
+    def meet(self, name: str, *, ready: bool = True, counts: bool = True, lost: str = "") -> list[Call]:
+        """Begin a call: return each rank's. Where they are not of one name, protection ends on all ranks. Collective.
+
+        counts: the ranks must have made as many `step()` calls, as long as versions are saved.
+        """
+        session = self._session
+        made = session.version if counts and session.protected else 0
+        word = msgspec.msgpack.encode(Call(name, made, ready, lost))
+        calls = [msgspec.msgpack.decode(raw, type=Call) for raw in self._ranks.all(word)]
+        if len({call.name for call in calls}) > 1:
+            self.apart = True
+            session.verdict.reject()
+        return calls
+
+    def differ(self, calls: Sequence[Call]) -> bool:
+        """Return whether the ranks do not mean the same by this version, and say so, once."""
+        session, difference = self._session, describe_difference(calls)
+        if not difference:
+            return False
+        version = max(call.made for call in calls)
+        if "void" not in session.unsaved:
+            end = "this program is no longer protected" if self.apart else "nothing is sealed until they agree again"
+            session.say_once(
+                (f"version {version} is void, and versions before it may mix iterations: " if version else "")
+                + f"{difference}. Call step() once in each iteration on every rank; {end}"
+            )
+        session.count("void")
+        session.event("void", difference, version)
+        return True
+
+
+def describe_difference(calls: Sequence[Call]) -> str:
+    """Return which rank is in which call, where that is not the same on all; else ""."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for rank, call in enumerate(calls):
+        found.setdefault(call.place, []).append(rank)
+    if len(found) < 2:
+        return ""
+    parts = []
+    for (name, made), ranks in found.items():
+        verb, counted = "is" if len(ranks) == 1 else "are", f"{made} step() call{'' if made == 1 else 's'}"
+        parts.append(f"{name_ranks(ranks)} {verb} in {name}{f', with {counted} made' if made else ''}")
+    return "; ".join(parts)
