@@ -23,6 +23,7 @@ from gemini_hpc.train.state.tree import StateTree
 
 _NOT_GIVEN = 3  # optimizers of which that is said
 _WARM_UP = 3  # steps that do not count for the worst
+_SEVERAL = 2  # graphs that cannot be told apart
 _TO_BEGIN_S = 0.25  # a healthy replicator begins within that, also on a busy node
 
 
@@ -141,7 +142,7 @@ class OptimizerGate:
         if self.forked:
             return
         steps = graphs.steps_of(graph)
-        if steps is None and not any(graph is known for known in self.strange):
+        if steps is None and len(self.strange) < _SEVERAL and not any(graph is known for known in self.strange):
             self.strange.append(graph)
         for optimizer in steps or ():
             self.before(optimizer)

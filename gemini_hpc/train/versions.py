@@ -101,9 +101,9 @@ class Versions:
         if self._told_unseen:
             return
         self._told_unseen = True
-        if graphs := len(self._gate.strange):
+        if self._gate.strange:
             text = (
-                f"weights change, and no optimizer has made a step since the last step(), but {graphs} CUDA graphs "
+                "weights change, and no optimizer has made a step since the last step(), but several CUDA graphs "
                 "were replayed that had been captured before Checkpointer(...): such versions are not saved, as "
                 "nothing keeps the next replay from them. What is not sealed is not protected. Make the Checkpointer "
                 "before the graphs are captured, or call optimizer.step() outside of them"
