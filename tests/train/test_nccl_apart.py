@@ -18,7 +18,7 @@ MakeJob = Callable[[int, int], FakeJob]
 @pytest.mark.parametrize("kwargs", [{}, {"transport": "host"}])
 def test_a_training_imports_nothing_of_it(make_job: MakeJob, kwargs: dict[str, Any]) -> None:
     job = make_job(2, 2)
-    for result in train(job, 2, kind="ddp", steps=12, kwargs=kwargs):
+    for result in train(job, 2, kind="ddp", steps=12, armed=True, kwargs={**kwargs, "seal_timeout_s": 20.0}):
         assert result["report"]["state"] == "protected" and result["report"]["traffic"]["transport"] == "host"
         assert not result["nccl"]
     assert job.sealed is not None
