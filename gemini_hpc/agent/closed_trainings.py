@@ -14,12 +14,13 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.closings import Closings
-from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier.node_writer import NodeWriter
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.sequence import Closed
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 
 _LATER_S = 1.0  # the job's end, which often comes first, needs no word of it
@@ -132,6 +133,18 @@ class ClosedTrainings:
             begun = {t.name for t in self._trainings if t.greeted} | {closed.set for closed in self._closings.all}
             self._beside.setdefault(name, frozenset(begun - {name}))
 
+    def _keep_sealed(self, training: Training, sealed: Stamp, shard: Shard, last: int) -> None:
+        """Free all of a shard but the sealed version. last: version at which the ranks have closed the training.
+
+        A newer one that is not here comes no more. The root hears of that, and abandons what others have of it.
+        """
+        abandoned = training.sealing.word.abandoned if training.sealing is not None else frozenset[Stamp]()
+        self._store.trim(shard, sealed, abandoned)
+        before = shard.pair.passed
+        shard.pair.pass_over(Stamp(sealed.epoch, last))
+        if shard.pair.passed != before:
+            self._trainings.recount(shard.set)
+
     def _part_with(self, incarnation: Incarnation) -> None:
         """Give up, at the root, each closed training behind which another one has sealed a version."""
         plan = incarnation.rounds.plan
@@ -169,8 +182,10 @@ class ClosedTrainings:
             if training is None or training.present:
                 continue
             shards = [shard for shard in self._store.every() if shard.set == closed.set]
-            if any(slot.busy or slot.state == "filling" for shard in shards for slot in shard.pair.slots):
+            if any(slot.busy for shard in shards for slot in shard.pair.slots):
                 continue
+            for shard in shards:
+                shard.pair.void_filling()  # its rank has hung up, and completes nothing more
             self._trainings.drop_guests(training)
             self._writer.forget(closed.set)
             for shard in shards:
@@ -178,7 +193,7 @@ class ClosedTrainings:
                 if closed.set in self._gone or nothing:
                     self._store.drop(shard)
                 elif training.sealed is not None:
-                    self._store.trim(shard, training.sealed)
+                    self._keep_sealed(training, training.sealed, shard, closed.version)
             if closed.set in self._gone:
                 self._gone.discard(closed.set)
                 self._beside.pop(closed.set, None)

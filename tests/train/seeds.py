@@ -4,7 +4,7 @@ OPTIONS is a JSON object. log: a file, to which each rank appends lines of JSON;
 names: of the trainings, "" for none. dies: [index of the training, step, attempt]: all ranks end there by SIGKILL, at
 step 0 before the Checkpointer is made, at step -1 when it is closed; dies_with: as soon as this file is there.
 resumes: false leaves `resume()` out. closes: the ranks that call `close()`. waits: a file for which all ranks wait
-behind the last `close()`.
+behind the last `close()`. lags: a rank that makes no optimizer step in the last iteration.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def train(index: int, seed: int, name: str) -> None:
         loss = model(torch.full((4, 64), step / 60.0)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if not (step == OPTIONS["steps"] and OPTIONS.get("lags") == RANK):
+            optimizer.step()
         time.sleep(OPTIONS.get("pause_s", 0.03))
         checkpointer.step()
         if step == start + 1:

@@ -251,3 +251,17 @@ def test_another_name_in_each_start(steps: Steps) -> None:
     assert [error.count(told) for error in steps.errors[2:]] == [1, 0], steps.errors
     assert "of training at-1001: what is to be resumed needs the same name= in each start" in steps.errors[2]
     assert steps.begun[2][1] in (3, 4) and "begins anew" not in steps.errors[2].replace(told, ""), steps.errors
+
+
+def test_a_last_version_that_is_never_sealed_does_not_stay(steps: Steps) -> None:
+    """One rank saves no last version, so nobody needs what the others have of it."""
+    go = steps.log.parent / "go"
+    ranks = steps.begin("81.0", 1, lags=1, waits=str(go))
+    try:
+        until(lambda: steps.log.exists() and len(steps.lines("ends")) == 1, 60, what="it is closed")
+        until(lambda: len(steps.held("default")) == 4, 20, what="one slot a shard and holder")
+        (stamp,) = {slot.stamp for slot in steps.held("default")}
+        assert stamp is not None and stamp.version < STEPS
+    finally:
+        go.touch()
+        assert [rank.wait(20.0) for rank in ranks] == [0, 0]

@@ -198,12 +198,13 @@ class Store:
             self.put(Shard(set_name, rank, world, home, size_bytes, memory, parity=wanted))
             return self.parities[set_name, rank]
 
-    def trim(self, shard: Shard, sealed: Stamp) -> None:
-        """Free what is older than this sealed version of a training that is closed, where that is here."""
+    def trim(self, shard: Shard, sealed: Stamp, abandoned: frozenset[Stamp]) -> None:
+        """Free what is older than this sealed version of a training that is closed, where that is here, and what will
+        never be sealed."""
         if shard.pair.find(sealed) is None:
             return
         for index, slot in enumerate(shard.pair.slots):
-            if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed):
+            if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed or slot.stamp in abandoned):
                 shard.pair.void(index)
                 shard.memory[index].close()
                 self.budget.give(shard.bytes)
