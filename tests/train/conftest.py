@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from waiting import until
 
+import gemini_hpc as gemini
 from gemini_hpc.wire import munge
 
 from .agents import RealJob
@@ -19,6 +20,18 @@ from .launch import Run
 
 STEPS = 40
 HOST = {"transport": "host", "seal_timeout_s": 3.0}
+
+
+@pytest.fixture(autouse=True)
+def each_version_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trainings inside the tests, of milliseconds an iteration, wait for each seal; see `worker.arguments`."""
+    usual = gemini.Checkpointer.__init__
+
+    def init(self: gemini.Checkpointer, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("traffic", gemini.Traffic(overhead=0.9))
+        usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(gemini.Checkpointer, "__init__", init)
 
 
 @pytest.fixture

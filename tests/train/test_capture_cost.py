@@ -209,7 +209,7 @@ def test_a_frequency_that_the_user_forces_stays(time: Time) -> None:
 def test_a_training_of_one_rank_with_a_large_replay_buffer(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     model, replay = nn.Linear(4, 4), Replay(10_000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = gemini.Checkpointer(model, optimizer, extra={"replay": replay})
+    ckpt = gemini.Checkpointer(model, optimizer, extra={"replay": replay}, traffic=gemini.Traffic())
     ckpt.resume()
     for step in range(40):
         model(torch.ones(2, 4)).sum().backward()
