@@ -28,8 +28,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 async def channel(mesh: Any, sock: socket.socket) -> Channel:
     membership: Any = SimpleNamespace(incarnation=SimpleNamespace(mesh=mesh))
     store: Any = None
+    filling: Any = None
     client: Any = None
-    return Channel(membership, store, client, "default", 0, "n2", sock)
+    return Channel(membership, store, filling, client, "default", 0, "n2", sock)
 
 
 def test_whoever_sends_to_it_is_free_as_soon_as_it_counts_as_dead() -> None:

@@ -122,6 +122,9 @@ class _Store:
     def every(self) -> list[Any]:
         return []
 
+    async def verify(self) -> list[Copy]:
+        return []
+
     def copies(self) -> list[Copy]:
         return self.held
 
