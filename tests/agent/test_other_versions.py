@@ -13,7 +13,7 @@ from gemini_hpc.wire import local, version
 from .conftest import STEP
 
 
-@pytest.mark.parametrize(("least", "most"), [(4, 4), (3, 4), (2, 7)])
+@pytest.mark.parametrize(("least", "most"), [(4, 4), (4, 5), (3, 7)])
 def test_trainer_and_agent_agree(make_agent: Callable[..., Any], least: int, most: int) -> None:
     agent = make_agent()
     reply = agent.caller().ask(local.Hello(least, most, "default", 0, 1, 0, STEP, os.getpid()))

@@ -28,8 +28,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 async def channel(mesh: Any, sock: socket.socket) -> Channel:
     membership: Any = SimpleNamespace(incarnation=SimpleNamespace(mesh=mesh))
     store: Any = None
-    client: Any = None
     filling: Any = None
+    client: Any = None
     return Channel(membership, store, filling, client, "default", 0, "n2", sock)
 
 

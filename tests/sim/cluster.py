@@ -122,11 +122,11 @@ class _Store:
     def every(self) -> list[Any]:
         return []
 
-    def copies(self) -> list[Copy]:
-        return self.held
-
     async def verify(self) -> list[Copy]:
         return []
+
+    def copies(self) -> list[Copy]:
+        return self.held
 
 
 class _Mesh(_Still):
