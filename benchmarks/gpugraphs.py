@@ -95,7 +95,7 @@ def main(o: dict[str, Any]) -> None:
         if o["fake"]
         else torch.optim.AdamW(model.parameters(), lr=1e-3, **on_cuda)
     )
-    ckpt = gemini.Checkpointer(model, optimizer)
+    ckpt = gemini.Checkpointer(model, optimizer, traffic=gemini.Traffic(every=1, overhead=0.99))
 
     def whole() -> torch.Tensor:
         loss: torch.Tensor = model(batch).square().mean()
@@ -112,8 +112,8 @@ def main(o: dict[str, Any]) -> None:
         ckpt.step()
         losses[step] = float(loss).hex()
         times.append(time.perf_counter() - began)
-        if step == start + 2 and ckpt.report()["state"] != "unprotected":
-            _until(lambda: ckpt.report()["state"] != "arming")
+        if step == start + 2 and ckpt._session.client is not None:
+            _until(lambda: not ckpt._session.protected or ckpt._session.verdict.word != 0)  # memory is there
         if step == KILLED_AT and o.get("dies"):
             _until(lambda: _sealed(ckpt, KILLED_AT))
             break

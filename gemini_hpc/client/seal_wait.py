@@ -116,7 +116,8 @@ class SealGate:
         """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer).
 
         moved_at: when something of the version last arrived somewhere (CLOCK_MONOTONIC): the timeout counts from
-        there. After patience_s it returns False in any case, and nothing is degraded: the version is only late.
+        there. After patience_s it returns False, and nothing is degraded: the version is only late. (Where a node may
+        be dead the timeout counts alone: the next step would be repeated.)
         began_at: from when that counts, if later than the call: a device may not have come to where its host waits.
         quiet_s: nothing may arrive for so long, where that is more than the timeout: digests and votes take time.
         """
@@ -132,7 +133,7 @@ class SealGate:
         quiet_s: float = 0.0,
     ) -> bool:
         """The same for any (epoch, version)."""
-        limit_s = max(self._timeout_s, quiet_s)
+        limit_s = self._timeout_s
         if self.degraded:
             with self._lock:
                 patient, self._patient = self._patient, False
@@ -140,6 +141,7 @@ class SealGate:
                 if not self._probes():
                     return False
                 limit_s = min(limit_s, _PROBE_S)
+        quiet_s = max(limit_s, quiet_s) if limit_s == self._timeout_s else limit_s
         degradings = self._degradings
         started = looked = clock.monotonic()
         stopped_s, there, lost_at = 0.0, False, math.inf
@@ -162,11 +164,13 @@ class SealGate:
                     continue
                 # A node may be dead: a step completed now would be one more that is repeated. Or an agent comes back.
                 stuck = page.state in (STATE_FROZEN, STATE_DEGRADED)
-                if now - (started + stopped_s if stuck else max(started + stopped_s, moved_at())) > limit_s:
-                    late = f"version {wanted[1]} was not sealed within {limit_s:g} s"
+                begun = started + stopped_s
+                since, most_s = (begun, limit_s) if stuck else (max(begun, moved_at()), quiet_s)
+                if now - since > most_s:
+                    late = f"version {wanted[1]} was not sealed within {most_s:g} s"
                     self.degrade("the agents cannot seal now" if stuck else late)
                     return False
-                if now - max(started + stopped_s, began_at()) > patience_s:
+                if not stuck and now - max(begun, began_at()) > patience_s:
                     return False
                 clock.sleep(_POLL_S)
             there = True

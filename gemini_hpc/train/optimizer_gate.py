@@ -261,7 +261,7 @@ class OptimizerGate:
             lambda: pacer.progress_at,
             controller.patience_s,
             lambda: pacer.arrived_at,
-            controller.quiet_s,
+            controller.quiet_s(session.seal_timeout_s),
         )
         if not self.late or not session.protected or gate.degraded:
             return

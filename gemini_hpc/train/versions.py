@@ -248,7 +248,7 @@ class Versions:
             return False
         # ranks that skip must come to skip the same versions, or none is ever sealed again
         self._crowded = True
-        quiet_s = max(session.seal_timeout_s, engine.controller.quiet_s if engine.controller is not None else 0.0)
+        quiet_s = engine.controller.quiet_s(session.seal_timeout_s) if engine.controller is not None else 0.0
         if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
             session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
         session.note("skipped", session.version, "the version before this one is still on its way")

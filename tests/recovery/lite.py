@@ -9,7 +9,7 @@ its whole lineage; each rank also computes the state of the ranks whose copies i
 the transport between trainers. After a recovery every rank fetches *all* shards and checks that they are of one
 version and one lineage. Each line of LOG is a JSON object: what, rank, version, epoch, restart, t, ...
 
-SIGUSR1 is noted in LOG. SIGUSR2 has a rank take more memory than its job has.
+Where LITE_SIGNALS is set, SIGUSR1 is noted in LOG. SIGUSR2 has a rank take more memory than its job has.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def main() -> int:
         say("lost", version, reason=line)
     if welcome.notice:
         say("notice", version, text=welcome.notice)
-    signal.signal(signal.SIGUSR1, lambda *_: say("USR1", version))
+    if "LITE_SIGNALS" in os.environ:
+        signal.signal(signal.SIGUSR1, lambda *_: say("USR1", version))
     signal.signal(signal.SIGUSR2, lambda *_: take_memory())
     me = {"node_rank": welcome.node_rank, "pid": os.getpid(), "node": socket.gethostname()}
     say("resumed", version, epoch=welcome.epoch, lineage=lineage, **me)

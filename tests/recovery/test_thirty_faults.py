@@ -191,7 +191,7 @@ def test_thirty_faults() -> None:
     with Cluster.up(f"thirty{os.getpid()}", nodes=7, profile="site", settings=settings) as cluster:
         job = LiteJob(
             cluster,
-            run="gemini-hpc run -- srun --kill-on-bad-exit=1",
+            run="env LITE_SIGNALS=1 gemini-hpc run -- srun --kill-on-bad-exit=1",
             python="python -m gemini_hpc.launch",
             options=("-N4", "--no-kill", "--gemini-spares=1", f"--mem={MEMORY_MB}"),
         ).submit()

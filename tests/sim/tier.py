@@ -194,12 +194,19 @@ class Tier:
 
     def stamps(self, *, whole: bool = True) -> list[Stamp]:
         """Versions that are whole, or are not; newest first."""
-        there = version.stamps(self.directory)
-        return [s for s in there if os.path.lexists(f"{self.directory}/{version.name(s)}/manifest.json") == whole]
+        return self._stamps(self.directory, whole=whole)
 
     def offered(self) -> list[Stamp]:
         """Whole ones that nobody has rejected, as they would be found."""
-        return [s for s in self.stamps() if not os.path.lexists(f"{self.directory}/{version.name(s)}/rejected")]
+        return self._offered(self.directory)
+
+    @staticmethod
+    def _stamps(directory: str, *, whole: bool = True) -> list[Stamp]:
+        there = version.stamps(directory)
+        return [s for s in there if os.path.lexists(f"{directory}/{version.name(s)}/manifest.json") == whole]
+
+    def _offered(self, directory: str) -> list[Stamp]:
+        return [s for s in self._stamps(directory) if not os.path.lexists(f"{directory}/{version.name(s)}/rejected")]
 
     def names(self) -> dict[str, tuple[int, Stamp]]:
         """The names that versions have."""
@@ -234,8 +241,9 @@ class Tier:
     def _no_more(self, where: str, *, kept: bool) -> None:
         """A version that was whole has been removed."""
         self.world.tell(f"TIER {os.path.basename(where)} is no more")
-        if len(self.offered()) < KEEP_LAST:
-            self.wrong.append(f"{os.path.basename(where)} was whole, and removed: {self.offered()} are left")
+        left = self._offered(os.path.dirname(where))  # which is another place where the file system has just gone
+        if len(left) < KEEP_LAST:
+            self.wrong.append(f"{os.path.basename(where)} was whole, and removed: {left} are left")
         if kept:
             self.wrong.append(f"{os.path.basename(where)} was to be kept, and removed")
 

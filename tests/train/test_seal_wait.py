@@ -191,6 +191,18 @@ def test_a_rank_that_is_gone_is_waited_for_once(scene: Scene, when: str) -> None
     assert not scene.gate.degraded
 
 
+def test_a_ceiling_does_not_cut_a_wait_short_while_a_node_may_be_dead() -> None:
+    scene = Scene(0.4)
+    try:
+        assert not scene.gate.wait(1, lambda: False, patience_s=0.0, quiet_s=9.0)
+        assert scene.gate.waited_s < 0.3 and not scene.said, "a version of healthy nodes is only late"
+        scene.page.set_state(control_page.STATE_FROZEN)
+        assert not scene.gate.wait(1, lambda: False, patience_s=0.0, quiet_s=9.0)
+        assert scene.gate.waited_s > 0.35 and scene.said == ["the agents cannot seal now"]
+    finally:
+        os.close(scene.fd)
+
+
 class Holder:
     """The way to a holder that is gone, or does not take the version."""
 

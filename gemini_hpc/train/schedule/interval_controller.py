@@ -32,7 +32,7 @@ from gemini_hpc.core import schedule
 from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.pace import Pace
 from gemini_hpc.core.spans import Trace
-from gemini_hpc.core.wait_budget import FIRST_S, WaitBudget
+from gemini_hpc.core.wait_budget import WaitBudget
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
@@ -66,7 +66,8 @@ _WORD_EVERY_S = 5.0
 _POINT_S = 1e-6
 _TELL_AGAIN = 4  # times as rare
 _TOLD_WAIT_S = 1.0  # of waits for the first versions
-_QUIET = 4  # times the usual time to a seal may pass without anything arriving
+_QUIET = 4  # times the usual time to a seal may pass without anything arriving; as long as that is not known, ...
+_UNKNOWN = 3  # times the user's timeout
 _RANKS = 1 << 20
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
 
@@ -243,10 +244,10 @@ class IntervalController:
             return math.inf
         return self._budget.left_s
 
-    @property
-    def quiet_s(self) -> float:
-        """Return how long nothing of a version need arrive anywhere while all is well."""
-        return _QUIET * self._latency.whole_s or FIRST_S
+    def quiet_s(self, timeout_s: float) -> float:
+        """Return how long nothing of a version need arrive anywhere while all is well. timeout_s: what the user says,
+        which does not know how long digests and votes take."""
+        return max(timeout_s, _QUIET * self._latency.whole_s or _UNKNOWN * timeout_s)
 
     def resize(self, shard_bytes: int, key: str) -> None:
         """From the next plan on copies are of another size; key: of what the next incarnation may want to know."""
