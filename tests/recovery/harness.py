@@ -139,7 +139,10 @@ class LiteJob:
         before = self.agent_pid(node)
         done = self.cluster.exec(node, ["/usr/bin/python3", "-c", STARVE, f"{AGENTS}/{self.id}"])
         assert done.returncode == 0, f"{done.stderr}\n{self.story()}"
-        until(lambda: self.agent_pid(node) > before, 20, what=f"another agent on {node}")
+        try:
+            until(lambda: self.agent_pid(node) > before, 20, what=f"another agent on {node}")
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}\n{self.agent_log(node)}\n{self.story()}") from None
 
     def refused(self) -> dict[str, str]:
         """Nodes that Slurm gives to nobody, with their states."""

@@ -32,7 +32,7 @@ from gemini_hpc.core import schedule
 from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.pace import Pace
 from gemini_hpc.core.spans import Trace
-from gemini_hpc.core.wait_budget import WaitBudget
+from gemini_hpc.core.wait_budget import MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
@@ -242,7 +242,10 @@ class IntervalController:
         """Longest wait at the optimizer for a version that is on its way."""
         if self._scheme == "blocking":  # which is there to show what waiting costs
             return math.inf
-        return self._budget.left_s
+        if not self._latency.whole_s:  # the first version, of which nobody knows how long it takes
+            return self._budget.left_s
+        expected_s = self._plan.late_s if self._plan is not None and self._stage == "steady" else 0.0
+        return min(self._budget.left_s, MOST_SAVED_S + 2 * expected_s)
 
     def quiet_s(self, timeout_s: float) -> float:
         """Return how long nothing of a version need arrive anywhere while all is well. timeout_s: what the user says,
