@@ -28,7 +28,7 @@ def each_version_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = gemini.Checkpointer.__init__
 
     def init(self: gemini.Checkpointer, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("traffic", gemini.Traffic(overhead=0.9))
+        kwargs.setdefault("traffic", gemini.Traffic(every=1, overhead=0.99))
         usual(self, *args, **kwargs)
 
     monkeypatch.setattr(gemini.Checkpointer, "__init__", init)

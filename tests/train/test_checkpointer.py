@@ -111,7 +111,10 @@ def run(job: FakeJob, make: Callable[[Any], torch.optim.Optimizer], seed: int, s
 
     position = Position()
     losses = []
-    extra, traffic = {"ema": ema, "position": position}, gemini.Traffic(overhead=0.9)  # each version, however short
+    extra, traffic = (
+        {"ema": ema, "position": position},
+        gemini.Traffic(every=1, overhead=0.99),
+    )  # each version, however short
     with gemini.Checkpointer(model, optimizer, schedulers, extra=extra, audit=1, traffic=traffic) as ckpt:
         start = ckpt.resume()
         for step in range(start + 1, stop + 1):
@@ -316,7 +319,7 @@ def test_going_on_without_a_seal_is_said(
         optimizer.zero_grad()
         ckpt.step()
 
-    with gemini.Checkpointer(model, optimizer, traffic=gemini.Traffic(overhead=0.9)) as ckpt:
+    with gemini.Checkpointer(model, optimizer, traffic=gemini.Traffic(every=1, overhead=0.99)) as ckpt:
         ckpt.resume()
         version = 0
         while ckpt.report()["state"] != "protected":
