@@ -17,6 +17,7 @@ from gemini_hpc.wire import munge
 from .agents import RealJob
 from .fake_agent import FakeJob
 from .launch import Run
+from .stopped_clock import Time
 
 STEPS = 40
 HOST = {"transport": "host", "seal_timeout_s": 3.0}
@@ -32,6 +33,11 @@ def each_version_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         usual(self, *args, **kwargs)
 
     monkeypatch.setattr(gemini.Checkpointer, "__init__", init)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc import clock
 from gemini_hpc.core import pace
 from gemini_hpc.core.spans import Op, Trace
 from gemini_hpc.train.schedule import capture_cost
@@ -24,24 +23,12 @@ from gemini_hpc.train.schedule.traffic import Traffic
 
 from .fake_agent import FakeJob
 from .launch import Run
+from .stopped_clock import Time
 from .test_checkpointer import wait_armed
 from .worker import Replay
 
 MakeJob = Callable[[int, int], FakeJob]
 EVERY = pace.PACE_EVERY
-
-
-class Time:
-    """Goes only where the test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(clock, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    return Time(monkeypatch)
 
 
 def capture(cost: Any, time: Time, seconds: float, *, device: bool | None = None) -> None:

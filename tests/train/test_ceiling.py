@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc import clock
 from gemini_hpc.core.wait_budget import FIRST_S, MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
@@ -16,18 +15,7 @@ from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.traffic import Traffic
 
-
-class Time:
-    """Goes only where the test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(clock, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    return Time(monkeypatch)
+from .stopped_clock import Time
 
 
 class Rounds:
@@ -223,6 +211,32 @@ def test_only_the_seal_of_the_version_itself_is_measured() -> None:
         seal[:] = [(1, sealed), at]
         latency.poll()
     assert latency.whole_s == pytest.approx(0.8)
+
+
+def test_versions_in_time_are_seen_too_and_a_new_plan_begins_anew() -> None:
+    """A version of several iterations is sealed before it is due: else only late ones would count, however rare."""
+    seal = [(1, 0), 0.0]
+    latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
+
+    def save(version: int, lag_s: float) -> None:
+        latency.begin(job(version, 10.0 * version))
+        seal[:] = [(1, version), 10.0 * version + 1 + lag_s]
+        if lag_s < 0:
+            latency.poll()
+        for iteration in range(1, 4):  # until the next version begins
+            latency.due(10.0 * version + iteration)
+            latency.poll()
+
+    for version in range(1, 41):
+        save(version, 0.5 if version % 4 == 0 else -0.5)
+        assert latency.lag_s(0.01) == 0.0
+    for version in range(41, 45):
+        save(version, 0.5)
+    assert latency.lag_s(0.01) == pytest.approx(0.5), "later iterations do not count as versions in time"
+    for version in range(45, 49):
+        save(version, 0.5)
+    latency.follow_plan()
+    assert latency.lag_s(0.01) == 0.0, "these were of another plan"
 
 
 def test_versions_that_are_late_again_and_again_are_seen() -> None:

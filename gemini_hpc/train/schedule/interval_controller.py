@@ -561,6 +561,7 @@ class IntervalController:
         j, self._because = wish // _RANKS, _RANKS - 1 - wish % _RANKS
         self._stage, self._since, self._hasty = "steady", version, 0
         self._change(j, s, version)
+        self._latency.follow_plan()
         self._end_first()
         self._history.append((self._agreed.base, j, s))
         self._overhead.begin(self._planner.profile, self._planner.controller)

@@ -19,7 +19,7 @@ class SealLatency:
         self._seal = seal
         self._job: Job | None = None
         self._epoch: int | None = None
-        self._due_at = 0.0
+        self._due_at, self._was_due = 0.0, False
         self._whole: deque[float] = deque(maxlen=_LATEST)
         self._fixed: deque[float] = deque(maxlen=_LATEST)
         self._lags: deque[float] = deque(maxlen=_LAGS)
@@ -29,11 +29,22 @@ class SealLatency:
         self.poll()
         if self._job is not None and self._job.saved and self._due_at:
             self._lags.append(max(0.0, job.taken_at - self._due_at))
-        self._job, self._due_at = job, 0.0
+        self._job, self._due_at, self._was_due = job, 0.0, False
 
     def due(self, at: float) -> None:
-        """Record that the training wanted the version sealed at this moment."""
-        self._due_at = at
+        """Record that the training wanted the newest version sealed at this moment. The first call counts: a version
+        stays due until the next one begins."""
+        if self._was_due:
+            return
+        self._was_due = True
+        if self._job is None:  # sealed by the last `poll`, or never to be
+            self._lags.append(0.0)
+        else:
+            self._due_at = at
+
+    def follow_plan(self) -> None:
+        """Forget how late versions were under the plan before."""
+        self._lags.clear()
 
     def poll(self) -> None:
         """Record the seal of the version, if it has come."""
