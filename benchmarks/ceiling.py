@@ -1,4 +1,4 @@
-"""What the copies cost a training whose versions take longer to be sealed than its iterations: the ceiling.
+"""Measure the ceiling: the cost of copies for trainings whose iterations may be shorter than a seal.
 
 Each rank has `state_bytes` of state, all of which changes in each iteration; compute is a sleep (see
 `programs/trainer.py`). After the first seal and the first plan, blocks of iterations with and without checkpoints
@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def measure(options: Options) -> list[Row]:
-    """All rows of the family."""
+    """Return all rows of the family."""
     rows = list[Row]()
     with cluster(2) as on:
         for setting in SETTINGS:

@@ -1,4 +1,4 @@
-"""What agents hash, against what the same cores can: the pool, a version of one rank's own, a round's inventory."""
+"""Measure the hashing of agents against the same cores' plain threads: pool, own version, inventory of a round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROGRAM = Path(__file__).parent / "programs" / "sealer.py"
 
 
 def measure(options: Options) -> list[Row]:
-    """All rows of the family; slots of 512 MiB, or one rank's state."""
+    """Return all rows of the family; slots of 512 MiB, or one rank's state."""
     size, runs = options.pick(512 << 20, 4 << 20), options.count(9)
     options.progress.say("plane", f"{2 * _SHARDS} slots of {size >> 20} MiB")
     pool_s, plain_s, inventory_s, threads = asyncio.run(_hashing(size, runs))

@@ -344,7 +344,7 @@ class Agent:
         self._retention.leave(clock.monotonic(), reason, save=save)
 
     def _farewell(self, why: str) -> None:
-        """All is to be freed."""
+        """Report the end, and tell the peers if the job has succeeded; all is freed next."""
         self._log_end("released", why)
         if self.saver.succeeded and (incarnation := self.membership.incarnation) is not None:
             incarnation.mesh.leave()

@@ -17,7 +17,7 @@ from gemini_hpc.agent.tier.saver import Saver
 
 
 class GoodEnd:
-    """Of one agent. finished: whether all ranks that train here have closed their checkpointers."""
+    """The good end of an agent's job. finished: whether all ranks that train here have closed their checkpointers."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class Launcher:
         return self._place is not None and self._place.node_rank >= 0
 
     def _wait(self) -> int | None:
-        """In a job with spares, without a rank: until this node is to train in another attempt, or none follows.
+        """Wait, in a job with spares and without a rank, until this node trains in another attempt, or none follows.
 
         Signals are for ranks, and what they make of them the agent tells. Without an agent one that asks to end does.
         """

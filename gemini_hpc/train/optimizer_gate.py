@@ -133,12 +133,12 @@ class OptimizerGate:
             self.wait_left(self.job)
 
     def captures(self) -> None:
-        """Called before a CUDA graph is captured. What is captured counts as a change of tensors, and is none."""
+        """End all copies before a CUDA graph is captured: a capture counts as a change of tensors, and is none."""
         if not self.forked:
             self.fence()
 
     def replays(self, graph: Any) -> None:
-        """Called before each replay of a CUDA graph: what it has of optimizer steps happens now."""
+        """Pass the gate for each optimizer step in a CUDA graph that is about to be replayed."""
         if self.forked:
             return
         steps = graphs.steps_of(graph)

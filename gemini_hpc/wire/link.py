@@ -124,7 +124,7 @@ class Link:
 
     @property
     def is_read(self) -> bool:
-        """Whether the other end has closed in order, after the last message."""
+        """Return whether the other end has closed in order, after the last message."""
         return self._finished and self._reader.exception() is None and self._reader.at_eof()
 
     async def hand_over(self, message: Message) -> socket.socket:

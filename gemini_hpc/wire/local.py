@@ -455,7 +455,7 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """All `used` bytes may have gone; `Ok` when the holder has found the digest that this agent has read."""
+    """The end of a version. Answered by `Ok` when the holder has found the digest that this agent has read."""
 
 
 class LiveOn(OfRank, frozen=True, tag="live-on"):

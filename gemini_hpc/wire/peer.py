@@ -614,8 +614,8 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """All `used` bytes have come, with this digest (`core.digest`, made by the home's agent). Answered by `PushAck`;
-    the holder verifies it before it counts the copy (R5). part: the digest of what has come, where only that was
+    """The end of all `used` bytes, with their digest (`core.digest`, made by the home's agent). Its answer is a
+    `PushAck`; the holder verifies it before it counts the copy (R5). part: the digest of a part, where only that was
     wanted. mark: of the shard's moment (`core.moments`)."""
 
     digest: str

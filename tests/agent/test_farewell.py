@@ -1,4 +1,4 @@
-"""What an agent that leaves says last is read by its peers and the controller, whatever is on its way meanwhile."""
+"""The last words of an agent that leaves are read by peers and controller, whatever is on its way meanwhile."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ async def linked() -> AsyncIterator[tuple[Link, Link]]:
 
 
 def mesh(host: str) -> Mesh:
-    """That of an agent on this host, which dials nobody."""
+    """Return the mesh of an agent on this host, which dials nobody."""
     quiet = {name: lambda *_: None for name in ("on_link", "on_message", "on_dead", "complain")}
     return Mesh(Settings(), job=1, restart=0, uid=os.getuid(), host=host, instance="x", hosts=HOSTS, **quiet)
 
 
 async def turns() -> None:
-    """What is under way on this machine comes."""
+    """Wait until frames under way on this machine have come."""
     for _ in range(20):
         await asyncio.sleep(0.001)
 

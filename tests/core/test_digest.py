@@ -49,7 +49,7 @@ def test_steps_and_orders_do_not_matter(length: int, cuts: list[int], order: ran
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.lists(st.integers(0, 3 * PIECE_BYTES + 7), max_size=6), st.integers(1, 3 * PIECE_BYTES))
 def test_a_stream_with_stretches_that_others_hash(length: int, cuts: list[int], step: int) -> None:
-    """As what a holder has of a slot already, between what comes."""
+    """Such stretches are the bytes that a holder has already, between arriving ones."""
     data = memoryview(_BYTES)[:length]
     pieces = Pieces(length)
     bounds = [0, *sorted(min(cut, length) for cut in cuts), length]

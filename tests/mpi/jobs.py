@@ -83,7 +83,7 @@ MPICH = Mpi("mpich", "libmpi.so.12", ("-iface", "lo", "-bind-to", "none"))
 
 
 def lacking(mpi: Mpi) -> str:
-    """What has to be installed for it, or nothing."""
+    """Return what is missing of an MPI library and what installs it, "" for nothing."""
     return "" if (mpi.home / "bin" / "mpiexec").exists() else f"no {mpi.home}: `make test` installs it"
 
 

@@ -1,4 +1,4 @@
-"""Which sentence ranks get that meet in different calls."""
+"""The sentence for ranks that meet in different calls."""
 
 from __future__ import annotations
 

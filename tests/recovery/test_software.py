@@ -86,7 +86,7 @@ def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> Non
 
 @pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
 def test_agent_ended_for_want_of_memory(lite: Lite) -> None:
-    """By the kernel, at the limit of its own cgroup: sealing begins again, and what is sealed then is held."""
+    """The kernel ends the agent at the limit of its cgroup: sealing begins again, and what is sealed then is held."""
     job = lite()
     job.reach(10)
     node = job.hosts()[1]

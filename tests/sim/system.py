@@ -457,7 +457,7 @@ class OwnDirectory:
 
 
 class Pool(DigestPool):
-    """In place of the agent's: a thread of the simulation for each reading."""
+    """A pool in place of the agent's: a thread of the simulation for each reading."""
 
     def hash(
         self, memory: Any, pieces: Pieces, first: int, last: int, start: int = 0, *, urgency: Any

@@ -45,7 +45,7 @@ class Held:
         return stream.hexdigest()
 
     def commit(self, index: int, committed: Committed | None) -> None:
-        """As the agent's memory does."""
+        """Write the commit record, as the agent's memory does."""
         record = commit_record.BLANK if committed is None else commit_record.pack(committed)
         os.pwrite(self.fds[index], record, self.bytes)
 
@@ -297,7 +297,7 @@ class Node:
         return local.Ok()
 
     def verify(self, m: local.Landed) -> bool:
-        """Whether this node has the copy now."""
+        """Return whether this node has the copy now."""
         held = self.held.get(m.rank)
         if held is None:
             return False

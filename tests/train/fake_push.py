@@ -1,4 +1,4 @@
-"""What `FakeJob`'s agents bring to each other: a shard's versions, from its home's slots into a holder's."""
+"""Pushes between `FakeJob`'s agents: a shard's versions, from its home's slots into a holder's."""
 
 from __future__ import annotations
 

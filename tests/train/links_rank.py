@@ -21,7 +21,7 @@ from tests.train.links_scenarios import HANG_S, SCENARIOS, Site
 
 
 def main(o: dict[str, Any]) -> None:
-    """Until the test hangs up."""
+    """Run scenarios until the test hangs up."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What a team of ranks does to try the links over gloo: each scenario has the same arguments on all of them.
+"""Scenarios of a team of ranks for the links over gloo: each scenario has the same arguments on all of them.
 
 What they assert here is the test's too. Rank 0 sends to rank 1, where nothing else is said.
 """
@@ -29,7 +29,7 @@ _CANARY = 0xA5
 
 @dataclass
 class Site:
-    """What a scenario has on its rank."""
+    """The belongings of a scenario on its rank."""
 
     rank: int
     world: int

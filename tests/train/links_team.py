@@ -20,7 +20,7 @@ ANSWER_S = HANG_S + 10.0
 
 
 class TeamFailed(AssertionError):
-    """Of at least one rank: what it said, or that it hangs."""
+    """The words of at least one rank that failed, or its hang."""
 
 
 class Team:
@@ -70,7 +70,7 @@ class Team:
             stream.flush()
 
     def hear(self, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What the scenario has returned on these ranks. Raises TeamFailed."""
+        """Return the results of the scenario on these ranks. Raises TeamFailed."""
         values, failures = [], []
         for rank in range(self.world) if ranks is None else ranks:
             try:
@@ -116,7 +116,7 @@ class Team:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def words(self) -> str:
-        """What they have printed."""
+        """Return all output of the ranks."""
         return "\n".join(text for p in self._members for text in p.read())
 
     def _codes(self, timeout_s: float) -> list[int | None]:

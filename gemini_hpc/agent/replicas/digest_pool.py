@@ -27,7 +27,7 @@ _BATCH = 4  # pieces that a thread takes at a time
 
 
 class Urgency(enum.IntEnum):
-    """What goes first."""
+    """The order of readings: a lower one goes first."""
 
     ARRIVING = 0
     OWN = 1

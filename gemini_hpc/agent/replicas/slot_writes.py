@@ -95,8 +95,8 @@ class SlotWrites:
         self.arrived(shard, index, claimed if claimed.digest else claimed._replace(digest=found), found)
 
     def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
-        """All bytes are there, and `found` is the digest of what was read: complete if that is what was claimed.
-        Whether it is."""
+        """Complete a slot whose bytes are all there, if `found`, their digest, is the claimed one. Return whether it
+        is; else the slot becomes void."""
         stamp, used, wanted = claimed
         slot = shard.pair.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:

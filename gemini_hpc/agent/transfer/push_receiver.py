@@ -328,8 +328,12 @@ class PushReceiver:
         return ""
 
     async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> bool:
-        """Nobody writes any more. claimed: what is there; None: not all of it. found: its digest. Return whether it
-        counts."""
+        """End a push into a slot that has no writer any more. Return whether the copy counts.
+
+        Args:
+            claimed: the version and its digest, as its home has read it; None: bytes are missing.
+            found: the digest of the bytes that have arrived.
+        """
         slot = taken.shard.pair.slots[taken.index]
         if slot.state != "filling" or slot.stamp != taken.stamp:
             return False

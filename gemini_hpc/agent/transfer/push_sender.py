@@ -272,7 +272,7 @@ class Channel:
     async def _prepare(
         self, m: local.PushOffer
     ) -> tuple[peer.PushHead, FileIO, asyncio.Future[str], BlockingLink | None]:
-        """What is offered, its slot, its digest in the making, and a new link where there was none. Raises
+        """Return the offer, its slot, its digest in the making, and a new link where there was none. Raises
         PushLost."""
         shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
         if shard is None or incarnation is None:

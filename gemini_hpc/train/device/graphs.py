@@ -24,10 +24,10 @@ class Watcher(Protocol):
     """Part of a training. Called by the thread that captures or replays."""
 
     def captures(self) -> None:
-        """Called before a capture begins."""
+        """Be called before a capture begins."""
 
     def replays(self, graph: Any) -> None:
-        """Called before each replay of a graph."""
+        """Be called before each replay of a graph."""
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()

@@ -60,7 +60,7 @@ class _Work:
 
 
 class GlooLinks:
-    """All links of one rank. Making them is collective over the training's ranks, those of `within`. gloo ends the
+    """The links of one rank. Making them is collective over the training's ranks, those of `within`. gloo ends the
     process that gets a longer message than it asked for, so the sending end checks the sizes of its chunks."""
 
     def __init__(self, within: dist.ProcessGroup | None = None) -> None:

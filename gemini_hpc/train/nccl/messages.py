@@ -38,7 +38,7 @@ class Message(Protocol):
 
 
 class Carrier(Protocol):
-    """What has the messages of all links of a rank. interrupted: no call may begin any more."""
+    """The carrier of the messages of all links of a rank. interrupted: no call may begin any more."""
 
     interrupted: bool
 
@@ -178,12 +178,11 @@ class MessageInbox(_Link):
         return head
 
     def answer(self, accept: bool) -> None:
-        """Called once after each `next`."""
+        """Answer an offer, once after each `next`."""
         self.send_bytes(_YES if accept else _NO, _ANSWER_TAG).wait()
 
     def receive(self, into: torch.Tensor) -> None:
-        """Called after a positive answer: fill `into` (exactly `sent_bytes`) chunk by chunk. On return all bytes are
-        there."""
+        """Fill `into` (exactly `sent_bytes`) chunk by chunk, after a positive answer; return when all are there."""
         if into.numel() != sum(self._sizes):
             raise ValueError(f"{into.numel()} bytes of room for chunks of {sum(self._sizes)} bytes")
         coming: deque[_OnLink] = deque()
@@ -207,7 +206,7 @@ class MessageInbox(_Link):
         return number + 1
 
     def digest(self) -> str:
-        """Called last: the digest made at source."""
+        """Return the digest made at source; called last."""
         return self.receive_bytes(16, _DIGEST_TAG).hex()
 
     def _refuse_for_good(self, why: str) -> LinkBroken:

@@ -9,7 +9,7 @@ from gemini_hpc.train.replication.registration import Identity, register
 
 
 class Reserved(Keeper):
-    """Of `rank`'s shard. This rank keeps it for the agent's successor, and does nothing else."""
+    """The memory of `rank`'s shard. This rank keeps it for the agent's successor, and does nothing else."""
 
     def __init__(self, me: Identity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
         super().__init__()

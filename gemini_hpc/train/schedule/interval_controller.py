@@ -219,7 +219,7 @@ class IntervalController:
             self._driver.gate()
 
     def awaits(self) -> None:
-        """The training begins to wait for the seal of the newest version."""
+        """Record that the training begins to wait for the seal of the newest version."""
         self._waited_for = True
         self._latency.due(clock.monotonic())
 
@@ -229,8 +229,12 @@ class IntervalController:
             self._cost.held(seconds)
 
     def waited(self, seconds: float, ours_s: float | None = None) -> None:
-        """So long the training has waited at the optimizer; now it goes on. ours_s: of these, not for a node that may
-        be dead."""
+        """Record a wait at the optimizer that is over.
+
+        Args:
+            seconds: of the whole wait.
+            ours_s: seconds of these that were not for a node that may be dead; None: all of them.
+        """
         if self._scheme != "blocking" and not self._monitor.on_device:  # a device tells later what it has lost
             self._budget.spend(seconds if ours_s is None else ours_s)
         self._waited_s += seconds
@@ -239,7 +243,7 @@ class IntervalController:
 
     @property
     def patience_s(self) -> float:
-        """Longest wait at the optimizer for a version that is on its way."""
+        """Return the longest wait at the optimizer for a version that is on its way, in seconds."""
         if self._scheme == "blocking":  # which is there to show what waiting costs
             return math.inf
         if not self._latency.whole_s:  # the first version, of which nobody knows how long it takes
@@ -248,8 +252,11 @@ class IntervalController:
         return min(self._budget.left_s, MOST_SAVED_S + 2 * expected_s)
 
     def quiet_s(self, timeout_s: float) -> float:
-        """Return how long nothing of a version need arrive anywhere while all is well. timeout_s: what the user says,
-        which does not know how long digests and votes take."""
+        """Return the seconds in which nothing of a healthy version may arrive: digests and votes take time.
+
+        Args:
+            timeout_s: the least, `seal_timeout_s` of the user.
+        """
         return max(timeout_s, _QUIET * self._latency.whole_s or _UNKNOWN * timeout_s)
 
     def resize(self, shard_bytes: int, key: str) -> None:
@@ -349,7 +356,7 @@ class IntervalController:
         self._dirty = under_way or (self._hasty > 0 and self.saves(version))
 
     def _follow_pace(self, version: int) -> None:
-        """No traffic is planned: j and s follow from the time to the seal, and from what a version costs."""
+        """Choose j and s, where no traffic is planned, by the time to the seal and the cost of a version."""
         due, agreed, collectives = self._pace.due(version - self._since), self._agreed, self._collectives
         common = not self._sends and not self.problem
         if collectives is not None and collectives.sitting and common:
@@ -367,7 +374,7 @@ class IntervalController:
             self._tell(wish.j, self._pace.usual_s, in_force=wish.j == agreed.j)
 
     def _take_pace(self, j: int, s: int, version: int) -> None:
-        """What all ranks do from this version on."""
+        """Follow j and s from this version on, as all ranks do."""
         if (j, s) != (self._agreed.j, self._agreed.s):
             self._change(j, s, version)
             self._history.append((self._agreed.base, j, s))
@@ -376,7 +383,7 @@ class IntervalController:
         self._tell(j, self._pace.usual_s)
 
     def _end_first(self) -> None:
-        """A frequency is known that keeps the ceiling: tell what the first versions have cost."""
+        """Report what the first versions have cost, once a frequency is known that keeps the ceiling."""
         if not self._settled and self._budget.first_waited_s >= _TOLD_WAIT_S and self._rank == 0:
             self._say(
                 f"rank 0: the training has waited {self._budget.first_waited_s:.1f} s for the seals of its first "

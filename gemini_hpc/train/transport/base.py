@@ -74,7 +74,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def finish(self, digest: str) -> None:
-        """Called after the last chunk with the digest (32 hex digits) of all of them; "" for one that is `free`."""
+        """End a version, after its last chunk, with its bytes' digest (32 hex digits), "" where `free`."""
 
     @abstractmethod
     def bye(self) -> None:
