@@ -18,9 +18,10 @@ LITE = Path(__file__).with_name("lite.py")
 Line = dict[str, Any]
 AGENTS = "/sys/fs/cgroup/memory/gemini-hpc"
 # Takes memory in the cgroup of an agent, with a limit that the agent has almost reached, until the kernel has ended a
-# process there. This one comes last: it has no weight of its own.
+# process there. A child takes it: if the kernel comes again before what the agent had is free, it ends the child (950)
+# and not the supervisor (850), as it would end a child of the supervisor's own first.
 STARVE = """
-import sys
+import os, sys, time
 top = sys.argv[1]
 def read(name):
     with open(f"{top}/{name}") as file:
@@ -28,15 +29,25 @@ def read(name):
 def write(path, text):
     with open(path, "w") as file:
         file.write(text)
-write(f"{top}/cgroup.procs", "0")
-before, limit, taken = read("memory.oom_control"), read("memory.limit_in_bytes"), []
+def killed():
+    return read("memory.oom_control").split()[-1]
+before, limit = killed(), read("memory.limit_in_bytes")
 write(f"{top}/memory.limit_in_bytes", str(int(read("memory.usage_in_bytes")) + (4 << 20)))
+child = os.fork()
+if not child:
+    write(f"{top}/cgroup.procs", "0")
+    write("/proc/self/oom_score_adj", "950")
+    taken = [bytearray(b"x" * (1 << 20)) for _ in range(256)]
+    os._exit(0)
+deadline = time.monotonic() + 10.0
 try:
-    while read("memory.oom_control").split()[-1] == before.split()[-1]:
-        assert len(taken) < 256, "the kernel has ended nobody"
-        taken.append(bytearray(b"x" * (1 << 20)))
+    while killed() == before:
+        assert time.monotonic() < deadline, "the kernel has ended nobody"
+        time.sleep(0.001)
 finally:
     write(f"{top}/memory.limit_in_bytes", limit)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
 """
 # Steps that a training still makes when it has been told to come to its end.
 MORE = 12
