@@ -18,8 +18,8 @@ LITE = Path(__file__).with_name("lite.py")
 Line = dict[str, Any]
 AGENTS = "/sys/fs/cgroup/memory/gemini-hpc"
 # Takes memory in the cgroup of an agent, with a limit that the agent has almost reached, until the kernel has ended a
-# process there. A child takes it: if the kernel comes again before what the agent had is free, it ends the child (950)
-# and not the supervisor (850), as it would end a child of the supervisor's own first.
+# process there. A child takes it: if the kernel comes again before the memory of the agent is free, it ends the child
+# (950) and not the supervisor (850), as it would end a child of the supervisor first.
 STARVE = """
 import os, sys, time
 top = sys.argv[1]
