@@ -76,6 +76,7 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
+_HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # in which an agent that was killed has given its memory and its directory back
 _TICK_S = 0.2
 _LOOK_S = 0.4  # for the agents that are missing when the prolog wants its answer
 _PLACE_S = 0.5  # so often an agent looks for its directory: a prolog waits for it for longer
@@ -250,8 +251,11 @@ class Agent:
         """Serve until released."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
-        if not self._place.hold():
-            return  # the prolog and the supervisor started one at the same time: one is enough
+        deadline = clock.monotonic() + _HOLD_S
+        while not self._place.hold():
+            if clock.monotonic() > deadline:
+                return  # the prolog and the supervisor started one at the same time: one is enough
+            await asyncio.sleep(_HOLD_POLL_S)
         server, self.identity.port = await self._peer_server.listen()
         map_file.settle(me.directory)
         if me.again:

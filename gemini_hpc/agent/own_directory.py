@@ -34,9 +34,12 @@ class OwnDirectory:
 
     def hold(self) -> bool:
         """Be its one agent, for as long as this process lives; False: there is another. Raises OSError."""
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._mount = _mount(self._fd)
-        return _lock(self._fd)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not _lock(fd):
+            os.close(fd)
+            return False
+        self._fd, self._mount = fd, _mount(fd)
+        return True
 
     def look(self) -> Found:
         """Return the state of the directory, after a move into a new one of root's. Raises nothing.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,3 +145,16 @@ def test_an_agent_whose_socket_is_removed_makes_another(make_agent: Callable[...
     agent.socket.unlink()
     until(agent.socket.exists, 10, what="a socket")
     assert agent.caller().ask(local.Attach(JOB, 0, "n1", "n1", 1)) == local.Ready("mapped")
+
+
+def test_an_agent_waits_for_the_directory_of_one_that_is_still_dying(agent: AgentProcess) -> None:
+    """To end a killed one takes the kernel a while, as it gives much memory back. Nobody starts a third one."""
+    agent.process.kill()
+    agent.process.wait(10)
+    dying = os.open(agent.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(dying, fcntl.LOCK_EX)
+    gone = threading.Timer(0.5, os.close, (dying,))
+    gone.start()
+    agent.start(again=True)
+    gone.join()
+    assert agent.process.poll() is None
