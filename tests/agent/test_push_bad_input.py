@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import socket
@@ -10,11 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from train.agents import RealJob, RealNode
 from waiting import until
 
+from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.core.digest import digest
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
@@ -589,6 +592,32 @@ def test_what_was_filled_wrongly_is_no_copy_and_no_more_is_filled(site: Site) ->
     assert push.offer(new + 1) == ""
     push.close()
     site.version = new + 1
+
+
+def test_a_version_that_was_filled_wrongly_is_abandoned(site: Site) -> None:
+    """Every rank learns at once that the version is never sealed; the next one arrives whole."""
+    home, rank, new = site.ranks[0], site.ranks[1], site.version + 1
+    begun = rank.caller.ask(local.Fill("default", 0, new))
+    assert isinstance(begun, local.Begun)
+    rank.kept[begun.slot][:USED] = payload(0, new - 1)
+    rank.caller.ask(local.Filled("default", 0, new, ((0, 2500),)))
+    slot = home.begin(new)
+    assert home.say(local.PushOffer(new, USED)) == local.Taken(((0, 2500),))
+    assert home.say(local.PushChunk(USED - 2500)) == local.Ok() == home.say(local.PushDone())
+    home.caller.ask(local.Landed("default", 0, new, slot, USED))
+    for other in site.ranks[1:]:
+        other.save(new)
+    until(lambda: all(r.page.abandoned == (r.epoch, new) for r in site.ranks), what="the version's end")
+    site.version = new
+    site.seal()
+    assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE, pushed=True)), local.Slots)
+
+
+def test_a_rank_that_fills_no_more_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_fills, "WAIT_S", 60.0)
+    shard = Mock(unlike=f"{local.UNLIKE} rank 0 has")
+    shard.fill.version = 7
+    assert asyncio.run(asyncio.wait_for(replica_fills.awaited(shard, 8), 5.0)) is None
 
 
 def test_a_rank_that_is_still_filling_is_waited_for_and_not_written_over(site: Site) -> None:

@@ -9,6 +9,7 @@ from .seeds import CONTROLS, KINDS, noted
 
 
 @pytest.mark.slow
+@pytest.mark.witness("the simulation finds each fault that is put into the protocol on purpose")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_broken_on_purpose_is_found(kind: str) -> None:

@@ -50,7 +50,10 @@ def train(index: int, seed: int, name: str) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)))
     optimizer = torch.optim.AdamW(model.parameters())
     stumble(index, 0)
-    checkpointer = gemini.Checkpointer(model, optimizer, **({"name": name} if name else {}), seal_timeout_s=5.0)
+    each = gemini.Traffic(every=1, overhead=0.9)  # a busy machine leaves no version out
+    checkpointer = gemini.Checkpointer(
+        model, optimizer, **({"name": name} if name else {}), seal_timeout_s=5.0, traffic=each
+    )
     start = checkpointer.resume() if OPTIONS.get("resumes", True) else 0
     state = checkpointer.report()["state"]
     say("begins", index=index, step=start, set=checkpointer._session.name, state=state)

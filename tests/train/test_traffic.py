@@ -91,7 +91,8 @@ def test_every_version_is_sealed_while_it_is_profiled(make_job: MakeJob) -> None
 @pytest.mark.alone
 def test_too_little_idle_time_lowers_the_frequency(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    results = train(job, 2, rate=NO_ROOM, **{**TRAINING, "steps": 80})
+    options = {**TRAINING, "steps": 80, "kwargs": {**TRAINING["kwargs"], "every": 0}}
+    results = train(job, 2, rate=NO_ROOM, **options)
     seen = [traffic(r) for r in results]
     assert all(s["problem"] == "" for s in seen)
     assert seen[0]["history"] == seen[1]["history"]

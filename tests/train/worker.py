@@ -222,11 +222,14 @@ class Net(nn.Module):
 def arguments(told: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpointer's arguments, from JSON: what belongs to its traffic stands there by its own name.
 
-    Slow captures of a busy machine leave no version out, but where a test says how much a training may lose.
+    A busy machine leaves no version out: each one is saved, but where a test says how often, or how much a training
+    may lose.
     """
     mine = {field.name for field in dataclasses.fields(gemini.Traffic)}
     rest = {name: value for name, value in told.items() if name not in mine}
     traffic = {"overhead": 0.9, **{name: told[name] for name in mine & told.keys()}}
+    if "overhead" not in told:
+        traffic.setdefault("every", 1)
     return {**rest, "traffic": gemini.Traffic(**traffic)}
 
 

@@ -88,6 +88,8 @@ async def awaited(shard: Shard, version: int) -> Fill | str | None:
         fill = shard.fill
         if fill is None or not version - _LATE <= fill.version <= version:
             return None
+        if shard.unlike and fill.version < version:  # no rank here fills it any more
+            return None
         if fill.version == version and fill.over.is_set():
             slot = shard.pair.slots[fill.index]
             return fill if slot.state == "filling" and slot.stamp == fill.stamp else None

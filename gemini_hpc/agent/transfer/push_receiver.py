@@ -341,9 +341,12 @@ class PushReceiver:
             self._filling.void(taken.shard, taken.index)
             return False
         self.bytes += claimed.used_bytes - ranges.size(taken.there)
+        counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
-        return self._filling.arrived(taken.shard, taken.index, claimed, found)
+            # Its home keeps the version and sends the next one whole, so no rank waits for this one.
+            self._filling.passed(taken.shard, taken.stamp.version)
+        return counts
 
 
 def _pass_over(view: memoryview, pieces: Pieces, start: int, end: int) -> None:
