@@ -116,6 +116,7 @@ class TrainingJob:
         self.id = on.sbatch(
             [
                 "--no-requeue",
+                "--exclusive",  # a job's share of the memory for replicas is that of its CPUs
                 f"-N{nodes}",
                 f"--ntasks-per-node={tasks}",
                 f"--output={self.directory}/out",
