@@ -130,7 +130,7 @@ sim: $(VENV)/.python ## simulated clusters with faults: SEEDS=1000 for so many; 
 
 TESTED := install deps-site deps-mpi deps-fronts deps-stacks
 
-test: $(TESTED) ## ten minutes, as root: the quick tests, and every promise once, on real clusters (docs/promises.md)
+test: $(TESTED) ## ten minutes, as root: the quick tests, and every promise once, on real clusters (docs/dev/promises.md)
 	@$(MAKE) -s -C slurm all test
 	@$(PY) -m tests.stages test
 

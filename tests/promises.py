@@ -1,4 +1,4 @@
-"""The promises that `make test` shows, read from the markers: `python -m tests.promises` writes docs/promises.md."""
+"""The promises that `make test` shows, read from the markers: `python -m tests.promises` writes docs/dev/promises.md."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from tests import parts
 
-PAGE = parts.TESTS.parent / "docs" / "promises.md"
+PAGE = parts.TESTS.parent / "docs" / "dev" / "promises.md"
 HEAD = """# The promises, and the test that shows each
 
-`make test` runs the quick tests and those below. Each shows one promise of the [README](../README.md), on a real
+`make test` runs the quick tests and those below. Each shows one promise of the [README](../../README.md), on a real
 cluster where only that shows it. `make test-all` runs all the others. The marker `witness` at the test makes its row:
 `python -m tests.promises` writes this page.
 
@@ -50,7 +50,7 @@ def _in_file(file: str, name: str) -> Iterator[Marked]:
 
 
 def page() -> str:
-    """Return the text of docs/promises.md."""
+    """Return the text of docs/dev/promises.md."""
     rows = sorted((m.words[0], f"{m.file}::{m.test}", m.is_cluster) for m in marked("witness"))
     return HEAD + "".join(f"| {what} | `{test}` | {'yes' if real else ''} |\n" for what, test, real in rows)
 

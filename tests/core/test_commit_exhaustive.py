@@ -1,4 +1,4 @@
-"""docs/protocol.md, R2: what the seal is for, by looking at every interleaving and every single failure."""
+"""docs/dev/protocol.md, R2: what the seal is for, by looking at every interleaving and every single failure."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gemini_hpc.forecast.figures import FIGURES
 from gemini_hpc.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-ADMIN, REPRODUCTION = DOCS / "admin.md", DOCS / "reproduction.md"
+ADMIN, REPRODUCTION = DOCS / "admin.md", DOCS / "dev" / "reproduction.md"
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 
@@ -42,7 +42,7 @@ def with_figures(text: str) -> str:
             f"| {row.what} | {row.published} | {row.ours} | {row.note} |\n" for row in make().rows if row.published
         )
         head = f"`gemini-hpc simulate --figure {name}`"
-        assert head in text, f"docs/reproduction.md has no {head}"
+        assert head in text, f"docs/dev/reproduction.md has no {head}"
         begin = text.index("|---|---|---|---|\n", text.index(head)) + len("|---|---|---|---|\n")
         end = re.compile(r"^(?!\|)", re.M).search(text, begin)
         assert end is not None

@@ -1,4 +1,4 @@
-"""docs/robustness.md and docs/faults.md name tests that are there, and commits in a form that can be looked up."""
+"""docs/dev/robustness.md and docs/faults.md name tests that are there, and commits in a form that can be looked up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 from .test_links import ROOT, section, spans
 
-PAGES = ("docs/robustness.md", "docs/faults.md")
+PAGES = ("docs/dev/robustness.md", "docs/faults.md")
 REFERENCE = re.compile(r"(tests/[\w/.-]+)(?:::(\w+))?")
 HASH = re.compile(r"[0-9a-f]{7,40}")
 NONE = "no test"
@@ -73,7 +73,7 @@ def test_every_row_names_a_test_or_says_that_there_is_none() -> None:
 
 
 def test_commits_look_like_hashes() -> None:
-    for row in rows("docs/robustness.md"):
+    for row in rows("docs/dev/robustness.md"):
         mended, since = in_code(row["mended by"]), SINCE.fullmatch(row["since"])
         assert mended and since is not None, row
         assert all(HASH.fullmatch(commit) for commit in (*mended, since[1])), row
@@ -81,7 +81,7 @@ def test_commits_look_like_hashes() -> None:
 
 
 def test_what_simulated_clusters_have_found_has_a_seed() -> None:
-    found = list(tables(section("docs/robustness.md", "Found by simulated clusters") + "\n"))
+    found = list(tables(section("docs/dev/robustness.md", "Found by simulated clusters") + "\n"))
     assert len(found) == 2 and all(row["seed"].isdecimal() for table in found for row in table)
 
 

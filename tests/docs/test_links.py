@@ -23,7 +23,7 @@ from tests.releases import __main__ as releases
 from .tables import ADMIN, REPRODUCTION, with_figures, with_goodput, with_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Options of other programs that the pages name.
 FOREIGN = {
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
@@ -297,7 +297,7 @@ def test_every_key_of_the_json_document_is_documented() -> None:
 def test_the_whole_of_cluster_is_named() -> None:
     from gemini_hpc.devcluster import Cluster
 
-    text = (ROOT / "docs" / "devcluster.md").read_text()
+    text = (ROOT / "docs" / "dev" / "devcluster.md").read_text()
     public = [name for name in vars(Cluster) if not name.startswith("_")]
     assert [name for name in public if not re.search(rf"\b{name}\b", text)] == []
 

@@ -1,4 +1,4 @@
-"""Markers say at the test what docs/promises.md lists; few tests are flaky, and none of them shows a promise."""
+"""Markers say at the test what docs/dev/promises.md lists; few tests are flaky, and none of them shows a promise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_WITNESSES, MOST_FLAKY = 75, 5
 
 
 def test_the_page_lists_the_promises() -> None:
-    assert promises.PAGE.read_text() == promises.page(), "python -m tests.promises writes docs/promises.md"
+    assert promises.PAGE.read_text() == promises.page(), "python -m tests.promises writes docs/dev/promises.md"
 
 
 def test_each_promise_is_shown_once() -> None:
