@@ -216,7 +216,10 @@ class OptimizerGate:
         self._times.hooked(spent)
 
     def _wait_for_others(self, patience_s: float) -> None:
-        """Wait until the other ranks have given up this version, too: a rank ahead of them refuses their copies."""
+        """Wait until the other ranks have given up this version, too.
+
+        A rank ahead of them refuses their copies.
+        """
         session, pacer = self._session, self._engine.pacer
         if session.world > 1 and self._max_repeated == 1:
             over = lambda: not session.protected  # noqa: E731

@@ -81,7 +81,16 @@ class Planning:
         group: Callable[[], dist.ProcessGroup | None],
         follow: Callable[[Plan], None],
     ) -> None:
-        """Create the planning of one rank."""
+        """Create the planning of one rank.
+
+        Args:
+            session: The rank's session with its agent.
+            tree: The state to divide.
+            traffic: Settings of how the copies travel.
+            dealt: Division of replicated state among the ranks.
+            group: Returns the group of the ranks' control messages, once it exists.
+            follow: Called with each later plan.
+        """
         self._session, self._tree, self._transport, self._dealt = session, tree, traffic.transport, dealt
         self._group, self._follow = group, follow
         self.capture: Capture | None = None
