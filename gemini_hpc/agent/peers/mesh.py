@@ -1,7 +1,7 @@
 """Links to peer agents: dialling, heartbeats, and the reaction to silence.
 
-The agent at position p of the host list keeps links to three kinds of peers: its tree parent and children, its two
-neighbours on either side of the ring of positions, and the members of its placement group. The agent at the later
+The agent at position p of the host list keeps links to its tree parent and children. Further links go to its two
+neighbours on either side of the ring of positions, and to the members of its placement group. The agent at the later
 position dials the earlier one. `failure_detector` decides which peers count as dead.
 """
 

@@ -481,10 +481,10 @@ class RecoveryRounds:
             self._spawn(self._search(self.round, records, plan))
 
     async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
-        """Search outside this incarnation's nodes, which cannot serve, or only versions older than the last seal.
+        """Search outside this incarnation's nodes, which cannot serve or have only older versions.
 
-        In the first round of a restart, ask agents on the nodes that the job has left. Then look on the tier.
-        Coordinator only.
+        Older means older than the last seal. In the first round of a restart, ask agents on the nodes that the job
+        has left. Then look on the tier. Coordinator only.
         """
         sure = False
         if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.sets):
