@@ -1,8 +1,8 @@
 """The agent: one process per (job, node) that owns the replicas' memory and runs as the job's owner.
 
-The agent lives from the prolog of the job's first incarnation on this node to the job's end. It is attached while an
-incarnation runs here, and detached (keeping its copies) between incarnations. One event loop changes all state.
-Digests, page reservation and bulk transfers run in threads.
+The agent lives from the prolog of the job's first incarnation on this node to the job's end. The agent is attached
+while an incarnation runs here, and detached (keeping its copies) between incarnations. One event loop changes all
+state. Digests, page reservation and bulk transfers run in threads.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Agent:
     # ---- life ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until released."""
+        """Serve until released, then free all memory and remove the agent's files."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
         deadline = clock.monotonic() + _HOLD_S
@@ -634,7 +634,7 @@ class Agent:
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self.transfers.pulls.overtaken(training.name, stamp)
         self.spares.sealed()
-        if known := self._sick.known():  # found sick before a requeue, perhaps
+        if known := self._sick.known():  # perhaps found sick before a requeue
             self.spares.move(known)
         self._predecessor.sealed(self.trainings)
         incarnation = self.membership.incarnation

@@ -1,7 +1,7 @@
 """The end of a job whose training has succeeded: its memory is freed once no peer is missed.
 
 A script may end well although a node was lost. The job may then come back, and needs the copies. A peer that is
-silent at the job's end may be on a lost node, may have left a moment ago, or may be cut off from here. The agent
+silent at the job's end may have left a moment ago. It may also be on a lost node, or cut off from here. The agent
 therefore looks again, for as long as a loss before the end may still be found.
 """
 

@@ -1,7 +1,7 @@
 """Finding trainings that hang on living nodes, and ending the hang. The rules are in `core.standstill`.
 
 Each agent looks at the pages of its ranks once a second. While none of them advances, the agent reports so to its
-parent. The root has all reports and judges. Its decision goes down the tree.
+parent. The root has all reports and judges. The root's decision goes down the tree.
 
 The agent of the rank that holds the others up then requests that rank's Python stack and logs the event. The step is
 started again if there is a process to do so: its launchers, or `gemini-hpc run` when the rank is killed. Otherwise
@@ -128,7 +128,7 @@ class Hangs:
             judge.begin()
 
     def _standing(self, name: str, now: float) -> Standing | None:
-        """Return the joint standing of all ranks below this agent that have reported."""
+        """Return the joint standing of all ranks here, and below in the tree, that have reported."""
         said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
         if training is not None and training.page.state in _SHOWN and not training.left:

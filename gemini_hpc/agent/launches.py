@@ -40,8 +40,8 @@ class Launches:
             node: This node's name.
             membership: The agent's membership data.
             log: Logs an event.
-            ended: Called when a rank here has ended by itself: step, attempt, rank, its cause, and the newest version
-                that the attempt had begun to save here (`begun`).
+            ended: Called when a rank here has ended by itself. Its arguments are step, attempt, rank, cause, and the
+                newest version that the attempt had begun to save here (`begun`).
             unhealthy: Called with a rank and the result of the health check that followed its failure.
             begun: Returns the newest version that ranks have begun to save here.
             check: The site's health check.
@@ -172,7 +172,10 @@ class Launches:
         self._wake()
 
     def hung(self, launch: str, rank: int, what: str) -> bool:
-        """Begin the next attempt because a rank of this node hangs. Return whether launchers have started it."""
+        """Begin the next attempt because a rank of this node hangs.
+
+        Return whether launchers started the step here.
+        """
         step, mark, attempt = launch.rpartition("+")
         if not mark or not (attempt.isascii() and attempt.isdigit()):
             step, attempt = launch, "0"

@@ -37,7 +37,7 @@ async def inventories(
 ) -> tuple[peer.InventoryRecord, ...]:
     """Return the inventories of agents outside the allocation.
 
-    They are on hosts of the former map, and on hosts known to the controller.
+    These agents are on hosts of the former map, and on hosts known to the controller.
     """
     ports = await controller.holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
     hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in incarnation.hosts][:MAX_HOSTS]

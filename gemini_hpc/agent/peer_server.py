@@ -142,7 +142,7 @@ class PeerServer:
             return "not a peer"
         if hello.restart != here.restart:
             return f"this agent is at restart {here.restart}"
-        # the views differ: note the caller's, which learns ours in the handshake and is not served
+        # If the views differ, note the caller's; the caller learns ours in the handshake and is not served
         if hello.lost != here.lost and not here.detached:
             self._spares.heard(hello.lost)
         return ""

@@ -204,7 +204,7 @@ class RankRequests:
         return local.Error("not a request of a training rank"), []
 
     def _heard(self, client: Client, m: local.Event) -> None:
-        """Handle an event of a rank. A rank that reports lost protection is believed, as all users see."""
+        """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
         training, rank = self._sessions.rank_of(client)
         if training is None or training.present.get(rank) is not client:
             return

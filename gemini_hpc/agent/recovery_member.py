@@ -41,7 +41,7 @@ _LAUNCHED_S, _PROLOG_S, _PROLOG_PART = 20.0, 3.0, 0.3
 
 
 class RecoveryMember:
-    """An agent among those that agree on map, epoch and versions. It lives as long as the agent."""
+    """An agent among those that agree on map, epoch and versions. The object lives as long as the agent."""
 
     def __init__(
         self,

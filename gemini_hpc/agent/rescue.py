@@ -3,9 +3,9 @@
 The method is just-in-time checkpointing (EuroSys '24, section 3), for cases that the replicas of an agent group
 cannot serve. If state is replicated (DDP, HSDP), the healthy ranks have the lost shards as well.
 
-Each agent acts by itself. It has outlines of shards (`replicas.outlines`), and its ranks stand still at a version. A
-copy made by a rank counts only if it has, bit for bit, the digest made by the shard's home (R5). If the home had not
-made one yet, the copy counts only if no other replica's copy contradicts it.
+Each agent acts by itself. The agent has outlines of shards (`replicas.outlines`), and its ranks stand still at a
+version. A copy made by a rank counts only if it has, bit for bit, the digest made by the shard's home (R5). If the
+home had not made one yet, the copy counts only if no other replica's copy contradicts it.
 
 The living ranks' own shards of that version may still be on their way, and are completed, too. So are the shards of
 which this node is the first living holder: a version counts only with all its shards. The step is not ended

@@ -1,8 +1,8 @@
 """The state that a successor needs after an agent's death within an incarnation.
 
-It is one file in the job's directory, written before the messages that depend on it are sent. If the write fails, the
-round goes on all the same and the agent reports the failure. The training then stays protected while its agents live.
-An agent's death costs a new round, or that agent's copies.
+The state is one file in the job's directory, written before the messages that depend on it are sent. If the write
+fails, the round goes on all the same and the agent reports the failure. The training then stays protected while its
+agents live. An agent's death costs a new round, or that agent's copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "state"
 class State(msgspec.Struct, frozen=True):
     """The incarnation that the agent was in, and the progress of its rounds.
 
-    A file of an earlier software version has a plan only. All other fields then have their defaults.
+    A file of an earlier software version has no progress but a plan. The other fields then have their defaults.
 
     Attributes:
         plan: The plan that the agent took last.

@@ -1,8 +1,8 @@
 """Killing local ranks of a training that has gone on elsewhere (requirement cut-off-nodes).
 
-This is the only case in which protection stops a training's ranks. A node that is cut off, not dead, goes on
-computing. Its ranks are killed when the controller reports that their job is over or runs elsewhere. They are also
-killed when this agent has lost all peers *and* the controller for `self_fence_s`.
+Protection stops a training's ranks in no other case. A node that is cut off, not dead, goes on computing. The node's
+ranks are killed when the controller reports that their job is over or runs elsewhere. The ranks are also killed when
+this agent has lost all peers *and* the controller for `self_fence_s`.
 """
 
 from __future__ import annotations

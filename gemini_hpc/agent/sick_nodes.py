@@ -3,8 +3,8 @@
 Launchers report how their ranks have ended, and the reports go up the tree. A moment after an attempt's first report
 the root judges which rank failed first, and all agents count. The job leaves a sick node at once, if it has a spare.
 
-All of this rests on reports of the job's owner. Hence nothing else follows from them but a hint. The node's epilog
-asks for it (`suspects_this_node`), and root runs the site's health check itself.
+All of this rests on reports of the job's owner. Hence the reports have only one further effect, a hint. The node's
+epilog asks for the hint (`suspects_this_node`), and root runs the site's health check itself.
 """
 
 from __future__ import annotations

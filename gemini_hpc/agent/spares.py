@@ -101,8 +101,8 @@ class Spares:
     async def _hear_of_suspects(self, incarnation: Incarnation) -> None:
         """Wait, for a bounded time, until the suspected nodes are known to be dead or alive.
 
-        If the job could not go on without the suspects as well, this node may itself be cut off. It then loses sight
-        of the others one by one.
+        If the job could not go on without the suspects as well, this node may itself be cut off. A node that is cut
+        off loses sight of the others one by one.
         """
         deadline = clock.monotonic() + _SUSPECTS_S
         while self._membership.incarnation is incarnation and clock.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """Calls of survivors into the new incarnation where Slurm made none.
 
-slurmd runs no prolog for a job id that it still remembers. It forgets a requeued job when the credential of the new
-start comes, but cleans its records at most every 2 s. On a node where another job starts a step just before, the
-prolog is skipped. The survivor's agent then never learns of the new incarnation. The replacement's agent, whose
+slurmd runs no prolog for a job id that it still remembers. A requeued job is forgotten when the credential of the new
+start comes, but slurmd cleans its records at most every 2 s. On a node where another job starts a step just before,
+the prolog is skipped. The survivor's agent then never learns of the new incarnation. The replacement's agent, whose
 prolog has run, summons it. A detached agent accepts a summons only from its own job and uid, and only for a later
 incarnation.
 """
@@ -93,7 +93,7 @@ class Wake:
         return self._membership.detached and 0 <= self._membership.restart < restart
 
     async def answer(self, link: Link) -> None:
-        """Take a summons. Its content is checked like a prolog's.
+        """Take a summons. The message is checked like a prolog's.
 
         Raises:
             LinkClosed: The message is no summons.

@@ -64,19 +64,20 @@ class Checkpointer:
         max_repeated: Completed steps that one failure may cost. With 1, the next optimizer step waits for the seal.
             With 2, only the next save waits.
         seal_timeout_s: Longest wait in seconds during which no part of a version arrives anywhere.
-        hold_s: Seconds that a rank waits (a) after a communication error, until the agents decide whether a node has
-            died, (b) while a node is known to be dead, before an optimizer step that could not be recovered.
+        hold_s: Seconds that a rank waits after a communication error, until the agents decide whether a node has
+            died. A rank also waits so long before an optimizer step that could not be recovered, while a node is
+            known to be dead.
         audit: Compare digests at every Nth version, to find tensors that change unnoticed. 0 means never.
         ownership: "split" divides replicated state among the ranks, "full" keeps a whole copy on each rank.
-        start: Source that `resume()` loads if this job has no version yet: a directory of the persistent tier (of
-            another job, on any number of ranks), a checkpoint of torch.distributed.checkpoint, or a file of
-            torch.save.
+        start: Source that `resume()` loads if this job has no version yet. The source is a directory of the
+            persistent tier (of another job, on any number of ranks), a checkpoint of torch.distributed.checkpoint, or
+            a file of torch.save.
         traffic: Settings of how the copies travel.
         tier: The directory where the agents save a version now and then, or a `Tier`.
 
-    The training runs unprotected, with one line on stderr, if its state cannot be captured: trained sparse tensors,
-    torch's quantized tensors, modules that are still lazy, FSDP1. The same holds after failures of the Checkpointer
-    itself.
+    The training runs unprotected, with one line on stderr, if its state cannot be captured. Examples are trained
+    sparse tensors, torch's quantized tensors, modules that are still lazy, and FSDP1. The same holds after failures
+    of the Checkpointer itself.
 
     Raises:
         TypeError, ValueError: An argument cannot work.
@@ -283,9 +284,10 @@ class Checkpointer:
     def keep(self, name: str) -> bool:
         """Keep the version of the last completed `step()` on the persistent tier for good.
 
-        (GEMINI section 2.3.1.) If that version cannot be saved (skipped, or overtaken by later versions before its
-        copy ended), the agents keep the next version instead. Return whether the agents will keep it; if not, one
-        line gives the reason. The answer takes a moment, 10 s at most, and the training waits for nothing else.
+        The tier stores the version under this name (GEMINI section 2.3.1). The agents keep the next version instead
+        if that one was skipped, or overtaken by later versions before its copy ended. Return whether the agents will
+        keep it; if not, one line gives the reason. The answer takes a moment, 10 s at most, and the training waits
+        for nothing else.
 
         Not collective: call it on one rank or on all. Repeating the same call changes nothing. Each name is used
         once: the agents refuse it for another version. A later job starts from this version with `start="DIR@NAME"`.

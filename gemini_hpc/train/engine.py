@@ -321,7 +321,7 @@ class SaveEngine:
             self._rescuer.lives_on(nearest)
 
     def _at_once(self, job: Job) -> None:
-        """Finish a version's copy at once. Called from the rescuer's thread."""
+        """Hurry the copy of a version. Called from the rescuer's thread."""
         job.urgent = job.wanted = True
         self.pacer.hurry()
 

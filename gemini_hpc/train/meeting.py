@@ -146,7 +146,7 @@ class Meetings:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return a few ranks by number."""
+    """Return a phrase that names the first ranks by number."""
     named = ", ".join(map(str, ranks[:_NAMED]))
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' * (len(ranks) != 1)} {named}{more}"

@@ -108,7 +108,7 @@ class OptimizerGate:
 
     @property
     def forked(self) -> bool:
-        """Return whether this process was forked from the rank. Its training is then not watched."""
+        """Return whether this process was forked from the rank. A forked process has no watched training."""
         return self._session.forked
 
     @property

@@ -46,7 +46,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _OfferError(Exception):
-    """A rank cannot take part in a new plan."""
+    """The failure of a rank to take part in a new plan."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,16 @@ class Planning:
 
         Args:
             leaves: This rank's tensors.
-            odd: Optimizer state that is no tensor.
+            odd: Optimizer state that is no tensor, by (optimizer, parameter, name).
             failure: An earlier failure on this rank.
             ready: This rank's state is complete.
             join: Called at the end; None if copies do not go from GPU to GPU.
             uncaptured: Findings to report together.
 
         Raises:
-            RuntimeError: A rank has failed. All ranks raise, because the others would wait for it.
+            Exception: This rank has failed.
+            RuntimeError: Another rank has failed. All ranks raise, because they would wait for the failed rank
+                otherwise.
         """
         draft = Draft([], [], [], 0)
         if failure is None:

@@ -80,7 +80,7 @@ class Restorer:
         """Load a version and return its number, or 0 for a fresh start. Collective.
 
         Raises:
-            RuntimeError: `resume()` was called before.
+            RuntimeError: `resume()` was called before, or some ranks do not call it in time.
             ValueError: The saved state does not fit this training.
         """
         if self.called:

@@ -198,10 +198,10 @@ class FailureDetector:
         return self._bury(host, (sender,))
 
     def _was_cut_off(self, host: str, now: float) -> bool:
-        """Return whether this host counts as dead, or did recently. Its own death reports are then unreliable.
+        """Return whether this host counts as dead, or did recently.
 
-        After being cut off, the host takes the peers that it could not reach for dead, and reports them as soon as it
-        can.
+        The host's own death reports are then unreliable. After being cut off, the host takes the peers that it could
+        not reach for dead, and reports them as soon as it can.
         """
         back = self._back.get(host)
         return host in self.dead or (back is not None and now - back < BACK * self._silence_s)

@@ -1,7 +1,7 @@
 """Failure domains of a job's nodes, for the coordinator of a recovery round.
 
-They come from the site's file or from Slurm's own topology.conf. Nodes with an unknown domain are not kept apart, and
-no round waits long for the file.
+The domains come from the site's file or from Slurm's own topology.conf. Nodes with an unknown domain are not kept
+apart, and no round waits long for the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An agent's part in one incarnation of the job: its hosts, links and recovery rounds.
 
-An incarnation begins with the message of the prolog (or of a peer) and stays until the next one begins. It is thus
-still present, detached, when the job has ended here.
+An incarnation begins with the message of the prolog (or of a peer) and stays until the next one begins. The object is
+thus still present, detached, when the job has ended here.
 """
 
 from __future__ import annotations

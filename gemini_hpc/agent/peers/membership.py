@@ -17,7 +17,7 @@ class Membership:
 
     Attributes:
         noderanks, placed, epoch: From the plan that this agent took last, in incarnation `map_restart`.
-        doubt: That plan was made without a look at the tier.
+        doubt: The plan was made without a look at the tier.
         heritage: State taken over from the job's predecessor, if looked for since this agent started.
         detached: The job does not run here now.
     """

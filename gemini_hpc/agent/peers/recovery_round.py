@@ -1,6 +1,6 @@
 """Recovery rounds: the agents of one incarnation agree on map, epoch and version before training goes on (R4).
 
-A round runs along the tree over the positions of the host list. Position 0 coordinates it. Its stages are:
+A round runs along the tree over the positions of the host list. Position 0 coordinates it. The stages are:
 
 1. collect: freeze, void half-filled slots, verify, report;
 2. plan: void all but the chosen versions, take the map;
@@ -85,7 +85,7 @@ class Host(Protocol):
 
     @property
     def domains(self) -> Mapping[str, str]:
-        """Return the known failure domains by host. They are read before the coordinator's inventory."""
+        """Return the known failure domains by host. The domains are read before the coordinator's inventory."""
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """Return the inventories of agents on nodes that the job has left."""

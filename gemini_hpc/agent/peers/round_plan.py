@@ -43,8 +43,8 @@ def planned(
 def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
     """Return the plan with the tier's version of each training that is newer than memory's.
 
-    The home of a shard reads it from the tier. Its other holders have a copy again when the next version is saved.
-    Until then the tier replaces these copies.
+    The home of a shard reads it from the tier. The shard's other holders have a copy again when the next version is
+    saved. Until then the tier takes the place of these copies.
     """
     sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
     by_rank = {rank: host for host, rank in plan.noderanks.items()}
@@ -230,7 +230,7 @@ def _renamed(copy: Copy) -> Copy:
 def _also(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]]) -> tuple[str, ...]:
     """Return the predecessor's agents, then this job's.
 
-    One of the predecessor's agents may have handed its memory over to one of this job's agents.
+    An agent of the predecessor may have handed its memory over to one of this job's agents.
     """
     if peer.TIER in order.sources:
         return order.sources
