@@ -1,10 +1,11 @@
-"""`python3 -I -m gemini_hpc.agent`: started by the prolog as root, with arguments of the prolog's alone.
+"""The supervisor of an agent: `python3 -I -m gemini_hpc.agent`, started by the prolog as root.
 
-The first thing that it does is to become the job's owner, for good: a process that gives root up after it was
-executed is one that its new owner cannot trace. From there on nobody here executes anything.
+All arguments come from the prolog alone. The process first becomes the job's owner, for good. The new owner cannot
+trace a process that has given up root after it was executed. From then on no process here executes a program.
 
-The process that was started stays as a small supervisor: it starts the agent proper again when that dies,
-a bounded number of times, and forks its workers. Trainers then hand their memory back to the new one.
+The started process stays as a small supervisor. When the agent proper dies, the supervisor starts it again, a bounded
+number of times. The supervisor also forks the agent's workers. After a restart, trainers hand their memory back to
+the new agent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SETTLED_S = 60.0
 def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.Channel) -> int:
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
-    gc.disable()  # imports make no garbage, and every job waits for them
+    gc.disable()  # imports create no garbage, and every job waits for them
     from gemini_hpc.agent.daemon import serve
     from gemini_hpc.agent.tier import worker_process
 
@@ -41,7 +42,7 @@ def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: w
 
 
 def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore) -> int:
-    # Two descriptors a shard, one a client: what slurmd passes on (often 1024) is for programs with select().
+    # A shard takes two descriptors, a client one. slurmd's limit (often 1024) is meant for programs with select().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     deaths = 0
@@ -69,11 +70,11 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
         if status == 0:
             return 0
         deaths = 1 if clock.monotonic() - started > _SETTLED_S else deaths + 1
-        with suppress(OSError):  # the job's directory is full
+        with suppress(OSError):  # the job's directory may be full
             text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths})"
             print(text, file=sys.stderr, flush=True)
         if deaths > settings.agent_restarts or not _is_there(args.dir, args.uid):
-            return 1  # without the job's directory, which root has removed, nobody could speak to another one
+            return 1  # root has removed the job's directory, so no process could reach another agent
         clock.sleep(0.05 * deaths)
 
 
@@ -85,7 +86,7 @@ def _is_there(directory: str, uid: int) -> bool:
 
 
 def _attend(agent: int, mine: workers.Workers) -> int:
-    """Fork workers until the agent has ended; its status."""
+    """Fork workers until the agent has ended, and return its status."""
     process = os.pidfd_open(agent)
     try:
         listens = True
@@ -106,7 +107,7 @@ def _attend(agent: int, mine: workers.Workers) -> int:
 
 
 def main() -> int:
-    """Supervise one agent; the exit status."""
+    """Supervise one agent and return the exit status."""
     parser = argparse.ArgumentParser(prog="gemini_hpc.agent", description="Node-resident agent of one job.")
     parser.add_argument("--job", type=int, required=True, help="raw Slurm job id")
     parser.add_argument("--uid", type=int, required=True, help="uid of the job's owner; root switches to this uid")
@@ -115,7 +116,7 @@ def main() -> int:
     parser.add_argument("--share-bytes", type=int, default=0, help="the job's share of the node's cap; 0: all")
     parser.add_argument("--share", default="", help="what it is of the node, such as '1 of 64 CPUs'")
     args = parser.parse_args()
-    score = oom.OwnScore()  # while it is root's
+    score = oom.OwnScore()  # while the score still belongs to root
     try:
         spawn.settle(args.uid, args.dir)
     except privileges.PrivilegeError as exc:

@@ -1,5 +1,7 @@
-"""The memory of a copy passes from the agent of a job that has ended to that of its successor on the same node, where
-there is no room for another copy beside it."""
+"""The transfer of a copy's memory from an ended job's agent to its successor's agent on the same node.
+
+The successor uses it if the node has no room for a second copy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _ANSWER_S = 5.0
 
 
 def give(m: local.Bequeath, store: Store, barred: Callable[[], str], log: Log) -> Reply:
-    """Let go of what is asked for, if it is here, and this job needs it no more."""
+    """Give away a copy's memory, if the copy is here and this job no longer needs it."""
     stamp = Stamp(m.epoch, m.version)
     found = store.find(m.set, m.rank, stamp)
     if why := barred():
@@ -35,8 +37,19 @@ def give(m: local.Bequeath, store: Store, barred: Callable[[], str], log: Log) -
 
 
 def ask(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
-    """Memory with this copy, from the agent behind the socket (blocking); stamp: that it has there. Its bytes are not
-    checked. Raises OSError, ValueError."""
+    """Return the memory of a copy from the agent behind a socket (blocking). Its bytes are not checked.
+
+    Args:
+        path: Path of the agent's socket.
+        uid: The expected owner of the agent.
+        copy: The copy, as this job names it.
+        stamp: The copy's stamp at that agent.
+        heir: This job's id.
+
+    Raises:
+        OSError: The agent cannot be reached.
+        ValueError: The agent refuses, belongs to another user, or gives a wrong answer.
+    """
     wanted = local.Bequeath(copy.set, copy.rank, heir, stamp.epoch, stamp.version, copy.digest)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(_ANSWER_S)

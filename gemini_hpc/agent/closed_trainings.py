@@ -1,8 +1,8 @@
-"""Keep the end of a training that all ranks have closed: a start again may want it.
+"""The ends of trainings that all ranks have closed, kept because a restart may need them.
 
-Counts of closed ranks go up the tree, the root's word comes down. From then on each agent keeps the last sealed
-version alone. When the job's next training has sealed a version, the root has the closed one saved to the tier, if
-there is one, and all agents give it up.
+Counts of closed ranks go up the tree, and the root's decision comes down. From then on each agent keeps only the last
+sealed version. When the job's next training has sealed a version, the root has the closed one saved to the tier, if
+there is one. All agents then release it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gemini_hpc.core.sequence import Closed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 
-_LATER_S = 1.0  # the job's end, which often comes first, needs no word of it
+_LATER_S = 1.0  # delay of the report: the job's end, which often comes first, makes it needless
 
 
 class _Count(NamedTuple):
-    """Ranks that have closed a training, of all that it has, and after which version."""
+    """The number of ranks that have closed a training, of all its ranks, and the last version."""
 
     ranks: int
     world: int
@@ -36,7 +36,7 @@ class _Count(NamedTuple):
 
 
 class ClosedTrainings:
-    """The closed trainings of one agent, as its ranks, its peers and the root report them."""
+    """The closed trainings of one agent, as reported by its ranks, its peers and the root."""
 
     def __init__(
         self,
@@ -52,17 +52,18 @@ class ClosedTrainings:
         self._closings, self._saver, self._writer, self._spawn = closings, saver, writer, spawn
         self._round = (-1, 0)
         self._own: dict[str, _Count] = {}
-        self._due: dict[str, float] = {}  # when the own count is told
-        self._below: dict[str, dict[str, _Count]] = {}  # by set and child
-        self._down: dict[str, peer.ClosedDown] = {}  # the root's words in this round
-        self._beside: dict[str, frozenset[str]] = {}  # at the root: what had begun when a rank closed one
-        self._parting: set[str] = set()  # at the root: that are about to be given up
-        self._gone: set[str] = set()  # that are given up here as soon as nobody uses them
+        self._due: dict[str, float] = {}  # when this agent's own count is sent
+        self._below: dict[str, dict[str, _Count]] = {}  # by training and child
+        self._down: dict[str, peer.ClosedDown] = {}  # the root's decisions in this round
+        # at the root: the trainings that had begun when a rank closed one
+        self._beside: dict[str, frozenset[str]] = {}
+        self._parting: set[str] = set()  # at the root: trainings about to be released
+        self._gone: set[str] = set()  # trainings released here as soon as they are unused
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
     def close(self, training: Training, series: str, version: int) -> None:
-        """Record, on disk, that a rank of this node has closed it, before the rank is answered."""
+        """Record, on disk, that a rank of this node has closed its training, before the rank gets an answer."""
         incarnation = self._membership.incarnation
         self._closings.close(training, series, version)
         if incarnation is not None:
@@ -88,7 +89,7 @@ class ClosedTrainings:
             self._take(incarnation, message)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
-        """Send again what a peer with a new link may have missed."""
+        """Resend the messages that a peer with a new link may have missed."""
         self._enter(incarnation)
         if host == incarnation.rounds.parent:
             for name in (self._own.keys() - self._due.keys()) | self._below.keys():
@@ -98,7 +99,7 @@ class ClosedTrainings:
                 incarnation.send(host, message)
 
     def _enter(self, incarnation: Incarnation) -> None:
-        """Forget the counts of the round before: the plan has what is known of them."""
+        """Forget the counts of the last round: the plan has all that is known of them."""
         at = incarnation.restart, incarnation.rounds.round
         if at != self._round:
             self._round = at
@@ -128,15 +129,24 @@ class ClosedTrainings:
     # ---- memory ----------------------------------------------------------------------------------------
 
     def _note_beside(self, incarnation: Incarnation, name: str) -> None:
-        """Record which trainings are not the next one. A rank may begin that before the last rank has closed this."""
+        """Record the trainings that are not the next one.
+
+        A rank may begin the next training before the last rank has closed this one.
+        """
         if incarnation.leads:
             begun = {t.name for t in self._trainings if t.greeted} | {closed.set for closed in self._closings.all}
             self._beside.setdefault(name, frozenset(begun - {name}))
 
     def _keep_sealed(self, training: Training, sealed: Stamp, shard: Shard, last: int) -> None:
-        """Free all of a shard but the sealed version. last: version at which the ranks have closed the training.
+        """Free all of a shard but the sealed version.
 
-        A newer one that is not here comes no more. The root hears of that, and abandons what others have of it.
+        A newer version that is not here never comes. The root learns of that and abandons the others' copies of it.
+
+        Args:
+            training: The closed training.
+            sealed: The version to keep.
+            shard: The shard to trim.
+            last: The version at which the ranks have closed the training.
         """
         abandoned = training.sealing.word.abandoned if training.sealing is not None else frozenset[Stamp]()
         self._store.trim(shard, sealed, abandoned)
@@ -146,7 +156,7 @@ class ClosedTrainings:
             self._trainings.recount(shard.set)
 
     def _part_with(self, incarnation: Incarnation) -> None:
-        """Give up, at the root, each closed training behind which another one has sealed a version."""
+        """Release, at the root, each closed training after which another one has sealed a version."""
         plan = incarnation.rounds.plan
         before = frozenset(closed.set for closed in plan.closed) if plan is not None else frozenset()
         epoch = self._membership.epoch
@@ -167,7 +177,7 @@ class ClosedTrainings:
             self._take(incarnation, peer.ClosedDown(number, closed, gone=True))
 
     def tend(self) -> None:
-        """Free what nobody needs of closed trainings. Called a few times a second."""
+        """Free the unneeded memory of closed trainings. Called a few times a second."""
         incarnation, now = self._membership.live, clock.monotonic()
         if incarnation is None:
             return
@@ -185,7 +195,7 @@ class ClosedTrainings:
             if any(slot.busy for shard in shards for slot in shard.pair.slots):
                 continue
             for shard in shards:
-                shard.pair.void_filling()  # its rank has hung up, and completes nothing more
+                shard.pair.void_filling()  # the rank has disconnected and completes no further version
             self._trainings.drop_guests(training)
             self._writer.forget(closed.set)
             for shard in shards:

@@ -1,4 +1,4 @@
-"""The agent's line to the controller: registration, reports of silent peers, events; all optional."""
+"""The agent's optional connection to the controller: registration, reports of silent peers, events."""
 
 from __future__ import annotations
 
@@ -20,81 +20,90 @@ from gemini_hpc.wire.link import Link, LinkClosed, connect
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
-_LOST_S = 15.0  # a node that the job goes on without is reported so long: it is to be fenced all the same
+# seconds for which a dead node that the job goes on without is reported, so that it is fenced all the same
+_LOST_S = 15.0
 _REPEAT_S = 2.0
 _LOOK_S = 0.02
 _SILENT_S = 5.0
 _LAST_WORD_S = 1.0
 _NOTICE_CHARS = 300
-_LASTED_S = 20.0  # a line that was no mere refusal
+_LASTED_S = 20.0  # a connection of this length was no mere refusal
 
 
 class Listener(Protocol):
-    """Whom the controller talks to."""
+    """The agent, as far as the controller's messages concern it."""
 
     def inspect(self, request: int) -> inspect_schema.InspectPart:
-        """What this node can tell of the job."""
+        """Return this node's view of the job."""
 
     def ends_in(self, left_s: int | None) -> None:
-        """Slurm ends the job in so many seconds; None: it sets no time."""
+        """Note that Slurm ends the job in so many seconds. None means that no time is set."""
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
-        """These nodes, or the partition, are being drained."""
+        """Note that these nodes, or the partition, are being drained."""
 
     def job_waits(self) -> None:
-        """The job is pending."""
+        """Note that the job is pending."""
 
     @property
     def rescuing(self) -> bool:
-        """Whether live state is being copied of which the dead had the only copies."""
+        """Return whether live state is being copied whose other copies all were on dead nodes."""
 
     @property
     def finished(self) -> bool | None:
-        """Return whether all ranks that train here have closed their checkpointers, None where none has trained."""
+        """Return whether all ranks that train here have closed their checkpointers; None if none has trained."""
 
     def deaths_matter(self, now: float) -> bool:
-        """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending
-        again. Its script may have ended before a controller could act, and a new controller has heard of nothing."""
+        """Return whether a death may still be news for the controller.
+
+        A death is news while the job runs here, or has just ended here and is not pending again. The job's script may
+        have ended before a controller could act, and a new controller knows of no death.
+        """
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
-        """This incarnation is over; save: so is the job, and what nobody has saved is to be saved."""
+        """End this incarnation on the controller's order.
+
+        Args:
+            reason: Reason for the log.
+            save: The job is over, too: save all unsaved versions first.
+        """
 
 
 class ControllerLink:
-    """Dials the controller for as long as the agent lives; without one, nothing is lost but speed."""
+    """A link that dials the controller for as long as the agent lives. Without a controller only speed is lost."""
 
     def __init__(
         self, identity: Identity, membership: Membership, listener: Listener, log: Log, spawn: Spawn
     ) -> None:
         self._identity, self._membership, self._listener = identity, membership, listener
         self._log, self._spawn = log, spawn
-        self.notice = ""  # of the controller's, for users
+        self.notice = ""  # the controller's notice for users
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
-        self._told: set[str] = set()  # who was reported in this incarnation
-        self._without: tuple[str, ...] = ()  # as told last
-        self._finished: bool | None = None  # likewise
-        self._died: set[str] = set()  # who was ever reported
-        # without whom the job goes on; who of them is reported until when (monotonic)
+        self._told: set[str] = set()  # peers reported in this incarnation
+        self._without: tuple[str, ...] = ()  # as last registered
+        self._finished: bool | None = None  # as last registered
+        self._died: set[str] = set()  # peers ever reported
+        # nodes that the job goes on without; those of them that are reported, and until when (monotonic)
         self._lost: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)
-        self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
+        self.refused_at = 0.0  # when the last unsuccessful round of calls began (monotonic)
         self._controller_uid = 0
         self._holders: dict[int, asyncio.Future[dict[str, int]]] = {}  # by job
         self._backlog: deque[inspect_schema.EventRecord] = deque(maxlen=_BACKLOG)
 
     @property
     def connected(self) -> bool:
-        """True while a controller listens."""
+        """Return whether a controller is connected."""
         return self._link is not None and not self._link.closed
 
     @property
     def configured(self) -> bool:
-        """True where this site has a controller that can be dialled."""
+        """Return whether this site has a controller that can be dialled."""
         return self._task is not None
 
     def start(self) -> None:
-        """Begin to dial, where there is a controller."""
+        """Begin to dial, if there is a controller."""
         settings = self._identity.settings
         if not settings.controller_hosts():
             return
@@ -106,8 +115,10 @@ class ControllerLink:
         self._task = self._spawn(self._run())
 
     async def hang_up(self) -> None:
-        """Close the line when the controller has read what was told, or after a moment: the last thing that an agent
-        tells is that it frees its memory."""
+        """Close the connection when the controller has read all messages, or after a short wait.
+
+        The last message of an agent is that it frees its memory.
+        """
         link = self._link
         if link is not None and not link.closed:
             link.finish(peer.Ping())
@@ -121,7 +132,7 @@ class ControllerLink:
             self._link.close()
 
     def register(self) -> None:
-        """Tell which incarnation this agent is in, and whom it holds for dead there."""
+        """Report the incarnation that this agent is in, and its dead peers."""
         me, incarnation = self._identity, self._membership.incarnation
         self._told.clear()
         self._without = incarnation.attach.lost if incarnation is not None and incarnation.live else ()
@@ -146,7 +157,7 @@ class ControllerLink:
             )
 
     def tell(self, event: inspect_schema.EventRecord) -> None:
-        """Pass an event on, now or when there is a line."""
+        """Send an event to the controller, now or once a connection exists."""
         self._backlog.append(event)
         self._flush()
 
@@ -156,7 +167,7 @@ class ControllerLink:
             self._backlog.clear()
 
     def report(self, host: str, witnesses: tuple[str, ...]) -> None:
-        """A peer is silent."""
+        """Report that a peer is silent."""
         if self._link is not None:
             job, restart = self._identity.job, self._membership.restart
             self._told.add(host)
@@ -164,11 +175,16 @@ class ControllerLink:
             self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
     async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
-        """Where agents of this job (or of another one of its owner's) are or have been, as far as the controller
-        knows; port 0: any of the job's.
+        """Return the hosts, with ports, of agents of a job, as far as the controller knows.
 
-        Nothing without a controller. A new agent asks before its line is up, and one that is being started anew is
-        worth waiting for: what nobody names is lost.
+        The agents are or have been there. Port 0 means any of the job's ports.
+
+        The result is empty without a controller. A new agent asks before its connection is up. A controller that is
+        being restarted is worth the wait: a host that it does not name is lost.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+            job: Another job of the same owner; 0 means this job.
         """
         asked: Link | None = None
         job = job or self._identity.job
@@ -183,7 +199,7 @@ class ControllerLink:
         return answer.result() if answer.done() else {}
 
     def beat(self, now: float) -> None:
-        """A sign of life, and again who is still silent, or who is not any more; called a few times a second."""
+        """Send a sign of life, and report peers that are still silent or are back. Called a few times a second."""
         if self._link is None:
             return
         self._link.send(peer.Ping())
@@ -194,7 +210,8 @@ class ControllerLink:
             if self._told - incarnation.mesh.dead - incarnation.view.lost or not said:
                 self.register()
             if incarnation.attach.lost != self._lost[0]:
-                died = tuple(host for host in incarnation.attach.lost if host in self._died)  # others were left
+                # the other nodes were left on purpose
+                died = tuple(host for host in incarnation.attach.lost if host in self._died)
                 self._lost = (incarnation.attach.lost, died, now + _LOST_S)
         due = now - self._reported > _REPEAT_S
         if incarnation is not None and due and self._listener.deaths_matter(now):

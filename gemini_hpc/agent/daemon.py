@@ -1,8 +1,8 @@
-"""The agent: one process per (job, node), as the job's owner, that owns the replicas' memory.
+"""The agent: one process per (job, node) that owns the replicas' memory and runs as the job's owner.
 
-It lives from the prolog of the job's first incarnation on this node to the job's end: attached while an
-incarnation runs here, detached (but keeping what it holds) between them. All state is changed on one event
-loop; digests, page reservation and bulk transfers run in threads.
+The agent lives from the prolog of the job's first incarnation on this node to the job's end. The agent is attached
+while an incarnation runs here, and detached (keeping its copies) between incarnations. One event loop changes all
+state. Digests, page reservation and bulk transfers run in threads.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
-_HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # in which an agent that was killed has given its memory and its directory back
+_HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # seconds in which a killed agent has released its memory and its directory
 _TICK_S = 0.2
-_LOOK_S = 0.4  # for the agents that are missing when the prolog wants its answer
-_PLACE_S = 0.5  # so often an agent looks for its directory: a prolog waits for it for longer
+_LOOK_S = 0.4  # bound on the search for missing agents when the prolog waits for its answer
+_PLACE_S = 0.5  # pause between looks at the agent's own directory: a prolog waits for it for longer
 
 
 class Agent:
-    """See the module. `run` returns when everything has been freed."""
+    """The agent of one job on this node. `run` returns when all memory has been freed."""
 
     def __init__(
         self,
@@ -96,7 +96,17 @@ class Agent:
         again: bool,
         share: tuple[int, str] = (0, ""),
     ) -> None:
-        """share: of the node's cap, as the prolog knows it; see `Budget`."""
+        """Create the agent's parts and connect them.
+
+        Args:
+            settings: The site's settings.
+            job: The job's id.
+            uid: User id of the job's owner.
+            node: This node's name in Slurm.
+            directory: The job's directory on this node.
+            again: Another agent of the job has died here.
+            share: The job's share of the node's memory cap, as the prolog knows it; see `Budget`.
+        """
         me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
         here = self.membership = Membership()
@@ -248,13 +258,13 @@ class Agent:
     # ---- life ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until released."""
+        """Serve until released, then free all memory and remove the agent's files."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
         deadline = clock.monotonic() + _HOLD_S
         while not self._place.hold():
             if clock.monotonic() > deadline:
-                return  # the prolog and the supervisor started one at the same time: one is enough
+                return  # the prolog and the supervisor started one each at the same time: one is enough
             await asyncio.sleep(_HOLD_POLL_S)
         server, self.identity.port = await self._peer_server.listen()
         map_file.settle(me.directory)
@@ -268,7 +278,7 @@ class Agent:
         self.controller_link.start()
         self._spawn(self._tick())
         await self._retention.over.wait()
-        self._local.close()  # for which the epilog waits, and for nobody's answer
+        self._local.close()  # the epilog waits for this close, and for no answer
         mesh = here.incarnation.mesh if here.incarnation is not None else None
         await asyncio.gather(self.controller_link.hang_up(), *([mesh.parted()] if mesh is not None else []))
         server.close()
@@ -311,7 +321,7 @@ class Agent:
             self._retention.runs(now)
 
     def _look_at_directory(self) -> None:
-        """Listen in the directory that root has made anew, where the old one was unmounted or emptied."""
+        """Listen in the directory that root has made again after the old one was unmounted or emptied."""
         found = self._place.look()
         if found == "gone":
             if not self._told_gone:
@@ -332,7 +342,10 @@ class Agent:
         self._told_gone = False
 
     def _watch_on(self, now: float) -> None:
-        """Where no node has been found dead by then, none was lost before the script had failed."""
+        """Stop watching peers some time after the job's end here, if none has been found dead.
+
+        No node was then lost before the script failed.
+        """
         incarnation = self.membership.incarnation
         if incarnation is None or incarnation.mesh.dead:
             return
@@ -340,21 +353,28 @@ class Agent:
             incarnation.mesh.detector.watching = False
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
-        """The controller knows that this incarnation is over: what still trains here is ended first. save: so is the
-        job, and what nobody has saved is saved before."""
+        """End this incarnation on the controller's order, after ending the ranks that still train here.
+
+        Args:
+            reason: Reason for the log.
+            save: The job is over, too: save all unsaved versions first.
+        """
         if not self.membership.detached and self._fence.ranks():
             self._log("self_fenced", detail=f"{reason}; ending the ranks that still run here")
             await self._fence.end_ranks()
         self._retention.leave(clock.monotonic(), reason, save=save)
 
     def _farewell(self, why: str) -> None:
-        """Report the end, and tell the peers if the job has succeeded; all is freed next."""
+        """Report the end, and announce it to the peers if the job has succeeded. All memory is freed next."""
         self._log_end("released", why)
         if self.saver.succeeded and (incarnation := self.membership.incarnation) is not None:
             incarnation.mesh.leave()
 
     def _log_end(self, name: str, detail: str) -> None:
-        """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
+        """Log an end of this incarnation, with its sealed versions.
+
+        After the agent's end only the log has them.
+        """
         found = [(s.name, s.sealed) for s in self.trainings if s.sealed is not None]
         words = [f"sealed {name} {stamp.epoch}:{stamp.version}" for name, stamp in found[:8]]
         newest = max((stamp.version for _, stamp in found), default=0)
@@ -371,7 +391,10 @@ class Agent:
     # ---- incarnations ----------------------------------------------------------------------------------
 
     async def attach(self, m: local.Attach) -> local.Message:
-        """Enter an incarnation, on the word of the prolog or of a peer; answers when the agents agree, or do not."""
+        """Enter an incarnation on the request of the prolog or of a peer.
+
+        The answer comes when the agents agree, or when they do not agree in time.
+        """
         me, here = self.identity, self.membership
         if m.job != me.job or m.node != me.node:
             return local.Error(f"this is the agent of job {me.job} on {me.node}")
@@ -415,8 +438,13 @@ class Agent:
         return incarnation
 
     def _enter(self, m: local.Attach, view: View, *, begun: bool) -> Incarnation:
-        """A new incarnation, or another view of it: new links, new rounds; what is held stays. begun: this agent is
-        the first of it here."""
+        """Enter a new incarnation, or another view of it, with new links and new rounds. The copies stay.
+
+        Args:
+            m: The message that begins the incarnation.
+            view: Its nodes.
+            begun: This agent is the first of the incarnation here.
+        """
         me, here, hosts = self.identity, self.membership, view.hosts
         before = here.incarnation
         expected: tuple[str, ...] = ()
@@ -452,7 +480,7 @@ class Agent:
         )
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
-            self.member.attach(m)  # before anybody hears of it, the controller included
+            self.member.attach(m)  # written to disk before any peer or the controller learns of it
         mesh.want(mesh.ring())
         mesh.want(rounds.children)
         if rounds.parent is not None:
@@ -465,9 +493,11 @@ class Agent:
         return incarnation
 
     def _take_over(self, wanted: local.Attach | None) -> None:
-        """Go on where this agent's dead predecessor was; its trainers hand the memory back.
+        """Continue where this agent's dead predecessor was. Its trainers hand the memory back.
 
-        wanted: only if it was in this very incarnation (the prolog may be faster than the supervisor).
+        Args:
+            wanted: Continue only if the predecessor was in this very incarnation. The prolog may be faster than the
+                supervisor.
         """
         state, me = self.state.read(), self.identity
         if state is None:
@@ -490,7 +520,7 @@ class Agent:
             self._spawn(self._waker.call(incarnation))
 
     def _left_out(self) -> None:
-        """The job goes on without this node."""
+        """Detach and end the ranks here: the job goes on without this node."""
         here = self.membership
         here.detached = True
         self._retention.ended(clock.monotonic())
@@ -511,9 +541,10 @@ class Agent:
         if not here.detached:
             here.detached = True
             self._retention.ended(clock.monotonic())
-            self.controller_link.register()  # whether the training had finished decides what becomes of the job
+            # the controller decides about the job by whether the training had finished
+            self.controller_link.register()
             if mesh is not None:
-                # A script may end of a node's loss before anybody here has noticed it, with whatever exit code.
+                # A node's loss may end the script, with any exit code, before any agent here notices the loss.
                 mesh.detector.job_ended(clock.monotonic())
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
@@ -521,7 +552,7 @@ class Agent:
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
-        # Then the job may be on its way to a new incarnation: the controller knows whether it is.
+        # With dead or silent peers the job may be about to restart; only the controller knows.
         dead = mesh is not None and bool(mesh.dead or mesh.silent())
         idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
@@ -536,14 +567,14 @@ class Agent:
         return local.Ok("hold" if hold else "detached", here.restart, self._sick.suspects_this_node)
 
     def _taken_over(self, heir: int) -> None:
-        """Another job of the owner's has all that it wanted of this one."""
+        """Leave: another job of the owner has taken over all that it wanted of this one."""
         self._retention.leave(clock.monotonic(), f"job {heir} has taken it over", save=False)
 
     # ---- peers -----------------------------------------------------------------------------------------
 
     def _on_link(self, name: str) -> None:
         incarnation = self.membership.incarnation
-        assert incarnation is not None  # its link it is
+        assert incarnation is not None  # the link belongs to it
         incarnation.rounds.on_link(name)
         self.trainings.on_link(incarnation, name)
         self.launches.on_link(incarnation, name)
@@ -593,7 +624,7 @@ class Agent:
         self.spares.died()
 
     def _found_sick(self, host: str, why: str) -> None:
-        """Leave a node that lives and does harm, where a spare makes up for it."""
+        """Leave a node that is alive and does harm, if a spare replaces it."""
         why_not = self.spares.leave(host, "sick")
         self._log("sick", detail=f"{why}: {f'not left: {why_not}' if why_not else 'left'}")
 
@@ -603,7 +634,7 @@ class Agent:
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self.transfers.pulls.overtaken(training.name, stamp)
         self.spares.sealed()
-        if known := self._sick.known():  # before a requeue, perhaps
+        if known := self._sick.known():  # perhaps found sick before a requeue
             self.spares.move(known)
         self._predecessor.sealed(self.trainings)
         incarnation = self.membership.incarnation
@@ -613,15 +644,15 @@ class Agent:
     # ---- the controller --------------------------------------------------------------------------------
 
     def inspect(self, request: int) -> inspect_schema.InspectPart:
-        """What this node can tell of the job."""
+        """Return this node's view of the job."""
         return self._picture.part(request)
 
     def ends_in(self, left_s: int | None) -> None:
-        """Slurm ends the job in so many seconds; None: it sets no time."""
+        """Note that Slurm ends the job in so many seconds. None means that no time is set."""
         self.saver.ends_in(left_s)
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
-        """These nodes, or the partition, are being drained."""
+        """Note that these nodes, or the partition, are being drained."""
         self.saver.leaving(hosts, partition)
         if (incarnation := self.membership.incarnation) is not None and incarnation.view.spares:
             for host in hosts:
@@ -630,21 +661,21 @@ class Agent:
 
     @property
     def rescuing(self) -> bool:
-        """Whether live state is being copied."""
+        """Return whether live state is being copied."""
         return self.rescue.busy
 
     @property
     def finished(self) -> bool | None:
-        """Return whether all ranks that train here have closed their checkpointers, None where none has trained."""
+        """Return whether all ranks that train here have closed their checkpointers; None if none has trained."""
         trained = [training for training in self.trainings if training.greeted]
         return all(training.succeeded for training in trained) if trained else None
 
     def job_waits(self) -> None:
-        """The job is pending."""
+        """Note that the job is pending."""
         self._retention.job_waits()
 
     def deaths_matter(self, now: float) -> bool:
-        """Whether a death may still be news for the controller."""
+        """Return whether a death may still be news for the controller."""
         return not self.membership.detached or self._retention.just_ended(now)
 
     # ---- the local socket ------------------------------------------------------------------------------
@@ -680,8 +711,13 @@ class Agent:
 
 
 def _view(m: local.Attach) -> View:
-    """The nodes of an incarnation as a prolog, a peer or a predecessor has told them. A spare that the copies need is
-    none. Raises ValueError."""
+    """Return an incarnation's nodes as a prolog, a peer or a predecessor has named them.
+
+    A spare that the copies need does not count as a spare.
+
+    Raises:
+        ValueError: The list lacks this node, has a node twice, or lacks a lost node.
+    """
     hosts = tuple(hostlist.expand(m.nodelist))
     view = View(hosts, max(0, min(m.spares, len(hosts) - m.replicas)), frozenset(m.lost))
     if m.node not in view.hosts or len(set(hosts)) != len(hosts) or not view.lost <= set(hosts):
@@ -699,8 +735,7 @@ def serve(
     again: bool,
     share: tuple[int, str] = (0, ""),
 ) -> int:
-    """Run an agent in this process until it is released; the exit status."""
-
+    """Run an agent in this process until it is released, and return the exit status."""
     logs.to(sys.stdout)
 
     async def run() -> None:

@@ -1,8 +1,8 @@
-"""The end of a job whose training has succeeded: what is held here is freed once no peer is missed.
+"""The end of a job whose training has succeeded: its memory is freed once no peer is missed.
 
-A script may end well although a node was lost; then the job may come back, and needs what is held. A peer that is
-silent at the job's end may be on a lost node, or have left a moment ago, or be cut off from here. So it is looked at
-again for as long as a loss before the end may still be found.
+A script may end well although a node was lost. The job may then come back, and needs the copies. A peer that is
+silent at the job's end may have left a moment ago. It may also be on a lost node, or cut off from here. The agent
+therefore looks again, for as long as a loss before the end may still be found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gemini_hpc.agent.tier.saver import Saver
 
 
 class GoodEnd:
-    """The good end of an agent's job. finished: whether all ranks that train here have closed their checkpointers."""
+    """The good end of an agent's job."""
 
     def __init__(
         self,
@@ -28,17 +28,27 @@ class GoodEnd:
         retention: Retention,
         finished: Callable[[], bool | None],
     ) -> None:
+        """Create the watch for a good end.
+
+        Args:
+            membership: The agent's membership data.
+            trainings: The agent's trainings.
+            saver: Saver of versions to the tier.
+            keeps: Versions to keep by name.
+            retention: Decides when the memory is freed.
+            finished: Returns whether all ranks that train here have closed their checkpointers.
+        """
         self._membership, self._trainings = membership, trainings
         self._saver, self._keeps, self._retention = saver, keeps, retention
         self._finished = finished
-        self._doubted = False  # the training has succeeded here, and a peer is missed
+        self._doubted = False  # the training has succeeded here, but a peer is missed
 
     def attached(self) -> None:
         """Forget the end of an earlier incarnation."""
         self._doubted = False
 
     def ended(self, exit_code: str) -> bool:
-        """Return whether all was freed at the epilog's word."""
+        """Return whether all memory was freed at the epilog's message."""
         well = bool(self._finished()) and exit_code in ("", "0")
         self._doubted = well and self._missed()
         if not well or self._doubted:
@@ -47,13 +57,13 @@ class GoodEnd:
         return self._free()
 
     def look(self) -> None:
-        """Free all where a doubt is over; called a few times a second while the job does not run here."""
+        """Free all memory once a doubt is over. Called a few times a second while the job does not run here."""
         incarnation = self._membership.incarnation
         if not self._doubted or incarnation is None:
             return
         mesh = incarnation.mesh
         if mesh.dead or not mesh.detector.watching or self._retention.barred():
-            self._doubted = False  # a node that counts as dead was missed when the job ended, whatever comes then
+            self._doubted = False  # a node that counts as dead was missed when the job ended, whatever follows
         elif not self._missed():
             self._doubted = False
             self._free()
@@ -63,7 +73,10 @@ class GoodEnd:
         return incarnation is not None and bool(incarnation.mesh.dead or incarnation.mesh.silent())
 
     def _free(self) -> bool:
-        """Return whether all was freed: what is to be kept by name has to get to the tier first."""
+        """Free all memory and return whether this was possible.
+
+        Versions to keep by name must first reach the tier.
+        """
         kept = any(self._keeps.of_set(t.name) and t.sealed is not None for t in self._trainings if t.greeted)
         if kept and self._saver.tier:
             return False

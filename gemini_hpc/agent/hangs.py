@@ -1,9 +1,11 @@
-"""Finding trainings that hang on living nodes, and ending that: the rules are in `core.standstill`.
+"""Finding trainings that hang on living nodes, and ending the hang. The rules are in `core.standstill`.
 
-Each agent looks at the pages of its ranks once a second. While none of them comes on it says so to its parent; the
-root, where all is known, judges. Its word goes down the tree, and the agent of the rank that holds the others up asks
-that rank for its Python stack, tells what has happened, and has the step begun anew where somebody does that: by its
-launchers, or by `gemini-hpc run` when the rank is killed. Otherwise it is only told.
+Each agent looks at the pages of its ranks once a second. While none of them advances, the agent reports so to its
+parent. The root has all reports and judges. The root's decision goes down the tree.
+
+The agent of the rank that holds the others up then requests that rank's Python stack and logs the event. The step is
+started again if there is a process to do so: its launchers, or `gemini-hpc run` when the rank is killed. Otherwise
+the hang is only logged.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from gemini_hpc.wire.local_server import Client
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 
 LOOK_S = 1.0
-_QUIET = 0.25  # of the least patience: a silence that is worth a word
+_QUIET = 0.25  # fraction of the least patience after which a silence is reported
 _FRESH_S = 3.5
-_MOST_BELOW = 4096  # standings; more no tree has
-_STOPPED_S = 5.0  # who has not looked for so long was stopped itself, perhaps with its ranks
+_MOST_BELOW = 4096  # limit of standings: no tree has more
+_STOPPED_S = 5.0  # an agent that has not looked for so long was stopped itself, perhaps with its ranks
 _STACK_S = 2.0
 _STACK_CHARS, _LEAST_CHARS = 120, 60
 _KEPT_STACKS = 4  # files, each as large as a stack can be
@@ -38,8 +40,7 @@ _SHOWN = (control_page.STATE_PROTECTED, control_page.STATE_DEGRADED)
 
 
 class Hangs:
-    """Of one agent. directory: the job's, on this node; site_s: `hang_s` of the site; culprit: the root tells it of
-    hangs."""
+    """An agent's search for trainings that hang."""
 
     def __init__(
         self,
@@ -54,26 +55,41 @@ class Hangs:
         spawn: Spawn,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
+        """Create the search.
+
+        Args:
+            node: This node's name.
+            directory: The job's directory on this node.
+            site_s: The site's `hang_s`, in seconds.
+            membership: The agent's membership data.
+            trainings: The agent's trainings.
+            launches: Restarts the ranks of a step.
+            culprit: Called at the root with each hang.
+            log: Logs an event.
+            spawn: Starts a background task.
+            now: Clock in seconds, for tests.
+        """
         self._node, self._site_s, self._membership, self._trainings = node, site_s, membership, trainings
         self._launches, self._culprit, self._log, self._spawn, self._now = launches, culprit, log, spawn, now
         self._looked_at = 0.0
         self._round = (-1, 0)
-        self._below: dict[tuple[str, str], tuple[float, Standing]] = {}  # by set and child, and when it was said
-        self._loud: set[str] = set()  # sets of which the parent has been told
+        # by training and child, with the time of the report
+        self._below: dict[tuple[str, str], tuple[float, Standing]] = {}
+        self._loud: set[str] = set()  # trainings that have been reported to the parent
         self._judges: dict[str, Judge] = {}
         self._acted: set[str] = set()
         self._directory, self._stacks = directory, 0
-        self._kept: dict[str, str] = {}  # by set: where the stack of its rank is
+        self._kept: dict[str, str] = {}  # by training: the file with the stack of its rank
 
     @property
     def hang_s(self) -> float:
-        """The least patience; 0: nobody looks."""
+        """Return the least patience in seconds. 0 disables the search."""
         incarnation = self._membership.incarnation
         asked = incarnation.attach.hang if incarnation is not None else None
         return self._site_s if asked is None else float(asked)
 
     def look(self, now: float) -> None:
-        """Called a few times a second."""
+        """Look at the ranks' progress, and report or judge. Called a few times a second."""
         incarnation, hang_s = self._membership.training, self.hang_s
         if incarnation is None or not hang_s or now - self._looked_at < LOOK_S:
             return
@@ -99,7 +115,7 @@ class Hangs:
             (self._loud.add if quiet else self._loud.discard)(name)
 
     def _enter(self, incarnation: Incarnation) -> None:
-        """A new round: nothing that was said before counts."""
+        """Enter a new round: reports from before no longer count."""
         at = incarnation.restart, incarnation.rounds.round
         if at == self._round:
             return
@@ -112,7 +128,7 @@ class Hangs:
             judge.begin()
 
     def _standing(self, name: str, now: float) -> Standing | None:
-        """Of all ranks below this agent that have said how they stand."""
+        """Return the joint standing of all ranks here, and below in the tree, that have reported."""
         said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
         if training is not None and training.page.state in _SHOWN and not training.left:
@@ -126,7 +142,7 @@ class Hangs:
     # ---- peers -----------------------------------------------------------------------------------------
 
     def heard(self, incarnation: Incarnation, host: str, m: peer.StandingUp | peer.HungDown) -> None:
-        """A child's ranks stand still; or the root has judged."""
+        """Handle a child's report that its ranks stand still, or the root's decision."""
         rounds = incarnation.rounds
         if m.round != rounds.round or not incarnation.live or not self._trainings.may_have(m.set):
             return
@@ -141,7 +157,7 @@ class Hangs:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
         training = self._trainings.get(name)
         if training is None or training.ranks.silent_s(self._now()) < _QUIET * self.hang_s:
-            return  # a rank here has come on meanwhile
+            return  # a rank here has advanced meanwhile
         kept = self._kept.get(name)
         training.hung = f"{standing.least.host}: {told(standing)}{f'; its stack: {kept}' if kept else ''}"
         if standing.least.host == self._node and name not in self._acted:
@@ -167,7 +183,7 @@ class Hangs:
             client.signal(signal.SIGKILL)
 
     async def _stack(self, training: Training, rank: int, client: Client) -> str:
-        """The rank's Python stack; "" where it does not answer."""
+        """Return the rank's Python stack, or "" if the rank does not answer."""
         number = training.ranks.signal_of(rank)
         if not number or not _catches(client.pid, number):
             return ""
@@ -182,7 +198,10 @@ class Hangs:
         return text
 
     def _keep(self, name: str, text: str) -> str:
-        """The file with this stack, which may replace an older one; "" where there is no room for it."""
+        """Write a stack to a file, which may replace an older one, and return its path.
+
+        Return "" if there is no room.
+        """
         path = f"{self._directory}/hung-{self._stacks % _KEPT_STACKS}"
         self._stacks += 1
         try:
@@ -195,7 +214,7 @@ class Hangs:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether this process has a handler for the signal, which would end it otherwise."""
+    """Return whether the process has a handler for the signal. Without a handler the signal would end it."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""One agent's part of what `gemini-hpc inspect` shows."""
+"""An agent's part of the output of `gemini-hpc inspect`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATES = {
 
 
 class Picture:
-    """Of one agent. kept_until: tells when the memory is freed, unless the job comes back (monotonic)."""
+    """An agent's view of the job, as `gemini-hpc inspect` shows it."""
 
     def __init__(
         self,
@@ -45,6 +45,21 @@ class Picture:
         live: Callable[[str], tuple[int, ...]],
         kept_until: Callable[[], float],
     ) -> None:
+        """Create the view.
+
+        Args:
+            identity: The agent's identity.
+            membership: The agent's membership data.
+            trainings: The agent's trainings.
+            store: The agent's copies.
+            stats: Statistics of the ranks.
+            rejections: Versions that were rejected.
+            saver: Saver of versions to the tier.
+            state: File of the recovery state.
+            log: The agent's events.
+            live: Returns the ranks of a training whose shards could be copied from live state here.
+            kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
+        """
         self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
         self._stats, self._rejections, self._saver = stats, rejections, saver
         self._state, self._log, self._live, self._kept_until = state, log, live, kept_until
@@ -76,7 +91,7 @@ class Picture:
         for shard in self._store.every():
             for index, slot in enumerate(shard.pair.slots):
                 if shard.memory[index].fd < 0:
-                    continue  # it has been trimmed
+                    continue  # the slot was trimmed
                 yield inspect_schema.HeldSlot(
                     set=shard.set,
                     rank=shard.rank,
@@ -94,7 +109,7 @@ class Picture:
                 )
 
     def part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
-        """Everything that this node can tell of the job; beside it, if asked for, what one rank has recorded."""
+        """Return this node's view of the job and, on request, the record of one rank."""
         me, here, budget = self._identity, self._membership, self._store.budget
         incarnation = here.incarnation
         mesh = incarnation.mesh if incarnation is not None else None

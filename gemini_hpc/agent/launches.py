@@ -1,4 +1,4 @@
-"""In which attempt the ranks of a step are to be: told to launchers, passed along the tree (`core.attempts`)."""
+"""The attempt in which the ranks of a step should run, sent to launchers and along the tree (`core.attempts`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REASON = 300
 
 
 class Launches:
-    """Of one agent, and of one incarnation at a time."""
+    """An agent's knowledge of steps and their attempts, in one incarnation at a time."""
 
     def __init__(
         self,
@@ -33,32 +33,42 @@ class Launches:
         begun: Callable[[], int],
         check: str = "",
     ) -> None:
-        """ended: called with a rank here that has ended by itself: step, attempt, rank, what it shows, and the newest
-        version that the attempt had begun to save here (`begun`); unhealthy: with a rank, and what the health check
-        (`check`) then says of this node."""
+        """Create an empty table of steps.
+
+        Args:
+            job: The job's id.
+            node: This node's name.
+            membership: The agent's membership data.
+            log: Logs an event.
+            ended: Called when a rank here has ended by itself. Its arguments are step, attempt, rank, cause, and the
+                newest version that the attempt had begun to save here (`begun`).
+            unhealthy: Called with a rank and the result of the health check that followed its failure.
+            begun: Returns the newest version that ranks have begun to save here.
+            check: The site's health check.
+        """
         self._job, self._node, self._membership, self._log = job, node, membership, log
         self._ended, self._unhealthy, self._begun, self._check = ended, unhealthy, begun, check
         self._steps: dict[str, Known] = {}
-        self._watched: set[str] = set()  # of them, those with launchers here
+        self._watched: set[str] = set()  # steps with launchers here
         self.is_left_out = False
         self._changed = asyncio.Event()
 
     def reset(self) -> None:
-        """A new incarnation: its steps may have the names of earlier ones."""
+        """Forget all steps: those of a new incarnation may have the names of earlier ones."""
         self._steps.clear()
         self._watched.clear()
         self.is_left_out = False
         self._wake()
 
     def left_out(self) -> None:
-        """The job goes on without this node: its ranks end, and nobody minds."""
+        """Note that the job goes on without this node: the end of its ranks matters no more."""
         self.is_left_out = True
         self._wake()
 
     # ---- launchers -------------------------------------------------------------------------------------
 
     async def ask(self, m: local.LaunchRequest) -> local.LaunchState | local.Error:
-        """Take what a launcher says; answer when there is something new for it, or when its time is over."""
+        """Take a launcher's report. Answer when there is news for the launcher, or when its time is over."""
         incarnation = self._membership.incarnation
         if self.is_left_out:
             return local.LaunchState(max(m.attempt, 0), over="the job goes on without this node", left_out=True)
@@ -70,7 +80,7 @@ class Launches:
         known = self._steps.get(m.step, Known()).join(told)
         if (end := m.shown) is not None:
             known = known.failed(attempt, end) if m.failed else known.showed(attempt, end)
-            cause = Cause.RAISED if end.memory else end.cause  # no node is to blame for what a program takes
+            cause = Cause.RAISED if end.memory else end.cause  # a program's own use of memory is no fault of the node
             self._ended(m.step, m.attempt, end.rank, cause, self._begun())
         if m.failed or m.over:
             why = "; ".join(filter(None, (end.text if end is not None else "", m.over)))
@@ -98,7 +108,7 @@ class Launches:
 
     @property
     def last(self) -> local.StepEnd | None:
-        """The newest step of whose end something is known."""
+        """Return the newest step with a known end."""
         for step, known in reversed(self._steps.items()):
             if known.given_up:
                 return local.StepEnd(step, known.ending, known.why_over[:_REASON])
@@ -111,7 +121,7 @@ class Launches:
         return launch in self._watched or launch.rpartition("+")[0] in self._watched
 
     def ended(self, step: str, end: End) -> None:
-        """Record the end of a rank that no launcher watches."""
+        """Record the end of a rank without a launcher."""
         incarnation = self._membership.incarnation
         if incarnation is None:
             return
@@ -126,7 +136,7 @@ class Launches:
         return known.attempt > m.attempt and (not self._spares or self._place() is not None)
 
     async def _change(self) -> None:
-        """Return when what is known of steps has changed, or the stage of the recovery round."""
+        """Wait until the knowledge of steps changes, or the stage of the recovery round."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
         if self._membership.incarnation is not None:
             waits.append(asyncio.ensure_future(self._membership.incarnation.rounds.changed()))
@@ -150,16 +160,22 @@ class Launches:
         return local.Place(here.noderanks.get(self._node, -1), here.nodes, master, port)
 
     def lost(self, hosts: Sequence[str], why: str = "lost") -> None:
-        """The job goes on without these nodes: the ranks of all others begin anew. Each agent says so by itself."""
+        """Start the ranks of all other nodes again: the job goes on without these nodes.
+
+        Each agent does so by itself.
+        """
         incarnation = self._membership.incarnation
-        assert incarnation is not None  # the view without them
+        assert incarnation is not None  # the view without these nodes
         for step, known in [(step, known) for step, known in self._steps.items() if step in self._watched]:
             end = End(f"{', '.join(hosts)[:200]} {why}", Cause.CRASHED, t=clock.time())
             self._learn(incarnation, step, known.failed(known.attempt, end), "")
         self._wake()
 
     def hung(self, launch: str, rank: int, what: str) -> bool:
-        """Begin the next attempt, for a rank of this node hangs; return False where no launchers have started it."""
+        """Begin the next attempt because a rank of this node hangs.
+
+        Return whether launchers started the step here.
+        """
         step, mark, attempt = launch.rpartition("+")
         if not mark or not (attempt.isascii() and attempt.isdigit()):
             step, attempt = launch, "0"
@@ -173,7 +189,7 @@ class Launches:
     # ---- peers -----------------------------------------------------------------------------------------
 
     def heard(self, incarnation: Incarnation, host: str, m: peer.Launch) -> None:
-        """What a neighbour in the tree knows."""
+        """Take a tree neighbour's knowledge of a step."""
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             known = self._steps.get(m.step, Known())
             first = m.first if m.first.text else End(m.reason)
@@ -181,7 +197,7 @@ class Launches:
             self._learn(incarnation, m.step, known.join(told), host)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
-        """A link to a peer is new: what it may have missed is told again."""
+        """Resend all steps to a peer with a new link, which may have missed them."""
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             for step, known in self._steps.items():
                 incarnation.send(host, _message(step, known))

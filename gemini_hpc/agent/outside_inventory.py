@@ -1,7 +1,7 @@
-"""Replicas on nodes that the job has left: a job that was requeued elsewhere still comes back from memory.
+"""Copies on nodes that the job has left: a job that was requeued elsewhere still resumes from memory.
 
-Asked only when the nodes of the new incarnation cannot serve by themselves; agents that are detached tell what
-they hold to a newer incarnation of their own job and uid, and serve pulls of it.
+The coordinator asks for them only if the nodes of the new incarnation cannot serve by themselves. Detached agents
+report their copies to a newer incarnation of their own job and uid, and serve its pulls.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from gemini_hpc.wire.ports import candidates
 
 ANSWER_S = 2.0
 DIAL_S = 1.0
-# Of all that a prolog waits: the rest is for dialling, and for the round itself.
+# Part of the prolog's whole wait: the rest is for dialling, and for the round itself.
 ASK_PART, MAX_ASK_S = 0.4, 4.0
 MAX_HOSTS = 1024
 
 
 class Holders(Protocol):
-    """The controller, if there is one."""
+    """The controller, if there is one, as a source of agents' places."""
 
     async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
-        """Where agents of this job are or have been, as far as it knows; port 0: any of the job's."""
+        """Return the hosts, with ports, where agents of a job are or have been. Port 0 means any of its ports."""
 
 
 async def inventories(
     identity: Identity, incarnation: Incarnation, controller: Holders, former: Iterable[str]
 ) -> tuple[peer.InventoryRecord, ...]:
-    """What agents outside the allocation hold: on hosts of the former map, and on those that the controller knows."""
+    """Return the inventories of agents outside the allocation.
+
+    These agents are on hosts of the former map, and on hosts known to the controller.
+    """
     ports = await controller.holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
     hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in incarnation.hosts][:MAX_HOSTS]
     found = await asyncio.gather(*(_ask(identity, incarnation.mesh, host, ports.get(host)) for host in hosts))

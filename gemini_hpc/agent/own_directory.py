@@ -1,9 +1,9 @@
 """The job's directory on this node, as its agent holds it.
 
-Its socket lies there. To unmount the directory (`umount -l`), or the run directory above it, takes away the way to
-the agent, and not what the agent has open. The next prolog or epilog of the job makes another directory; the agent
-finds it by itself, and moves in. What anybody but root has mounted there is not its directory, and is not looked
-through.
+The agent's socket is in the directory. Unmounting the directory (`umount -l`), or the run directory above it, takes
+away the way to the agent, but not the agent's open files. The job's next prolog or epilog makes another directory.
+The agent finds it by itself and moves in. A mount made there by anyone but root is not the agent's directory, and the
+agent does not look inside.
 """
 
 from __future__ import annotations
@@ -25,15 +25,27 @@ Found = Literal["here", "silent", "gone", "moved"]
 
 
 class OwnDirectory:
-    """See the module. path: where it is to be; uid: the job's owner."""
+    """The agent's hold on the job's directory."""
 
     def __init__(self, path: str, uid: int) -> None:
+        """Create a hold that is not yet taken.
+
+        Args:
+            path: Path at which the directory should be.
+            uid: User id of the job's owner.
+        """
         self.path, self._uid = path, uid
         self._fd = -1
-        self._mount = -1  # the number of the one that it is in; -1: not to be seen
+        self._mount = -1  # number of the mount with the directory, -1 if it cannot be seen
 
     def hold(self) -> bool:
-        """Be its one agent, for as long as this process lives; False: there is another. Raises OSError."""
+        """Become the directory's only agent for the life of this process.
+
+        Return whether no other agent is there.
+
+        Raises:
+            OSError: The directory cannot be opened.
+        """
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if not _lock(fd):
             os.close(fd)
@@ -42,10 +54,12 @@ class OwnDirectory:
         return True
 
     def look(self) -> Found:
-        """Return the state of the directory, after a move into a new one of root's. Raises nothing.
+        """Return the state of the directory, after a move into a new one made by root. Raises nothing.
 
-        silent: it is in its place, without a socket; gone: nothing is there, or nothing of root's; moved: the agent
-        is in a new one now, with its files, and without a socket.
+        - here: the directory is in place, with a socket.
+        - silent: the directory is in place, without a socket.
+        - gone: the path has no directory, or none made by root.
+        - moved: the agent is now in a new directory, with its files, and without a socket.
         """
         try:
             seen = os.open(self.path, _PATH)
@@ -66,12 +80,15 @@ class OwnDirectory:
             os.close(seen)
 
     def _is_roots(self, fd: int) -> bool:
-        """Return whether a descriptor is in a mount of the prolog's, or in none of its own. Raises OSError.
+        """Return whether a descriptor is in a mount made by the prolog, or in no mount of its own.
 
-        Only the mount is looked at: a user's file system need not answer.
+        Only the mount is looked at: a user's file system might never answer.
+
+        Raises:
+            OSError: The mounts cannot be read.
         """
         number = _mount(fd)
-        if number < 0:  # Linux before 5.14 shows a process that is closed to its owner nothing of itself
+        if number < 0:  # Linux before 5.14 hides the /proc data of a process closed to its owner even from itself
             real = os.path.join(os.path.realpath(os.path.dirname(self.path)), os.path.basename(self.path))
             over = [mount for mount in mounts.listed() if mount.point == real]
             return not over or over[-1].ours
@@ -87,8 +104,13 @@ class OwnDirectory:
         return mount is not None and mount.ours
 
     def _move(self, seen: int) -> bool:
-        """Into the directory of a path descriptor, with what a successor is to find. False: another agent is there.
-        Raises OSError."""
+        """Move into the directory of a path descriptor, with the files that a successor needs.
+
+        Return whether no other agent is there.
+
+        Raises:
+            OSError: The new directory cannot be used.
+        """
         there = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=seen)
         if not _lock(there):
             os.close(there)
@@ -98,14 +120,14 @@ class OwnDirectory:
         with os.scandir(before) as entries:
             names = [entry.name for entry, _ in zip(entries, range(_FILES_MAX), strict=False)]
         for name in names:
-            with suppress(OSError):  # it is full, or no file: what is missing costs a successor a new round
+            with suppress(OSError):  # the directory is full, or no file: a missing one costs a successor a new round
                 _copy(name, before, mount, there)
         self._follow_log(before)
         os.close(before)
         return True
 
     def _follow_log(self, before: int) -> None:
-        """Write on to the log's copy, where this process has written to the log."""
+        """Continue in the log's copy, if this process has written to the log."""
         with suppress(OSError):
             log, out = os.stat(spawn.LOG_NAME, dir_fd=before, follow_symlinks=False), os.fstat(1)
             if (log.st_dev, log.st_ino) == (out.st_dev, out.st_ino):
@@ -128,7 +150,10 @@ def _lock(fd: int) -> bool:
 
 
 def _has_socket(fd: int) -> bool:
-    """Only its name is looked for: in its place an owner may have mounted what never answers."""
+    """Return whether the directory has a socket's name. Only the name is looked up.
+
+    The owner may have mounted a file system in its place that never answers.
+    """
     try:
         os.close(os.open(SOCKET, _NAME, dir_fd=fd))
     except FileNotFoundError:
@@ -137,7 +162,11 @@ def _has_socket(fd: int) -> bool:
 
 
 def _copy(name: str, source: int, mount: int, target: int) -> None:
-    """Copy a regular file of this mount; a file system of 16 MiB bounds it. Raises OSError."""
+    """Copy a regular file of this mount. A file system of 16 MiB bounds its size.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
     seen = os.open(name, _NAME, dir_fd=source)
     try:
         if mount < 0 or mounts.number(seen) != mount or not stat.S_ISREG(os.fstat(seen).st_mode):
@@ -150,7 +179,7 @@ def _copy(name: str, source: int, mount: int, target: int) -> None:
         try:
             while data := os.read(old, 1 << 16):
                 os.write(new, data)
-        except OSError:  # half of it would say something else
+        except OSError:  # half of the file would have another meaning
             os.unlink(name, dir_fd=target)
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Who dials this agent: peers of its incarnation, those that pull or summon, and `gemini-hpc inspect`."""
+"""The agent's TCP server for peers of its incarnation, for pulls and summons, and for `gemini-hpc inspect`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from gemini_hpc.wire.ports import candidates
 from gemini_hpc.wire.preauth_limit import PreauthLimit
 
 _MAX_CALLERS = 512
-_MAX_STRANGERS = 256  # connections that have not been authenticated yet
+_MAX_STRANGERS = 256  # limit of connections that are not authenticated yet
 _ANSWER_S = 5.0
 
 
 class PeerServer:
-    """The agent's TCP port: everyone is authenticated, admitted for one purpose, and served within bounds."""
+    """A TCP port where each caller is authenticated, admitted for one purpose, and served within bounds."""
 
     def __init__(
         self,
@@ -48,8 +48,22 @@ class PeerServer:
         barred: Callable[[], str],
         taken: Callable[[int], None],
     ) -> None:
-        """inventory: tells what is held here, unverified; barred: why no other job is served, or ""; taken: told who
-        has taken over what is held here."""
+        """Create the server; `listen` opens the port.
+
+        Args:
+            identity: The agent's identity.
+            membership: The agent's membership data.
+            store: The agent's copies.
+            incoming: Receives copies from other nodes.
+            waker: Answers summons.
+            flush: Answers `gemini-hpc flush`.
+            picture: The agent's view of the job.
+            inventory: Returns the inventory of this node, unverified.
+            spares: Answers `gemini-hpc evacuate`.
+            complain: Logs a fault that a stranger can cause.
+            barred: Returns the reason why no other job is served, or "".
+            taken: Called with the job that has taken over this node's copies.
+        """
         self._identity, self._membership, self._store = identity, membership, store
         self._incoming, self._waker, self._flush, self._picture = incoming, waker, flush, picture
         self._inventory, self._spares, self._complain = inventory, spares, complain
@@ -63,7 +77,11 @@ class PeerServer:
         return 0, self._identity.uid, *self._identity.settings.slurm_uids()
 
     async def listen(self) -> tuple[asyncio.Server, int]:
-        """On the first of this job's ports that is free; the server, the port. Raises SystemExit if none is."""
+        """Listen on the first free port of this job's ports, and return the server and the port.
+
+        Raises:
+            SystemExit: No port is free.
+        """
         me = self._identity
         failure: OSError | None = None
         ports = candidates(me.settings, me.job)
@@ -108,15 +126,15 @@ class PeerServer:
             return f"this is job {me.job} on {me.node} of {me.settings.cluster_name}"
         if hello.purpose == "query":
             return "" if await self._operators.allows(greeting.uid) else "not yours"
-        if hello.purpose in ("flush", "evacuate"):  # it writes: who may only look does not
+        if hello.purpose in ("flush", "evacuate"):  # these purposes write: an operator who may only look is refused
             return "" if greeting.uid in self._owners else "not yours"
         if greeting.uid != me.uid:
             return "not yours"
-        if hello.heir:  # another job of the owner's: it may read what is kept here for nobody else
+        if hello.heir:  # another job of the owner may read copies that are kept for no other use
             known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != me.job
             return self._barred() if known else "not a peer"
         if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
-            return ""  # a newer incarnation that went on elsewhere may read what is kept here
+            return ""  # a newer incarnation that went on elsewhere may read the copies kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
             return ""
         known = hello.source in here.hosts or hello.source in here.lost
@@ -124,7 +142,8 @@ class PeerServer:
             return "not a peer"
         if hello.restart != here.restart:
             return f"this agent is at restart {here.restart}"
-        if hello.lost != here.lost and not here.detached:  # it hears so, and is not served
+        # If the views differ, note the caller's; the caller learns ours in the handshake and is not served
+        if hello.lost != here.lost and not here.detached:
             self._spares.heard(hello.lost)
         return ""
 
@@ -133,7 +152,7 @@ class PeerServer:
         here = (self._membership.restart, self._membership.lost)
         alike = (link.session.peer_restart, link.session.peer_lost) == here
         if purpose in ("link", "push") and not alike:
-            link.close()  # the answer has told the caller what it did not know
+            link.close()  # the handshake has shown the caller this agent's view
         elif purpose == "link" and incarnation is not None:
             await incarnation.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":

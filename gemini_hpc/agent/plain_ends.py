@@ -1,7 +1,7 @@
-"""Record how ranks end that no launcher watches: `gemini-hpc run` starts their step again.
+"""Records of how ranks end that have no launcher: `gemini-hpc run` starts their step again.
 
-A rank that has said hello, and whose connection ends without its success, may have been ended for want of memory: the
-kernel counts that, and the limit is known here. Of an exception the rank tells by itself, while it ends.
+A rank that has said hello, and whose connection ends without its success, may have been killed for lack of memory.
+The kernel counts such kills, and the limit is known here. An exception is reported by the rank itself while it ends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ _KILLED = 137
 
 
 class PlainEnds:
-    """The ranks of one agent without launchers."""
+    """The ranks of one agent that have no launcher."""
 
     def __init__(self, node: str, launches: Launches) -> None:
         self._node, self._launches = node, launches
         self._ranks: dict[Client, tuple[str, int, OutOfMemory]] = {}
 
     def begin(self, client: Client, step: str, rank: int) -> None:
-        """Take note of a rank that begins to train here."""
+        """Record a rank that begins to train here."""
         self._ranks[client] = step, rank, OutOfMemory(client.pid)
 
     def raised(self, client: Client, words: str, version: int) -> None:
-        """Take a rank's word of an exception that ends it, by kind and place, after the step that made a version."""
+        """Record the exception that a rank reports as its end.
+
+        Args:
+            client: The rank's connection.
+            words: Kind and place of the exception.
+            version: The version made by the last step.
+        """
         if client not in self._ranks:
             return
         step, rank, _ = self._ranks[client]
@@ -36,7 +42,7 @@ class PlainEnds:
         self._tell(step, End(text, Cause.RAISED, rank, 1, self._node, key, t=clock.time()))
 
     def gone(self, client: Client, *, success: bool) -> None:
-        """Look what has become of a rank whose connection has ended."""
+        """Find out what became of a rank whose connection has ended."""
         if client not in self._ranks:
             return
         step, rank, memory = self._ranks.pop(client)

@@ -1,8 +1,7 @@
-"""The job from which this one goes on (`--gemini-after`): its agents are asked for what they hold, and told when that
-is no longer wanted.
+"""The job that this one continues (`--gemini-after`): its agents provide copies, and learn when to free them.
 
 An agent whose job has ended serves another job of the same owner (MUNGE vouches for the uid) while it keeps its
-memory at all. Nothing is ever written to it.
+memory at all. No job ever writes to it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import candidates
 
-# Of all that a prolog waits. The predecessor's epilogs need not have run everywhere when this job begins.
+# Part of the prolog's whole wait. The predecessor's epilogs may not have run everywhere when this job begins.
 ASK_PART, MAX_ASK_S = 0.3, 3.0
 DIAL_S, ANSWER_S, AGAIN_S = 1.0, 2.0, 0.2
 MAX_HOSTS = 1024
@@ -40,28 +39,28 @@ STILL_RUNS = "still runs"
 
 
 class Holders(Protocol):
-    """The controller, if there is one."""
+    """The controller, if there is one, as a source of agents' places."""
 
     async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
-        """Where agents of a job are or have been, as far as it knows; port 0: any of the job's."""
+        """Return the hosts, with ports, where agents of a job are or have been. Port 0 means any of its ports."""
 
 
 class Predecessor:
-    """As one agent sees it; the coordinator asks and tells."""
+    """The predecessor as one agent sees it. Only the coordinator asks its agents and reports to them."""
 
     def __init__(self, identity: Identity, membership: Membership, controller: Holders, spawn: Spawn) -> None:
         self._identity, self._membership, self._controller, self._spawn = identity, membership, controller, spawn
-        self._owed: peer.Heritage | None = None  # taken over, and its agents have not been told so
+        self._owed: peer.Heritage | None = None  # heritage taken over whose agents do not know so yet
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     @property
     def job(self) -> int:
-        """0: there is none."""
+        """Return the predecessor's job id, 0 if there is none."""
         incarnation = self._membership.incarnation
         return incarnation.attach.after if incarnation is not None else 0
 
     def client(self, host: str, purpose: str, job: int) -> Client:
-        """The calling side of a handshake with the predecessor's agent on a host."""
+        """Return the calling side of a handshake with the predecessor's agent on a host."""
         me = self._identity
         return Client(
             purpose=purpose,
@@ -76,8 +75,10 @@ class Predecessor:
         )
 
     async def bequest(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
-        """The memory itself of a copy that its agent on this node has; None where it does not give it away. Its bytes
-        are not checked."""
+        """Return the memory of a copy from the predecessor's agent on this node. Its bytes are not checked.
+
+        Return None if the agent does not give it away.
+        """
         me = self._identity
         path = f"{me.settings.run_dir}/{job}/agent.sock"
         with suppress(OSError, ValueError):
@@ -87,7 +88,10 @@ class Predecessor:
     # ---- asking ----------------------------------------------------------------------------------------
 
     async def left(self) -> Left:
-        """What its agents hold on this job's nodes, and on those that the controller or one of them names."""
+        """Return the copies of the predecessor's agents, and the reason for missing ones.
+
+        The agents are on this job's nodes, and on nodes named by the controller or by one of these agents.
+        """
         job, settings = self.job, self._identity.settings
         if job == self._identity.job:
             return Left(job, why="a job cannot go on from itself")
@@ -111,7 +115,7 @@ class Predecessor:
         return records, {h: f for h, f in zip(ports, found, strict=True) if isinstance(f, str) and f}
 
     async def _ask(self, job: int, host: str, port: int, deadline: float) -> peer.InventoryRecord | str:
-        """What it holds; or why it does not say, "" where nobody is there."""
+        """Return an agent's inventory, or the reason for its absence. The reason is "" if no agent is there."""
         while True:
             try:
                 async with self._gate:
@@ -134,13 +138,16 @@ class Predecessor:
     # ---- telling ---------------------------------------------------------------------------------------
 
     def taking(self, plan: peer.PlanDown) -> None:
-        """A plan has been taken here."""
+        """Note a plan that this agent has taken."""
         if plan.heritage is not None:
             self._owed = plan.heritage if plan.heritage.stamps else None
 
     def sealed(self, trainings: Iterable[Training]) -> None:
-        """Something has been sealed: where that is all that was taken over, and something newer of this job's own,
-        nobody needs the predecessor's memory. (A job that ends before that leaves it to the next one.)"""
+        """Release the predecessor's memory if the last seal has made it needless.
+
+        The memory is needless once all that was taken over is sealed, and a newer version of this job as well. (A job
+        that ends before that leaves it to the next job.)
+        """
         owed, incarnation = self._owed, self._membership.incarnation
         if owed is None or incarnation is None or not incarnation.leads:
             return
@@ -154,7 +161,10 @@ class Predecessor:
             self._spawn(self._tell(owed.job, host, port))
 
     async def _tell(self, job: int, host: str, port: int) -> None:
-        """It frees its memory by itself after a while, should it not hear this."""
+        """Report to the predecessor's agent that its memory is no longer needed.
+
+        An agent that misses this report frees its memory by itself after a while.
+        """
         for wait_s in _TELL_S:
             await asyncio.sleep(wait_s)
             with suppress(OSError, HandshakeError, LinkClosed, TimeoutError):

@@ -1,4 +1,4 @@
-"""What the agent does for training ranks: one method a request of `wire.local`."""
+"""The agent's service for training ranks: one method for each request of `wire.local`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.local_server import Client, Reply
 from gemini_hpc.wire.rate_limit import RateLimit
 
-_MAX_SHARDS = 4096  # on one node, all sets together; each takes two descriptors
+_MAX_SHARDS = 4096  # limit on one node over all trainings; each shard takes two descriptors
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
 
 class RankRequests:
-    """Requests of training ranks, on behalf of the agent that owns sets and store."""
+    """The requests of training ranks, served for the agent that owns trainings and store."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RankRequests:
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
     def gone(self, client: Client) -> None:
-        """A connection has ended: what it was filling is void."""
+        """Handle the end of a connection: void the slots that the process was filling."""
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._outgoing.gone(client)
@@ -90,7 +90,7 @@ class RankRequests:
         self._sessions.gone(client)
 
     def drop_all(self) -> None:
-        """A new round: all processes must say hello again."""
+        """Drop all sessions: in a new round all processes must say hello again."""
         self._sessions.drop_all()
         self._fills.clear()
 
@@ -102,8 +102,14 @@ class RankRequests:
         return training, shard
 
     def _keep(self, client: Client, m: local.Register | local.HandBack) -> Training:
-        """The set, where this client may write the shard: each shard has one writer on a node, and is one that
-        this node keeps, of a training that is as large as its ranks said."""
+        """Return the training of a shard that this client may write.
+
+        Each shard has one writer on a node. The shard must be one that this node keeps, of a training as large as its
+        ranks have reported.
+
+        Raises:
+            Rejected: The client may not write this shard.
+        """
         here, shards = self._membership, self._store.shards
         training, n = self._sessions.training(client, m.set), here.nodes
         mine = here.noderanks[self._node]
@@ -121,7 +127,7 @@ class RankRequests:
     # ---- requests --------------------------------------------------------------------------------------
 
     async def handle(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
-        """Answer one request of a training rank; takes the descriptors."""
+        """Answer one request of a training rank, and close the descriptors."""
         try:
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
@@ -181,7 +187,7 @@ class RankRequests:
                 self._sessions.own(client, request)
                 _, shard = self._shard(client, request.set, request.rank)
                 stamp = Stamp(self._membership.epoch, request.version)
-                # it is told later than it is written, and may come when the slot is complete
+                # the message comes later than the write, perhaps when the slot is complete
                 if not shard.pushed and request.slot in (0, 1) and shard.pair.slots[request.slot].stamp == stamp:
                     self._outlines.sketched(shard, request.slot, request.small_bytes, request.areas, request.moment)
                 return local.Ok(), []
@@ -198,11 +204,11 @@ class RankRequests:
         return local.Error("not a request of a training rank"), []
 
     def _heard(self, client: Client, m: local.Event) -> None:
-        """A rank that says that it is not protected is believed, for what all are told."""
+        """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
         training, rank = self._sessions.rank_of(client)
         if training is None or training.present.get(rank) is not client:
             return
-        if m.name == "skipped":  # versions that are not saved are steps, too
+        if m.name == "skipped":  # skipped versions are steps, too
             training.pace.reached(m.version)
             for (name, rank), keeper in self._keepers.items():
                 shard = self._store.get(name, rank)
@@ -212,13 +218,13 @@ class RankRequests:
             self._ends.raised(client, _plain(m.detail, 200), m.version)
         elif m.name == "degraded":
             training.complain(f"rank {rank}: {m.detail[:300]}")
-        elif m.name == "unprotected":  # such a rank tells of no step
+        elif m.name == "unprotected":  # an unprotected rank reports no more steps
             training.pace.reset()
             training.left[rank] = m.detail[:300]
             self._void(client)
 
     def _void(self, client: Client) -> None:
-        """What this process was filling is not filled any more."""
+        """Void all slots that this process was filling."""
         for (name, rank, index), filler in list(self._fills.items()):
             if filler is client:
                 del self._fills[name, rank, index]
@@ -230,7 +236,7 @@ class RankRequests:
     def _told(
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
     ) -> local.Ok | local.Kept:
-        """Of a rank by itself only."""
+        """Store or return statistics of a rank. Only the rank itself may send them."""
         self._sessions.own(client, m)
         stats = self._stats
         if isinstance(m, local.Recall):
@@ -269,7 +275,7 @@ class RankRequests:
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
     async def _register_parity(self, client: Client, training: Training, m: local.Register) -> Reply:
-        """The parity beside a shard of this node, of those of other nodes of its group."""
+        """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""
         here, number = self._membership, self._membership.round
         mine = here.noderanks[self._node]
         ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
@@ -440,7 +446,7 @@ class RankRequests:
                 shard.since[m.slot] = shard.verified[m.slot] = clock.time()
                 memory.commit(Committed(stamp, m.used, digest))
             else:
-                shard.pair.pass_over(stamp)  # nobody writes it again: what waits for this version is to know
+                shard.pair.pass_over(stamp)  # the version is never written again: release all that waits for it
                 self._log.log(
                     "damaged", version=m.version, detail=f"shard {m.rank}: handed back with a different digest"
                 )

@@ -1,4 +1,4 @@
-"""What an agent does at each step of a recovery round: the host that `RecoveryRounds` asks for."""
+"""An agent's actions at each step of a recovery round: the host that `RecoveryRounds` calls."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import master_port
 from gemini_hpc.wire.stored import Rejection, Tier
 
-# How long the tier is looked for: while ranks wait, which then ask again; while the prologs wait.
+# Seconds to look for the tier: while ranks wait, which then ask again; while the prologs wait.
 _LAUNCHED_S, _PROLOG_S, _PROLOG_PART = 20.0, 3.0, 0.3
 
 
 class RecoveryMember:
-    """One agent among those that agree on map, epoch and versions; it lives as long as the agent."""
+    """An agent among those that agree on map, epoch and versions. The object lives as long as the agent."""
 
     def __init__(
         self,
@@ -74,44 +74,44 @@ class RecoveryMember:
 
     @property
     def job(self) -> int:
-        """The job's id."""
+        """Return the job's id."""
         return self._identity.job
 
     @property
     def restart(self) -> int:
-        """The incarnation that the agent is in."""
+        """Return the number of the incarnation that the agent is in."""
         return self._membership.restart
 
     @property
     def instance(self) -> str:
-        """Tells this agent from its predecessors and successors."""
+        """Return the id that distinguishes this agent from its predecessors and successors."""
         return self._identity.instance
 
     @property
     def replicas(self) -> int:
-        """Holders of a shard, as far as there are nodes."""
+        """Return the number of a shard's holders, limited by the number of nodes."""
         return max(1, self._current().attach.replicas)
 
     @property
     def parity(self) -> int:
-        """Blocks of it in a row; 0: whole copies."""
+        """Return the number of parity blocks in a row, 0 for whole copies."""
         return self._current().attach.parity
 
     @property
     def wanted(self) -> int:
-        """Nodes of the allocation that are to train: all but its spares."""
+        """Return the number of nodes that should train: all of the allocation but its spares."""
         return self._current().view.wanted
 
     def send(self, host: str, message: Message) -> bool:
-        """To one peer, if there is a link."""
+        """Send to one peer. Return whether there is a link to it."""
         return self._membership.send(host, message)
 
     def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
-        """One event."""
+        """Log one event."""
         self._log(name, version=version, detail=detail)
 
     def freeze(self, step: str) -> None:
-        """Stop sealing, drop the trainers of other launches, void what is half filled."""
+        """Stop sealing, drop the trainers of other launches, void half-filled slots."""
         self._sets.freeze()
         self._salvage.reset()
         self._saver.freeze()
@@ -119,7 +119,11 @@ class RecoveryMember:
         self._service.drop_all()
 
     async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
-        """Verify what is held (unless whoever pulls it will), and tell."""
+        """Verify the copies on this node and return their inventory.
+
+        Args:
+            verify: False if the agent that pulls a copy verifies it.
+        """
         me, here = self._identity, self._membership
         await self._transfers.cease()
         if here.incarnation is not None and here.incarnation.leads:
@@ -152,11 +156,11 @@ class RecoveryMember:
 
     @property
     def domains(self) -> Mapping[str, str]:
-        """Failure domains by host, as far as they are known."""
+        """Return the known failure domains by host."""
         return self._domains.by_host
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
-        """What agents hold on nodes that the job has left."""
+        """Return the inventories of agents on nodes that the job has left."""
         incarnation = self._membership.incarnation
         if incarnation is None:
             return ()
@@ -164,25 +168,25 @@ class RecoveryMember:
 
     @property
     def after(self) -> int:
-        """The predecessor: the job from which this one goes on, where it has nothing of its own; 0: none."""
+        """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
         return self._predecessor.job
 
     async def left(self) -> Left:
-        """What the predecessor's agents hold, as far as they can be reached."""
+        """Return the copies of the predecessor's agents, as far as they can be reached."""
         return await self._predecessor.left()
 
     @property
     def tier(self) -> bool:
-        """Whether the job has a tier."""
+        """Return whether the job has a tier."""
         return bool(self._tier.directory)
 
     @property
     def chosen(self) -> Tier:
-        """What the program has chosen of it."""
+        """Return the tier that the program has chosen."""
         return self._tier.chosen
 
     def choose(self, tier: Tier) -> bool:
-        """Take what a program has chosen; False where it changes nothing."""
+        """Take the tier that a program has chosen. Return whether this changes anything."""
         heeded = self._tier.heeds(tier)
         if heeded:
             self._tier.chosen = tier
@@ -192,32 +196,40 @@ class RecoveryMember:
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
     ) -> tuple[Manifest, ...]:
-        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs;
-        before: of the predecessor's. Raises `TierFailed` where it cannot be seen in time."""
+        """Return the newest version of each training on the tier.
+
+        Args:
+            without: Versions to leave out, by training and stamp.
+            launched: Ranks wait for the answer, otherwise the prologs do.
+            before: Look at the predecessor's versions.
+
+        Raises:
+            TierFailed: The tier cannot be seen in time.
+        """
         within_s = (
             _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._identity.settings.attach_timeout_s)
         )
         return await self._saver.stored(without, within_s, self.after if before else 0)
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
-        """Know of these rejected versions, too; all that are known."""
+        """Add rejected versions to those known, and return all of them."""
         return self._rejections.learn(found)
 
     def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
-        """Know of these closed trainings, too; all that are known."""
+        """Add closed trainings to those known, and return all of them."""
         return self._closings.learn(found, parts)
 
     def begun(self, number: int, step: str) -> None:
-        """Coordinator: keep on disk that this number is taken."""
+        """Store on disk that the coordinator has used this round number."""
         state = self._state.state
         if state is not None:
             self._keep(msgspec.structs.replace(state, begun=number, step=step))
 
     def apply(self, plan: peer.PlanDown) -> None:
-        """Void all but the chosen versions, take map and epoch, keep on disk that it is so, begin to pull."""
+        """Void all but the chosen versions, take map and epoch, store this on disk, and begin to pull."""
         keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.sets}
         for shard in self._store.every():
-            # round numbers begin anew with each incarnation
+            # round numbers begin again with each incarnation
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.void_except(*keep.get(shard.set, ()))
         here = self._membership
@@ -232,7 +244,7 @@ class RecoveryMember:
 
     def _current(self) -> Incarnation:
         incarnation = self._membership.incarnation
-        assert incarnation is not None  # whose rounds call
+        assert incarnation is not None  # the incarnation's rounds are the caller
         return incarnation
 
     def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
@@ -252,7 +264,7 @@ class RecoveryMember:
         self._sets.plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:
-        """Everyone has acknowledged: keep it on disk, write the map, let trainers come."""
+        """Let trainers come: all agents have acknowledged. Store this on disk and write the map."""
         incarnation = self._current()
         self._took(plan, live=True)
         self._sets.open(incarnation)
@@ -267,7 +279,7 @@ class RecoveryMember:
         self.log("agreed", version=version, detail="; ".join([f"epoch {plan.epoch}", *chosen, *lost]))
 
     def _tell_of(self, plan: peer.PlanDown, heritage: peer.Heritage) -> None:
-        """Once for the whole job: what has become of its predecessor's state."""
+        """Log, once for the whole job, the fate of its predecessor's state."""
         places = {s.name: "the tier" if s.stored else "memory" for s in plan.sets}
         taken = [f"{name}: version {s.version} from {places[name]}" for name, s in heritage.stamps.items()]
         version = max((s.version for s in heritage.stamps.values()), default=0)
@@ -275,7 +287,7 @@ class RecoveryMember:
         self.log("took_over" if taken else "not_taken_over", version=version, detail=detail)
 
     def bound(self, plan: peer.PlanDown) -> None:
-        """The round, which is live, serves this launch of the training: keep it on disk."""
+        """Store on disk that the live round serves this launch of the training."""
         self._took(plan, live=True)
 
     def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
@@ -284,7 +296,10 @@ class RecoveryMember:
             self._keep(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
 
     def _keep(self, state: restart_state.State) -> None:
-        """On disk before the messages leave that depend on it; where that fails, openly without."""
+        """Write the state to disk before the messages that depend on it are sent.
+
+        If the write fails, log the risk and go on.
+        """
         file = self._state
         before, where = file.problem, self._identity.directory
         if not file.write(state) and file.problem != before:
@@ -295,16 +310,20 @@ class RecoveryMember:
             )
 
     def attach(self, attach: local.Attach) -> None:
-        """A new incarnation: a successor is to know of it before a peer does."""
+        """Store a new incarnation on disk: a successor must know it before a peer does."""
         self._keep(restart_state.State(attach))
 
     def tend(self) -> None:
-        """Called now and then: write what could not be written."""
+        """Repeat a failed write of the state. Called now and then."""
         if self._state.problem and self._state.again():
             self.log("written", detail="the state of the recovery round can be written again")
 
     def succeed(self, incarnation: Incarnation, state: restart_state.State) -> None:
-        """Go on where this agent's dead predecessor was. Raises KeyError for a plan that has not this node."""
+        """Continue where this agent's dead predecessor was.
+
+        Raises:
+            KeyError: The plan lacks this node.
+        """
         plan, rounds = state.plan, incarnation.rounds
         if plan is not None:
             self._adopt(incarnation, plan)

@@ -1,12 +1,15 @@
-"""Copies from live replicas: what ranks of this node have in their tensors, when every holder of a shard has died.
+"""Copies from live replicas, used when every holder of a shard has died.
 
-Just-in-time checkpointing (EuroSys '24, section 3) for what the replicas of an agent group cannot serve: where state
-is replicated (DDP, HSDP), the healthy ranks have the lost shards as well. Each agent looks by itself: it has outlines
-of shards (`replicas.outlines`), its ranks stand still at a version, and what they copy counts only if it has, bit for
-bit, the digest that the shard's home had made (R5); where the home had not come so far, only if no other replica's
-copy contradicts it. The living ranks' own shards are completed in that version, too, which may still have been on its
-way, and those of which this node is the first living holder: a version counts with all its shards. The step is not
-ended meanwhile, for `LIMIT_S` at most.
+The method is just-in-time checkpointing (EuroSys '24, section 3), for cases that the replicas of an agent group
+cannot serve. If state is replicated (DDP, HSDP), the healthy ranks have the lost shards as well.
+
+Each agent acts by itself. The agent has outlines of shards (`replicas.outlines`), and its ranks stand still at a
+version. A copy made by a rank counts only if it has, bit for bit, the digest made by the shard's home (R5). If the
+home had not made one yet, the copy counts only if no other replica's copy contradicts it.
+
+The living ranks' own shards of that version may still be on their way, and are completed, too. So are the shards of
+which this node is the first living holder: a version counts only with all its shards. The step is not ended
+meanwhile, for at most `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -35,45 +38,44 @@ from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.local_server import Client
 
-_TOGETHER_S = 0.05  # who died with it is known by then
-_STILL_S = 2.0  # for a rank that is in the middle of an optimizer step
+_TOGETHER_S = 0.05  # seconds after which simultaneous deaths are known
+_STILL_S = 2.0  # seconds for a rank that is in the middle of an optimizer step
 _COPY_S = _COMPLETE_S = 15.0
-_AGAIN_S = 0.2  # a rank that has just begun to change its tensors is asked again
+_AGAIN_S = 0.2  # pause before a rank that has just begun to change its tensors is asked again
 
 
 class Channel:
-    """To one rank, which copies what it is asked for."""
+    """A channel to one rank, which copies shards on request."""
 
     def __init__(self, client: Client, rank: int, sock: socket.socket) -> None:
         self.client, self.rank, self._sock = client, rank, sock
 
     def close(self) -> None:
-        """From any thread."""
+        """Close the channel. May be called from any thread."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def ask(self, message: local.Message, timeout_s: float, fd: int = -1) -> local.Message | None:
-        """The answer, in a thread; None where there is none in time."""
+        """Send a request and return the answer, or None without one in time. Runs in a thread."""
         try:
             self._sock.settimeout(timeout_s)
             socket.send_fds(self._sock, [local.encode(message)], [fd] if fd >= 0 else [])
             data = self._sock.recv(local.MAX_PACKET_BYTES)
             return local.rescued_decoder.decode(data) if data else None
         except (OSError, msgspec.MsgspecError):
-            self.close()  # a late answer would be taken for the next one's
+            self.close()  # a late answer would count as the next request's
             return None
 
     def tell(self, message: local.Message) -> None:
-        """Without an answer."""
+        """Send a message that has no answer."""
         with suppress(OSError):
             self._sock.settimeout(0.2)
             self._sock.send(local.encode(message))
 
 
 class Rescue:
-    """Of one agent. forsake: ends what these hosts send; tell: says at the controller that a rescue has begun, or is
-    over."""
+    """The rescues of one agent."""
 
     def __init__(
         self,
@@ -87,6 +89,19 @@ class Rescue:
         spawn: Spawn,
         tell: Callable[[], None],
     ) -> None:
+        """Create the rescue service.
+
+        Args:
+            membership: The agent's membership data.
+            store: The agent's copies.
+            trainings: The agent's trainings.
+            outlines: Outlines of shards.
+            filling: Fills slots.
+            forsake: Ends all transfers from these hosts.
+            log: Logs an event.
+            spawn: Starts a background task.
+            tell: Reports to the controller that a rescue has begun or is over.
+        """
         self._membership, self._store, self._trainings = membership, store, trainings
         self._outlines, self._filling, self._forsake = outlines, filling, forsake
         self._log, self._spawn, self._tell = log, spawn, tell
@@ -99,7 +114,7 @@ class Rescue:
     # ---- ranks -----------------------------------------------------------------------------------------
 
     def open(self, client: Client, name: str, rank: int) -> int:
-        """The end of a new channel that is the rank's."""
+        """Create a channel to a rank and return the rank's end."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         older = self._channels.setdefault(name, {}).get(rank)
         if older is not None:
@@ -108,7 +123,7 @@ class Rescue:
         return theirs.detach()
 
     def gone(self, client: Client) -> None:
-        """A rank's connection has ended."""
+        """Close the channels of a rank whose connection has ended."""
         for of_set in self._channels.values():
             for rank, channel in list(of_set.items()):
                 if channel.client is client:
@@ -116,13 +131,16 @@ class Rescue:
                     channel.close()
 
     def live(self, name: str) -> tuple[int, ...]:
-        """Ranks of whose shards a copy could be made here."""
+        """Return the ranks whose shards could be copied here."""
         return self._outlines.ranks(name) if self._channels.get(name) else ()
 
     def out_of_reach(self, dead: Collection[str]) -> bool:
-        """Whether only these nodes have something that is sealed: no other holds a copy, or knows it by heart."""
+        """Return whether these nodes alone have some sealed state.
+
+        No other node then holds a copy, or has live ranks with the same state.
+        """
         here = self._membership
-        lost = set(dead).union(here.lost)  # until a new view has its plan, these have the places of before
+        lost = set(dead).union(here.lost)  # lost nodes keep their old node ranks until a new view has its plan
         gone = {rank for host, rank in here.noderanks.items() if host in lost}
         if not gone or here.redundancy.survives(gone):
             return False
@@ -132,11 +150,11 @@ class Rescue:
 
     @property
     def busy(self) -> bool:
-        """Ranks stand still, and are copied from."""
+        """Return whether ranks stand still to be copied from."""
         return not self._idle.is_set()
 
     async def over(self) -> None:
-        """Return when no rescue is under way; bounded by `LIMIT_S`."""
+        """Wait until no rescue is in progress, for at most `LIMIT_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LIMIT_S):
                 await self._idle.wait()
@@ -148,7 +166,7 @@ class Rescue:
         return [key for key in self._outlines.orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
 
     def _concerned(self) -> list[str]:
-        """Sets with ranks here, some shards of which have no living holder."""
+        """Return the trainings with ranks here of which some shards have no living holder."""
         here, incarnation = self._membership, self._membership.training
         if incarnation is None or incarnation.live is False:
             return []
@@ -158,7 +176,7 @@ class Rescue:
         return sorted(name for name, channels in self._channels.items() if channels)
 
     def died(self) -> None:
-        """A peer counts as dead."""
+        """Begin a rescue, if needed: a peer counts as dead."""
         if not self._concerned():
             return
         if self.busy:
@@ -185,7 +203,7 @@ class Rescue:
             self._tell()
 
     async def _of_set(self, name: str) -> None:
-        """Hold its ranks of this node, copy what is lost, complete what is theirs, let them go on."""
+        """Hold a training's ranks on this node, copy lost shards, complete the ranks' own, and let them go on."""
         channels = list(self._channels.get(name, {}).values())
         try:
             standing = await self._stand_still(channels)
@@ -208,7 +226,7 @@ class Rescue:
                 await asyncio.to_thread(channel.tell, local.GoOn())
 
     async def _stand_still(self, channels: list[Channel]) -> dict[Channel, int]:
-        """Versions at which they stand; those that cannot are left out."""
+        """Return the versions at which the ranks stand still. Ranks that cannot stop are left out."""
         deadline, found = clock.monotonic() + _STILL_S, dict[Channel, int]()
         while True:
             asked = [channel for channel in channels if channel not in found]
@@ -222,7 +240,10 @@ class Rescue:
             await asyncio.sleep(_AGAIN_S)
 
     async def _at_work(self, channel: Channel) -> int:
-        """Wait for what was on its way into the rank's own slot. The rank, where it may still be writing; else -1."""
+        """Wait until the transfer into the rank's own slot has ended.
+
+        Return the rank if it may still be writing, otherwise -1.
+        """
         answer = await asyncio.to_thread(channel.ask, local.Complete(_COMPLETE_S), _COMPLETE_S + _STILL_S)
         return -1 if isinstance(answer, local.Copied) else channel.rank
 
@@ -236,7 +257,7 @@ class Rescue:
         )
 
     async def _in_turn(self, channels: list[Channel], keys: list[Key], stamp: Stamp, what: str) -> None:
-        """Shards, one after the other: from the first of these ranks that has them."""
+        """Copy shards one after the other, each from the first rank that has it."""
         for name, rank in keys:
             kept = self._outlines.find(name, rank, stamp)
             found = self._store.find(name, rank, stamp)
@@ -253,8 +274,14 @@ class Rescue:
                 self._log("unrescued", version=stamp.version, detail=f"shard {rank}, {what}: {why}")
 
     async def _place(self, o: peer.Outline) -> tuple[Shard, int]:
-        """Where the copy goes: into the slots of the shard that a rank here has registered, or into new ones. Raises
-        `NoMemory`, `core.slots.Refused`."""
+        """Return the slot for a copy.
+
+        The slot belongs to the shard that a rank here has registered, or to a new one.
+
+        Raises:
+            NoMemory: There is no room for the shard.
+            Refused: No slot can take the version.
+        """
         present, training = self._store.get(o.set, o.rank), self._trainings.get(o.set)
         if present is not None and training is not None and present.bytes == o.slot_bytes:
             return present, self._filling.begin_again(training, present, o.stamp.version)
@@ -263,7 +290,7 @@ class Rescue:
         return shard, shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
 
     def _leave(self, shard: Shard, index: int) -> None:
-        """It has come to nothing."""
+        """Discard a failed copy."""
         number = self._membership.round
         if shard.rescued_round == number and shard.registered_round != number:
             self._store.drop(shard)
@@ -271,7 +298,7 @@ class Rescue:
             self._filling.void(shard, index)
 
     async def _copy(self, channel: Channel, kept: Kept, what: str) -> str:
-        """Make a copy of a shard out of a rank's tensors; why not, or ""."""
+        """Copy a shard out of a rank's tensors. Return the reason of a failure, or ""."""
         o = kept.outline
         try:
             shard, index = await self._place(o)

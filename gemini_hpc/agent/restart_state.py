@@ -1,7 +1,8 @@
-"""What a successor needs after an agent's death in mid-incarnation: one file in the job's directory.
+"""The state that a successor needs after an agent's death within an incarnation.
 
-It is written before the messages leave that depend on it. Where it cannot be written the round goes on all the same,
-and says so: the training is protected as long as its agents live, and who dies then costs a new round, or its part.
+The state is one file in the job's directory, written before the messages that depend on it are sent. If the write
+fails, the round goes on all the same and the agent reports the failure. The training then stays protected while its
+agents live. An agent's death costs a new round, or that agent's copies.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ NAME = "state"
 
 
 class State(msgspec.Struct, frozen=True):
-    """Which incarnation the agent was in, and how far its rounds had come.
+    """The incarnation that the agent was in, and the progress of its rounds.
 
-    plan: that it took last; live: whether it heard that everybody has taken it. begun, step: the number of the last
-    round that it began as coordinator, and the launch that this is for. A file of an earlier version has a plan only:
-    it counts as one of which nothing else is known.
+    A file of an earlier software version has no progress but a plan. The other fields then have their defaults.
+
+    Attributes:
+        plan: The plan that the agent took last.
+        live: The agent knew that all agents have taken the plan.
+        begun: The number of the last round that the agent began as coordinator.
+        step: The launch of that round.
     """
 
     attach: local.Attach
@@ -33,15 +38,15 @@ class State(msgspec.Struct, frozen=True):
 
 
 class StateFile:
-    """The file, and whether what is to be in it is there."""
+    """A state file, with the state that should be in it."""
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, NAME)
         self._wanted: State | None = None
-        self.problem = ""  # why the file is not as it should be
+        self.problem = ""  # reason why the file differs from the wanted state
 
     def read(self) -> State | None:
-        """What the predecessor has left; None: nothing that can be used."""
+        """Return the predecessor's state, or None if there is no usable state."""
         try:
             found = msgspec.json.decode(self._get(), type=State)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -51,12 +56,15 @@ class StateFile:
 
     @property
     def state(self) -> State | None:
-        """What was read, or was to be written, last."""
+        """Return the state last read, or last given to be written."""
         return self._wanted
 
     def write(self, state: State) -> bool:
-        """Put the file in place in one step; whether it is there. If not, a file of an earlier incarnation goes: who
-        would go on from it is nobody's peer. One of this incarnation stays, for it leads to a new round."""
+        """Put the file in place in one step. Return whether this succeeded.
+
+        If the write fails, a file of an earlier incarnation is removed: an agent that continued from it would have no
+        peers. A file of this incarnation stays, because it leads to a new round.
+        """
         before, self._wanted = self._wanted, state
         try:
             self._put(msgspec.json.encode(state))
@@ -69,11 +77,11 @@ class StateFile:
         return not self.problem
 
     def again(self) -> bool:
-        """Write once more what could not be written; whether it is there now."""
+        """Repeat a failed write. Return whether the file is in place now."""
         return self._wanted is not None and self.write(self._wanted)
 
     def remove(self) -> None:
-        """Nobody is to go on from here."""
+        """Remove the file: no agent should continue from here."""
         self._wanted, self.problem = None, ""
         with suppress(OSError):
             self._unlink()

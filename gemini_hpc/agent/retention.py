@@ -1,7 +1,7 @@
-"""When what an agent holds is freed, after its job has ended on its node.
+"""The decision when an agent's memory is freed after its job has ended on its node.
 
-It is kept for the job's next incarnation, which may come. Where there is a tier, what nobody has saved is saved
-first, unless the node needs the memory at once.
+The memory is kept for the job's next incarnation, which may come. With a tier, unsaved versions are saved first,
+unless the node needs the memory at once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ from gemini_hpc.config import Settings
 _LOOK_S = 0.2
 _EMPTY_S = 30.0
 _JUST_S = 180.0
-_SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
+_SPILL_FLOOR = 0.5  # fraction of the floor that suffices while the last version is being written
 
 Action = Literal["stay", "release", "save", "salvage"]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the decision depends on.
+    """The facts on which the decision depends.
 
-    ended_s: since the job ended here; kept_s: for how long what is held stays; unsaved_s: after which the nodes that
-    are left save what is unsaved by themselves, 0: never. waits: the job is pending; succeeded: its training has;
-    holds: memory is taken; short: the node's is short, for what is being done; saving: what is held is on its way to
-    the tier, or may soon be; unsaved: a node is missing, and nobody saves what those that are left could.
+    Attributes:
+        ended_s: Seconds since the job ended here.
+        kept_s: Seconds for which the memory is kept.
+        unsaved_s: Seconds after which the remaining nodes save unsaved versions by themselves; 0 means never.
+        waits: The job is pending.
+        succeeded: The job's training has succeeded.
+        holds: Memory is in use.
+        short: The node's memory is short, for the present activity.
+        saving: The versions held are being saved to the tier, or may soon be.
+        unsaved: A node is missing, and no agent saves the versions that the remaining nodes could save.
     """
 
     ended_s: float
@@ -50,8 +56,11 @@ class Held:
 
 
 def decide(held: Held) -> tuple[Action, str]:
-    """What is to be done with it, and why. save: free it, unless it has first to be saved."""
-    if held.succeeded and not held.saving:  # but for what was to be kept it would have ended then
+    """Return the action for the held memory, and its reason.
+
+    `save` means: free the memory, unless it must be saved first.
+    """
+    if held.succeeded and not held.saving:  # only versions to be kept have delayed this end
         return "release", "the training succeeded"
     if not held.holds and held.ended_s > _EMPTY_S and not held.saving:
         return "release", "it holds nothing"
@@ -68,7 +77,7 @@ def decide(held: Held) -> tuple[Action, str]:
 
 
 class Retention:
-    """Of one agent. farewell: called once, with the reason, when all is to be freed."""
+    """An agent's decision about its memory after the job's end."""
 
     def __init__(
         self,
@@ -82,63 +91,80 @@ class Retention:
         farewell: Callable[[str], None],
         now: float,
     ) -> None:
+        """Create the decision's state at the agent's start.
+
+        Args:
+            settings: The site's settings.
+            membership: The agent's membership data.
+            budget: Memory in use.
+            tier: The job's tier.
+            saver: Saver of versions to the tier.
+            salvage: Saves survivors' versions to the tier.
+            spawn: Starts a background task.
+            farewell: Called once, with the reason, when all memory is about to be freed.
+            now: The time, in monotonic seconds.
+        """
         self._settings, self._membership, self._budget = settings, membership, budget
         self._tier, self._saver, self._salvage = tier, saver, salvage
         self._spawn, self._farewell = spawn, farewell
         self._ended_at = now
         self._waits = False
-        self._unwanted_since: float | None = None  # its memory is to be freed
+        self._unwanted_since: float | None = None  # since when the memory should be freed
         self._leaving = False
         self.over = asyncio.Event()
 
     # ---- what happens to the job -----------------------------------------------------------------------
 
     def attached(self) -> None:
-        """An incarnation begins."""
+        """Note that an incarnation begins."""
         self._waits = False
 
     def runs(self, now: float) -> None:
-        """Called a few times a second while it is on."""
+        """Note that an incarnation is running. Called a few times a second."""
         self._ended_at, self._unwanted_since = now, None
 
     def ended(self, now: float) -> None:
-        """The job has ended here."""
+        """Note that the job has ended here."""
         self._ended_at = now
 
     def ended_s(self, now: float) -> float:
-        """Since when, in seconds."""
+        """Return the seconds since the job's end here."""
         return now - self._ended_at
 
     def job_waits(self) -> None:
-        """It is pending."""
+        """Note that the job is pending."""
         self._waits = self._membership.detached
 
     def barred(self) -> str:
-        """Why what is held is for no other job; "" where it is."""
+        """Return the reason why no other job may take the memory, or ""."""
         if not self._membership.detached:
             return "the job still runs"
         return "the job waits to run again" if self._waits else ""
 
     def just_ended(self, now: float) -> bool:
-        """Whether the job has ended here a short while ago, and is not pending again."""
+        """Return whether the job has ended here a short while ago and is not pending again."""
         return not self._waits and now - self._ended_at < _JUST_S
 
     # ---- how long --------------------------------------------------------------------------------------
 
     @property
     def _kept_s(self) -> float:
-        """For how long what is held stays after the job's end here. With a tier the last version is saved there."""
+        """Return for how many seconds the memory stays after the job's end here.
+
+        With a tier the last version is saved there, so a pending job needs no longer time.
+        """
         settings = self._settings
         longer = self._waits and not self._tier.directory
         return max(settings.retention_s, settings.held_retention_s) if longer else settings.retention_s
 
     def kept_until(self) -> float:
-        """When it is freed, unless the job comes back (monotonic)."""
+        """Return when the memory is freed, unless the job comes back (monotonic seconds)."""
         return self._ended_at + self._kept_s
 
     def look(self, now: float) -> None:
-        """Called a few times a second while the job does not run here."""
-        saving = self._saving(now) and not self._salvage.due(now, last=True)  # which it would be from then on
+        """Decide about the memory. Called a few times a second while the job does not run here."""
+        # a salvage that is due counts as saving only from its start on
+        saving = self._saving(now) and not self._salvage.due(now, last=True)
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
             Held(
@@ -161,13 +187,13 @@ class Retention:
             self._salvage.begin()
 
     def _saving(self, now: float) -> bool:
-        """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
+        """Return whether the versions held here are being saved since the job ended, or may soon be."""
         since_s = now - max(self._ended_at, self._unwanted_since or 0.0)
         waits = self._saver.last or self._saver.busy or self._salvage.busy
         return waits and since_s < self._settings.tier_flush_s
 
     def _save(self, now: float) -> None:
-        """The memory is to be freed: what nobody has saved is saved now, or never."""
+        """Begin to save unsaved versions, for the last time: the memory is about to be freed."""
         if self._unwanted_since is None:
             self._unwanted_since = now
         if self._salvage.due(now, last=True):
@@ -176,13 +202,19 @@ class Retention:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def release(self, reason: str) -> None:
-        """Free everything and end."""
+        """Free all memory and end."""
         if not self.over.is_set():
             self._farewell(reason)
             self.over.set()
 
     def leave(self, now: float, reason: str, *, save: bool) -> None:
-        """This incarnation is over. save: so is the job, and what nobody has saved is saved before."""
+        """End, because this incarnation is over.
+
+        Args:
+            now: The time, in monotonic seconds.
+            reason: Reason for the log.
+            save: The job is over, too: save unsaved versions first.
+        """
         if self._membership.detached and save:
             self._save(now)
         if not self._stays(now, save):
@@ -192,7 +224,7 @@ class Retention:
             self._spawn(self._leave_when_saved(reason, save))
 
     def _stays(self, now: float, save: bool) -> bool:
-        """Whether this agent stays for what is to be saved; without `save` only for what is being written."""
+        """Return whether this agent stays for versions to be saved. Without `save` only running writes count."""
         return self._membership.detached and self._saving(now) and (save or self._saver.busy)
 
     async def _leave_when_saved(self, reason: str, save: bool) -> None:

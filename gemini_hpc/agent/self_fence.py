@@ -1,8 +1,8 @@
-"""Ending local ranks of a training that has gone on elsewhere (requirement cut-off-nodes): the one case in which
-protection stops one.
+"""Killing local ranks of a training that has gone on elsewhere (requirement cut-off-nodes).
 
-A node that is cut off, not dead, goes on computing. Its ranks are ended when the controller says that their job is
-over or runs elsewhere, or when this agent has lost all peers *and* the controller for `self_fence_s`.
+Protection stops a training's ranks in no other case. A node that is cut off, not dead, goes on computing. The node's
+ranks are killed when the controller reports that their job is over or runs elsewhere. The ranks are also killed when
+this agent has lost all peers *and* the controller for `self_fence_s`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _SEARCH_S = 10.0
 
 
 class Controller(Protocol):
-    """What is known of the line to the controller."""
+    """The state of the connection to the controller."""
 
     @property
     def configured(self) -> bool:
-        """Whether the site has one."""
+        """Return whether the site has a controller."""
 
     @property
     def connected(self) -> bool:
-        """Whether it listens."""
+        """Return whether the controller is connected."""
 
     @property
     def refused_at(self) -> float:
-        """When the last call that nobody took was begun (monotonic)."""
+        """Return when the last unsuccessful round of calls began (monotonic seconds)."""
 
 
 class SelfFence:
-    """Watches for being cut off; `look` is called a few times a second."""
+    """A watch for being cut off. `look` is called a few times a second."""
 
     def __init__(
         self,
@@ -51,7 +51,16 @@ class SelfFence:
         log: Log,
         spawn: Spawn,
     ) -> None:
-        """limit_s: `self_fence_s`; 0: never."""
+        """Create the watch.
+
+        Args:
+            limit_s: `self_fence_s`; 0 means never.
+            membership: The agent's membership data.
+            controller: The connection to the controller.
+            trainings: The agent's trainings.
+            log: Logs an event.
+            spawn: Starts a background task.
+        """
         self._limit_s, self._membership, self._controller = limit_s, membership, controller
         self._trainings, self._log, self._spawn = trainings, log, spawn
         self._alone_since: float | None = None
@@ -65,19 +74,22 @@ class SelfFence:
         return lost and controller.configured and not controller.connected
 
     def look(self, now: float) -> None:
-        """End the local ranks once this node has been alone for too long."""
+        """Kill the local ranks once this node has been alone for too long."""
         if not self._limit_s or not self._alone():
             self._alone_since = None
             return
         self._alone_since = self._alone_since or now
         if now - self._alone_since < self._limit_s or not self.ranks() or (self._asking and not self._asking.done()):
             return
-        # The controller may be there again without having been dialled yet.
+        # The controller may be back without having been dialled yet.
         if self._controller.refused_at > self._alone_since:
             self._asking = self._spawn(self._end_if_nobody())
 
     async def _end_if_nobody(self) -> None:
-        """The partners of a large job's node can all have died while hundreds of its peers are there."""
+        """Kill the ranks if no peer at all can be reached.
+
+        In a large job, all partners of a node can have died while hundreds of its peers are alive.
+        """
         since, incarnation = self._alone_since, self._membership.incarnation
         if incarnation is not None and await incarnation.mesh.anybody(_SEARCH_S):
             self._alone_since = None
@@ -88,12 +100,15 @@ class SelfFence:
             await self.end_ranks()
 
     def ranks(self) -> set[Client]:
-        """Processes on this node that train now: those that have said hello, and nobody else."""
+        """Return the processes on this node that train now: only those that have said hello."""
         clients = [c for s in self._trainings for c in s.present.values()]
         return {c for c in clients if not c.closed.is_set()}
 
     async def end_ranks(self) -> None:
-        """SIGTERM, and SIGKILL for what is still connected after a moment; returns when none is left."""
+        """Send SIGTERM, then SIGKILL to ranks still connected after a moment.
+
+        Return when none is left, or after a bounded wait.
+        """
         for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
             for client in self.ranks():
                 client.signal(number)

@@ -1,4 +1,4 @@
-"""Which processes train here: each has said hello as one rank of one training, in a round that serves its launch."""
+"""The processes that train here: each has said hello as one rank of one training, in a round for its launch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ _OTHER_LAUNCH_S = 5.0
 _ROUND_S = 100.0
 _CHOICE_S = 10.0
 _LEAVE_S = 2.0
-_REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
+_REJOIN_S = 5.0  # seconds for an agreed round to become live again after an agent's restart
 _MAX_STEP = 64
-_TOLD = 8  # rejected versions, or those of other trainings
+_TOLD = 8  # limit of rejected versions, or other trainings' versions, in an answer
 
 
 class Rejected(Exception):
-    """A request that cannot be served; the text is for the user. later: it may be, later."""
+    """A request that cannot be served, with a text for the user.
+
+    Attributes:
+        later: The request may succeed later.
+    """
 
     def __init__(self, text: str, *, later: bool = False) -> None:
         super().__init__(text)
@@ -42,7 +46,11 @@ class Rejected(Exception):
 
 
 class Session(NamedTuple):
-    """The `Hello` of a process. series: common to all starts of its step (`core.sequence`)."""
+    """A process's `Hello`.
+
+    Attributes:
+        series: Common name of all starts of its step (`core.sequence`).
+    """
 
     step: str
     set: str
@@ -51,7 +59,7 @@ class Session(NamedTuple):
 
 
 class Sessions:
-    """Of one agent."""
+    """The sessions of one agent with its ranks."""
 
     def __init__(
         self,
@@ -64,7 +72,18 @@ class Sessions:
         stats: StatsStore,
         notice: Callable[[], str],
     ) -> None:
-        """notice: tells what the controller wants users to know."""
+        """Create an empty table of sessions.
+
+        Args:
+            identity: The agent's identity.
+            membership: The agent's membership data.
+            sets: The agent's trainings.
+            saver: Saver of versions to the tier.
+            tier: The job's tier.
+            rejections: Versions that were rejected.
+            stats: Statistics of the ranks.
+            notice: Returns the controller's notice for users.
+        """
         self._identity, self._membership, self._sets, self._saver = identity, membership, sets, saver
         self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
         self._clients: dict[Client, Session] = {}
@@ -72,7 +91,7 @@ class Sessions:
     # ---- who is there ----------------------------------------------------------------------------------
 
     def gone(self, client: Client) -> None:
-        """A connection has ended."""
+        """Remove a process whose connection has ended."""
         training, rank = self.rank_of(client)
         self._clients.pop(client, None)
         if training is not None and training.present.get(rank) is client:
@@ -80,17 +99,21 @@ class Sessions:
             training.ranks.drop(rank)
 
     def drop_all(self) -> None:
-        """A new round: all processes must say hello again."""
+        """Drop all connections: in a new round all processes must say hello again."""
         for client in list(self._clients):
             client.drop()
 
     def rank_of(self, client: Client) -> tuple[Training | None, int]:
-        """The training, and the rank that this process has said it is; None, where it is none."""
+        """Return the training and the rank of a process, or None and -1 if it has not said hello."""
         session = self._clients.get(client)
         return (None, -1) if session is None else (self._sets.get(session.set), session.rank)
 
     def training(self, client: Client, name: str) -> Training:
-        """The set, of which this process is a rank, while it may train. Raises `Rejected`."""
+        """Return the training of which this process is a rank, while it may train.
+
+        Raises:
+            Rejected: The process has not said hello, or a round is in progress.
+        """
         who = self._clients.get(client)
         training = self._sets.get(name)
         if who is None or who.set != name or training is None:
@@ -100,7 +123,11 @@ class Sessions:
         return training
 
     def own(self, client: Client, m: local.OfRank) -> None:
-        """Raises `Rejected` unless this process is the rank of which it speaks."""
+        """Check that this process is the rank named in its message.
+
+        Raises:
+            Rejected: Another process is that rank.
+        """
         if self.training(client, m.set).present.get(m.rank) is not client:
             raise Rejected(f"rank {m.rank} does not belong to this process")
 
@@ -110,7 +137,7 @@ class Sessions:
         return "" if session is None else session.series
 
     def _steps(self) -> set[str]:
-        """Launches whose training ranks are connected now."""
+        """Return the launches whose training ranks are connected now."""
         return {session.step for session in self._clients.values()}
 
     def _step(self, client: Client) -> str:
@@ -120,7 +147,16 @@ class Sessions:
     # ---- hello -----------------------------------------------------------------------------------------
 
     async def hello(self, client: Client, m: local.Hello, fds: Sequence[int] = ()) -> Reply:
-        """A process says which rank it is; answered when it may train. fds: its progress page. Raises `Rejected`."""
+        """Register a process as a rank, and answer when it may train.
+
+        Args:
+            client: The process's connection.
+            m: Its hello.
+            fds: Descriptor of its progress page.
+
+        Raises:
+            Rejected: The process may not train.
+        """
         me, here = self._identity, self._membership
         proto = version.common(m.least, m.most)
         if not proto:
@@ -203,8 +239,11 @@ class Sessions:
         return welcome, [training.page_fd()]
 
     def _set(self, m: local.Hello) -> str:
-        """Name the set of a training by its place in the job's sequence. The plan, which all agents have, says which
-        step it is of; the process says which one of that step."""
+        """Return the name of a training by its place in the job's sequence.
+
+        The plan, which all agents have, tells which step the training belongs to. The process tells its place in that
+        step.
+        """
         incarnation = self._membership.incarnation
         plan = incarnation.rounds.plan if incarnation is not None else None
         if incarnation is None or plan is None:
@@ -214,7 +253,7 @@ class Sessions:
         return Place(m.set, step, m.nth).set_name
 
     def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
-        """Return the versions that no rank has come for."""
+        """Return the versions of trainings that no rank has asked for."""
         found = []
         for s in plan.sets:
             training = self._sets.get(s.name)
@@ -223,7 +262,7 @@ class Sessions:
         return tuple(found[:_TOLD])
 
     def _may_be_stored(self, rounds: RecoveryRounds, name: str) -> bool:
-        """Return whether the end of a closed training has gone from memory, and nobody has looked on the tier."""
+        """Return whether a closed training's end has gone from memory, and the tier was not looked at."""
         plan = rounds.plan
         if plan is None or plan.looked or not self._tier.directory:
             return False
@@ -231,7 +270,7 @@ class Sessions:
         return not chosen and any(closed.set == name for closed in plan.closed)
 
     async def _look_at_tier(self, rounds: RecoveryRounds, m: local.Hello) -> None:
-        """Wait for another round of this launch, which looks at the tier."""
+        """Wait for another round of this launch that looks at the tier."""
         before = rounds.round
         while rounds.stage != "live" or rounds.round == before:
             self._membership.doubt = True
@@ -242,7 +281,7 @@ class Sessions:
                     await rounds.changed()
 
     async def _alone(self, m: local.Hello) -> None:
-        """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
+        """Wait briefly until an earlier process of this rank has left: it may just have been killed."""
         deadline = clock.monotonic() + _LEAVE_S
         while True:
             training = self._sets.get(self._set(m))
@@ -258,8 +297,11 @@ class Sessions:
             await asyncio.sleep(0.02)
 
     async def _goes_on(self, rounds: RecoveryRounds, m: local.Hello) -> bool:
-        """Whether the round that a process trains in is live. An agent that has just been started may know that it
-        was agreed on, and have to be told by its peers that everybody knows."""
+        """Return whether the round that a process trains in is live.
+
+        A restarted agent may know that the round was agreed on, but must learn from its peers that all agents know
+        so.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(_REJOIN_S):
                 while rounds.stage == "planned":
@@ -267,7 +309,7 @@ class Sessions:
         return rounds.stage == "live" and rounds.step == m.step
 
     async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
-        """Wait for the round that serves this launch; ask for one where it is a new launch."""
+        """Wait for the round that serves this launch. Request a round if the launch is new."""
         await rounds.wait_live(None)
         training = self._sets.get(self._set(m))
         again = training is not None and m.rank in training.greeted
@@ -283,7 +325,8 @@ class Sessions:
         need_new = again or chooses or bool(rounds.step or rounds.unseen)
         patient_until = clock.monotonic() + _CHOICE_S
         while True:
-            if chooses and clock.monotonic() > patient_until:  # a root of a version that knows nothing of it
+            # a root of another software version may not know tier choices
+            if chooses and clock.monotonic() > patient_until:
                 chooses, need_new = False, again or bool(rounds.unseen)
             if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
                 return
@@ -292,7 +335,7 @@ class Sessions:
             if rounds.stage == "live" and rounds.step == m.step and not need_new:
                 return
             try:
-                async with asyncio.timeout(1.0):  # the wish may be lost with a link: ask again
+                async with asyncio.timeout(1.0):  # the request may be lost with a link: repeat it
                     await rounds.changed()
             except TimeoutError:
                 continue

@@ -1,9 +1,10 @@
-"""Nodes that live and do harm: whose ranks fail first again and again. The rules are in `core.culprits`.
+"""Nodes that are alive and do harm: their ranks fail first again and again. The rules are in `core.culprits`.
 
-Launchers tell how their ranks have ended; that goes up the tree. A moment after the first word of an attempt the root
-judges which rank failed first, and all agents count. The job leaves a sick node at once, where it has a spare. All of
-this is the word of the job's owner, so nothing else follows from it than that: the node's epilog asks for a hint
-(`suspects_this_node`), and root runs the site's health check itself.
+Launchers report how their ranks have ended, and the reports go up the tree. A moment after an attempt's first report
+the root judges which rank failed first, and all agents count. The job leaves a sick node at once, if it has a spare.
+
+All of this rests on reports of the job's owner. Hence the reports have only one further effect, a hint. The node's
+epilog asks for the hint (`suspects_this_node`), and root runs the site's health check itself.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Failure, Key, Tal
 from gemini_hpc.core.standstill import Standing
 from gemini_hpc.wire import peer
 
-# Ranks that fail by themselves at about the same time have been heard of by then; the next attempt has hardly begun.
+# Seconds after which ranks that failed by themselves at about the same time are reported, and the next attempt has
+# hardly begun.
 _SETTLE_S = 0.3
-_MOST_OPEN = 64  # attempts that are being judged
+_MOST_OPEN = 64  # limit of attempts that are being judged
 _STEP_CHARS = 64
 
 
 class SickNodes:
-    """The failures that one agent knows of. found: called at the root with a node to leave, and why."""
+    """The failures that one agent knows of."""
 
     def __init__(
         self,
@@ -36,6 +38,15 @@ class SickNodes:
         spawn: Spawn,
         found: Callable[[str, str], None],
     ) -> None:
+        """Create an empty record of failures.
+
+        Args:
+            node: This node's name.
+            membership: The agent's membership data.
+            log: Logs an event.
+            spawn: Starts a background task.
+            found: Called at the root with a node to leave, and the reason.
+        """
         self._node, self._membership = node, membership
         self._log, self._spawn, self._found = log, spawn, found
         self._is_red = False
@@ -45,7 +56,7 @@ class SickNodes:
 
     @property
     def suspects_this_node(self) -> bool:
-        """Return whether a check of this node by root is worth its time."""
+        """Return whether root should spend time on a check of this node."""
         return self._is_red or self._tally.count(self._node) > 0
 
     def known(self) -> list[str]:
@@ -55,13 +66,21 @@ class SickNodes:
     # ---- what is heard ---------------------------------------------------------------------------------
 
     def ended(self, step: str, attempt: int, rank: int, cause: Cause, version: int) -> None:
-        """Pass on that a rank of this node has ended, and not by its launcher. version: as in `peer.RankEnded`."""
+        """Report that a rank of this node has ended, and not by its launcher.
+
+        Args:
+            step: The rank's step.
+            attempt: The attempt of the step.
+            rank: The rank.
+            cause: Cause of its end.
+            version: As in `peer.RankEnded`.
+        """
         incarnation = self._membership.incarnation
         if incarnation is not None:
             self._pass(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause, version))
 
     def unhealthy(self, rank: int, why: str) -> None:
-        """The site's health check of this node is red, after a rank's failure."""
+        """Report that the site's health check of this node has failed, after a rank's failure."""
         incarnation = self._membership.incarnation
         self._is_red = True
         if incarnation is not None:
@@ -69,7 +88,10 @@ class SickNodes:
             self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
 
     def hung(self, incarnation: Incarnation, standing: Standing) -> None:
-        """At the root: a rank keeps the others waiting. Where all ranks are in one collective nobody is behind."""
+        """Count, at the root, a rank that keeps the others waiting.
+
+        If all ranks are in one collective, no rank is behind and none is counted.
+        """
         least = standing.least
         if least.reached != standing.most.reached or not least.runs:
             step = f"hang in {incarnation.rounds.step}"[:_STEP_CHARS]
@@ -79,7 +101,7 @@ class SickNodes:
     def heard(
         self, incarnation: Incarnation, host: str, m: peer.RankEnded | peer.FailedFirst | peer.Unhealthy
     ) -> None:
-        """A child passes an end on; or the root has judged."""
+        """Handle a report from a child, or the root's decision."""
         if m.host not in incarnation.hosts:
             return
         if isinstance(m, peer.RankEnded) and host in incarnation.rounds.children:
@@ -134,7 +156,7 @@ class SickNodes:
 
 
 def _speaks(blame: Blame, times: int) -> str:
-    """Return what a blame means for its node."""
+    """Return the meaning of a blame for its node, in words."""
     if blame.counts:
         return f"{times} so far that speak against this node"
     where = "" if blame.step else ", before its first step"

@@ -1,6 +1,7 @@
-"""Going on without nodes, dead ones and those that the job is to leave: spares make up for them (`core.views`).
+"""The job's continuation without nodes that are dead or should be left: spares replace them (`core.views`).
 
-Not in here: who is dead (`peers.failure_detector`), and what the new view resumes from (`peers.recovery_round`).
+Two decisions are made elsewhere: which nodes are dead (`peers.failure_detector`), and which version the new view
+resumes from (`peers.recovery_round`).
 """
 
 from __future__ import annotations
@@ -22,19 +23,16 @@ from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.link import Link
 
 _TOGETHER_S = 0.05
-_SEAL_S = 5.0  # a node is left at the next seal, or after this time
-_HOLD_S = _SEAL_S + 1.0  # for so long ranks wait for that, at most
+_SEAL_S = 5.0  # seconds: a node is left at the next seal, or after this time
+_HOLD_S = _SEAL_S + 1.0  # longest wait of ranks for that
 _ASK_S = 5.0
 _SUSPECTS_S = 4.0
-_STEADY_S = 3.0  # so long nobody has come back, or died
-_BACK_S = 10.0  # for nodes without which something sealed is lost: they may only be cut off
+_STEADY_S = 3.0  # seconds without a node's return or death that count as steady
+_BACK_S = 10.0  # seconds to wait for nodes without which sealed state is lost: they may only be cut off
 
 
 class Spares:
-    """One agent's part. enter: begins another view; leave: ends what runs here, for the job goes on without this
-    node; first: returns when what must come before another view is over; costs: whether something that is sealed
-    could not be recovered without these nodes; hold: ranks here, up to an epoch, stop at
-    the next version that is sealed; 0: none does."""
+    """An agent's part in replacing nodes by spares."""
 
     def __init__(
         self,
@@ -50,6 +48,20 @@ class Spares:
         costs: Callable[[Collection[str]], bool],
         hold: Callable[[int], None],
     ) -> None:
+        """Create this agent's part.
+
+        Args:
+            node: This node's name.
+            membership: The agent's membership data.
+            launches: Restarts the ranks of steps.
+            log: Logs an event.
+            spawn: Starts a background task.
+            enter: Begins another view.
+            leave: Ends all that runs here, because the job goes on without this node.
+            first: Returns when all that must precede another view is over.
+            costs: Returns whether some sealed state could not be recovered without these nodes.
+            hold: Makes ranks here, up to this epoch, stop at the next sealed version; 0 lets all go on.
+        """
         self._node, self._membership, self._launches = node, membership, launches
         self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
         self._costs, self._hold = costs, hold
@@ -60,16 +72,20 @@ class Spares:
     # ---- nodes that die --------------------------------------------------------------------------------
 
     def died(self) -> None:
-        """A peer counts as dead."""
+        """Replace the dead nodes by spares."""
         if self._membership.incarnation is not None and self._membership.incarnation.view.spares:
             self._spawn(self._replace_dead())
 
     async def _replace_dead(self) -> None:
-        """A moment later: what is known of a death has left by then, and who died with it is known, too."""
+        """Replace the dead nodes a moment later.
+
+        By then the reports of a death have been sent, and simultaneous deaths are known.
+        """
         await asyncio.sleep(_TOGETHER_S)
         await self._first()
         incarnation = self._membership.incarnation
-        if incarnation is None or self._waits is incarnation:  # who waits goes on later, without all that are dead
+        # the earlier call goes on later, without all dead nodes
+        if incarnation is None or self._waits is incarnation:
             return
         await self._hear_of_suspects(incarnation)
         if self._costs(incarnation.mesh.dead):
@@ -83,8 +99,11 @@ class Spares:
             self._go_on_without(incarnation.mesh.dead, "lost")
 
     async def _hear_of_suspects(self, incarnation: Incarnation) -> None:
-        """Bounded. Where the job could not go on without those that are suspected as well, this node may be the one
-        that is cut off: it loses sight of the others one by one."""
+        """Wait, for a bounded time, until the suspected nodes are known to be dead or alive.
+
+        If the job could not go on without the suspects as well, this node may itself be cut off. A node that is cut
+        off loses sight of the others one by one.
+        """
         deadline = clock.monotonic() + _SUSPECTS_S
         while self._membership.incarnation is incarnation and clock.monotonic() < deadline:
             mesh = incarnation.mesh
@@ -93,8 +112,11 @@ class Spares:
             await asyncio.sleep(_TOGETHER_S)
 
     async def _wait_for_the_last(self, incarnation: Incarnation) -> None:
-        """Bounded. Who is silent may only be cut off, and going on without a node cannot be taken back. Nodes that
-        were cut off together do not come back at one instant."""
+        """Wait, for a bounded time, for nodes that alone hold sealed state.
+
+        A silent node may only be cut off, and going on without it cannot be undone. Nodes that were cut off together
+        do not come back at the same instant.
+        """
         known = set(incarnation.mesh.dead)
         names = ", ".join(sorted(known))[:300]
         self._log("waits", detail=f"{names} may only be cut off, and nobody else holds what they do: {_BACK_S:g} s")
@@ -108,7 +130,7 @@ class Spares:
                 return
 
     def heard(self, lost: tuple[str, ...]) -> None:
-        """A peer of this incarnation goes on without these nodes."""
+        """Follow a peer of this incarnation that goes on without these nodes."""
         if self._node not in lost:
             self._spawn(self._follow(lost))
         elif not self._membership.detached:
@@ -139,7 +161,7 @@ class Spares:
     # ---- nodes that the job is to leave ----------------------------------------------------------------
 
     def move(self, hosts: Sequence[str]) -> str:
-        """Leave these nodes right after the next seal, so that no step is repeated; why not, or ""."""
+        """Leave these nodes right after the next seal, so that no step is repeated. Return why not, or ""."""
         wanted = set(hosts).intersection(self._membership.hosts)
         if reason := self._cannot_leave(hosts):
             return reason
@@ -147,13 +169,13 @@ class Spares:
             self._moving |= wanted
             self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
             incarnation = self._membership.incarnation
-            assert incarnation is not None  # else it cannot be left
+            assert incarnation is not None  # otherwise the nodes cannot be left
             self._spawn(self._move_late(frozenset(wanted), incarnation.restart))
             self._ask_to_hold(incarnation)
         return ""
 
     def leave(self, host: str, why: str) -> str:
-        """Leave this node now, where a rank has just failed; why not, or ""."""
+        """Leave this node now, because a rank there has just failed. Return why not, or ""."""
         reason = self._cannot_leave([host])
         if not reason:
             self._go_on_without([host], why)
@@ -177,7 +199,7 @@ class Spares:
     # ---- no step beyond the version that is resumed from -----------------------------------------------
 
     def told(self, incarnation: Incarnation, host: str, m: peer.MoveUp | peer.HoldDown) -> None:
-        """A child's wish for the root; or the root's word."""
+        """Handle a child's request to the root, or the root's decision."""
         rounds = incarnation.rounds
         if m.round != rounds.round or not incarnation.live:
             return
@@ -187,8 +209,11 @@ class Spares:
             self._hold_all(incarnation)
 
     def _ask_to_hold(self, incarnation: Incarnation) -> None:
-        """The root's word comes everywhere before that of the next seal, for both take the same way: ranks that wait
-        for the seal see both."""
+        """Request the root's decision to hold all ranks.
+
+        The decision arrives everywhere before that of the next seal, because both take the same way. Ranks that wait
+        for the seal see both.
+        """
         rounds = incarnation.rounds
         if incarnation.leads:
             self._hold_all(incarnation)
@@ -203,20 +228,23 @@ class Spares:
             self._spawn(self._release_late(incarnation))
 
     async def _release_late(self, incarnation: Incarnation) -> None:
-        """Not at once when the job goes on without the node: ranks of the attempt before may still run. Those of the
-        next one have a later epoch."""
+        """Release held ranks after a while.
+
+        Releasing at the moment when the job goes on without the node is too early: ranks of the last attempt may
+        still run. Ranks of the next attempt have a later epoch.
+        """
         await asyncio.sleep(_HOLD_S)
         if self._holds is incarnation:
             self._holds = None
             self._hold(0)
 
     def sealed(self) -> None:
-        """A version has just been sealed. Where ranks are held, none goes on."""
+        """Leave the nodes after a seal, if ranks are held: none of them then goes on."""
         if self._moving and self._holds is not None and self._holds is self._membership.incarnation:
             asyncio.get_running_loop().call_soon(self._go_on_without, frozenset(self._moving), "left")
 
     async def _move_late(self, hosts: frozenset[str], restart: int) -> None:
-        """Without a seal. A requeue meanwhile has chosen the job's nodes anew."""
+        """Leave the nodes without a seal. A requeue meanwhile has chosen the job's nodes again."""
         await asyncio.sleep(_SEAL_S)
         incarnation = self._membership.incarnation
         if hosts <= self._moving and incarnation is not None and incarnation.restart == restart:
@@ -224,7 +252,7 @@ class Spares:
         self._moving -= hosts
 
     async def answer(self, link: Link) -> None:
-        """Serve one caller of `gemini-hpc evacuate`, who has been admitted."""
+        """Serve one admitted caller of `gemini-hpc evacuate`."""
         async with asyncio.timeout(_ASK_S):
             message = await link.receive()
         if not isinstance(message, EvacuateAsk):

@@ -1,8 +1,9 @@
-"""What training ranks have told this agent of their traffic, and what they gave it to keep.
+"""Traffic reports of training ranks, and data that ranks gave this agent to keep.
 
-It belongs to no incarnation: recovery rounds and requeues leave it, for as long as this agent lives. What is told is
-kept packed (an iteration of hundreds of operations would take several times as much as objects). A rank has some
-110 KiB at most; of all ranks together MAX_TOTAL_BYTES are kept, and that which has been silent longest goes first.
+The store belongs to no incarnation: it survives recovery rounds and requeues, for as long as this agent lives.
+Reports are kept packed, because an iteration of hundreds of operations would take several times as much as objects. A
+rank has at most some 110 KiB. The store keeps MAX_TOTAL_BYTES of all ranks together, and drops the longest silent
+rank first.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 MAX_TOTAL_BYTES = 32 << 20
 MAX_POINTS = 720
-MAX_SHOWN = 1024  # ranks of a set in one picture; more cannot be connected
-_STATE_BYTES = 2048  # of a summary as an object, and of what holds all this together
+MAX_SHOWN = 1024  # ranks of a training in one view; more cannot be connected
+_STATE_BYTES = 2048  # bytes of a summary as an object, and of the store's own structures
 
 
 class Series:
-    """The overhead over time, at most MAX_POINTS of it: the older the coarser."""
+    """A series of the overhead over time, at most MAX_POINTS long. Older points are sparser."""
 
     def __init__(self) -> None:
         self._t, self._overhead, self._j = array("d"), array("d"), array("d")
@@ -33,7 +34,7 @@ class Series:
         return len(self._t)
 
     def add(self, t: float, overhead: float, j: int) -> None:
-        """One point; where there is no room, every second one of the older half goes."""
+        """Add one point. Without room, drop every second point of the older half."""
         if len(self._t) >= MAX_POINTS:
             half = MAX_POINTS // 2
             for column in (self._t, self._overhead, self._j):
@@ -43,7 +44,7 @@ class Series:
         self._j.append(j)
 
     def points(self) -> tuple[Point, ...]:
-        """In the order in which they came."""
+        """Return the points in the order of their arrival."""
         rows = zip(self._t, self._overhead, self._j, strict=True)
         return tuple(Point(t, overhead, int(j)) for t, overhead, j in rows)
 
@@ -61,14 +62,14 @@ class _Rank:
 
 
 class StatsStore:
-    """By set and rank."""
+    """The reports of ranks, by training and rank."""
 
     def __init__(self) -> None:
         self._ranks: OrderedDict[tuple[str, int], _Rank] = OrderedDict()
         self._bytes = 0
 
     def traffic(self, name: str, rank: int, state: TrafficState) -> None:
-        """A rank's newest summary."""
+        """Store a rank's newest summary."""
         told, before = self._told(name, rank)
         told.state = state
         if state.overhead is not None:
@@ -76,19 +77,19 @@ class StatsStore:
         self._grown(told, before)
 
     def timeline(self, name: str, rank: int, timeline: TimelineState) -> None:
-        """A rank's newest iteration."""
+        """Store a rank's newest iteration."""
         told, before = self._told(name, rank)
         told.timeline = msgspec.msgpack.encode(timeline)
         self._grown(told, before)
 
     def keep(self, name: str, rank: int, key: str, data: bytes) -> None:
-        """In the place of what was kept before."""
+        """Keep a rank's data in place of its earlier data."""
         told, before = self._told(name, rank)
         told.key, told.kept = key, data
         self._grown(told, before)
 
     def recall(self, name: str, rank: int, key: str) -> bytes | None:
-        """What was kept with this key; what was kept with another one is of no use any more, and goes."""
+        """Return the data kept with this key. Data kept with another key is useless now and dropped."""
         told = self._ranks.get((name, rank))
         if told is None or not told.key:
             return None
@@ -100,19 +101,19 @@ class StatsStore:
         return None
 
     def begun(self, name: str, rank: int) -> None:
-        """A new process of this rank: the summary of the one before says nothing of it."""
+        """Drop the summary of a rank that has a new process: it does not describe the new one."""
         told = self._ranks.get((name, rank))
         if told is not None:
             told.state = None
 
     def states(self, name: str, ranks: Iterable[int]) -> tuple[tuple[int, TrafficState], ...]:
-        """The summaries of those of these ranks that have told one, in order."""
+        """Return the summaries of those ranks that have sent one, in order."""
         known = ((rank, self._ranks.get((name, rank))) for rank in sorted(ranks))
         found = ((rank, told.state) for rank, told in known if told is not None and told.state is not None)
         return tuple(islice(found, MAX_SHOWN))
 
     def record(self, ask: inspect_schema.RecordAsk) -> inspect_schema.Record | None:
-        """What a rank has recorded; None where it has told nothing here."""
+        """Return a rank's record, or None if the rank has reported nothing here."""
         told = self._ranks.get((ask.set, ask.rank))
         if told is None:
             return None

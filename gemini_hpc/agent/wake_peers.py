@@ -1,9 +1,10 @@
-"""Calling survivors into the new incarnation where Slurm did not.
+"""Calls of survivors into the new incarnation where Slurm made none.
 
-slurmd runs no prolog for a job id that it still remembers. It forgets a requeued job when the new start's credential
-comes, but cleans its records at most every 2 s: on a node where another job starts a step just before, the prolog is
-skipped, and the survivor's agent never hears of the new incarnation. The replacement's agent, whose prolog has run,
-then tells it. A detached agent takes that from its own job and uid only, and only for a later incarnation.
+slurmd runs no prolog for a job id that it still remembers. A requeued job is forgotten when the credential of the new
+start comes, but slurmd cleans its records at most every 2 s. On a node where another job starts a step just before,
+the prolog is skipped. The survivor's agent then never learns of the new incarnation. The replacement's agent, whose
+prolog has run, summons it. A detached agent accepts a summons only from its own job and uid, and only for a later
+incarnation.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.ports import candidates
 
-AFTER_S = 0.7  # prologs of one incarnation do not begin at the same moment
+AFTER_S = 0.7  # seconds: prologs of one incarnation do not begin at the same moment
 DIAL_S, ANSWER_S = 1.0, 2.0
 
 
 class Wake:
-    """One agent's part in it. attach: has it enter an incarnation."""
+    """An agent's part in summoning peers."""
 
     def __init__(
         self,
@@ -37,11 +38,20 @@ class Wake:
         log: EventLog,
         spawn: Spawn,
     ) -> None:
+        """Create this agent's part.
+
+        Args:
+            identity: The agent's identity.
+            membership: The agent's membership data.
+            attach: Makes the agent enter an incarnation.
+            log: The agent's events.
+            spawn: Starts a background task.
+        """
         self._identity, self._membership, self._attach = identity, membership, attach
         self._log, self._spawn = log, spawn
 
     async def call(self, incarnation: Incarnation) -> None:
-        """Summon the partners that do not come by themselves, until all agents agree or this incarnation is over."""
+        """Summon absent partners until all agents agree or this incarnation is over."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(AFTER_S):
@@ -79,11 +89,16 @@ class Wake:
         link.close()
 
     def admits(self, restart: int) -> bool:
-        """Whether this agent waits to be called into a later incarnation."""
+        """Return whether this agent waits to be called into a later incarnation."""
         return self._membership.detached and 0 <= self._membership.restart < restart
 
     async def answer(self, link: Link) -> None:
-        """Take a summons; what it says is checked like a prolog's. Raises `LinkClosed`, TimeoutError."""
+        """Take a summons. The message is checked like a prolog's.
+
+        Raises:
+            LinkClosed: The message is no summons.
+            TimeoutError: No message arrives in time.
+        """
         async with asyncio.timeout(ANSWER_S):
             message = await link.receive()
         if not isinstance(message, peer.Wake) or message.restart != link.session.peer_restart:

@@ -1,4 +1,4 @@
-"""What was passed to the checkpointer, checked and sorted by what can be done with it."""
+"""Checks of the Checkpointer's arguments, and their division by kind of state."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ def _as_list(value: Any, what: str) -> list[Any]:
 def sort_out(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any, extra: Mapping[str, Any] | None
 ) -> tuple[list[torch.optim.Optimizer], dict[str, Stateful], dict[str, nn.Module]]:
-    """Optimizers and those inside them, what has state_dict and load_state_dict, further modules. Raises TypeError,
-    ValueError."""
+    """Sort the state arguments into optimizers, stateful objects and further modules.
+
+    The optimizers include those inside other optimizers. Stateful objects have `state_dict` and `load_state_dict`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A list of optimizers or schedulers is empty.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
     optimizers = _as_list(optimizer, "optimizer")
@@ -63,7 +69,12 @@ def check(
     dealt: Ownership,
     traffic: Traffic,
 ) -> None:
-    """Raises TypeError, ValueError."""
+    """Check the arguments that are numbers, names and choices.
+
+    Raises:
+        TypeError: `traffic` is not a `Traffic`.
+        ValueError: Another argument is out of range.
+    """
     if not isinstance(traffic, Traffic):
         raise TypeError(f"traffic is a {type(traffic).__name__}, wanted a gemini_hpc.Traffic")
     if max_repeated not in (1, 2):
@@ -75,7 +86,12 @@ def check(
 
 
 def ranks(group: Any) -> TorchRanks:
-    """The ranks of a `process_group=`. Raises TypeError, ValueError."""
+    """Return the ranks of a `process_group=` argument.
+
+    Raises:
+        TypeError: `group` is no process group.
+        ValueError: This rank is not in the group, or torch.distributed does not know the group.
+    """
     if group is None:
         return TorchRanks()
     if group is dist.GroupMember.NON_GROUP_MEMBER:

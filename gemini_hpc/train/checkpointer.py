@@ -1,4 +1,4 @@
-"""The one object that a training script talks to."""
+"""The Checkpointer, the one object that a training script uses."""
 
 from __future__ import annotations
 
@@ -39,42 +39,48 @@ from gemini_hpc.wire.stored import Tier
 
 IMPORTED_AT = clock.time()
 CLOSE_TIMEOUT_S = 10.0
-_LAST_S = 10.0  # for threads of ours that nothing holds up any more
+_LAST_S = 10.0  # bound on the wait for our own threads: no link and no agent blocks them any more
 
 
 class Checkpointer:
-    """Keeps the state of a training in its own nodes' memory after every optimizer step.
+    """A checkpointer that keeps a training's state in its own nodes' memory after every optimizer step.
 
-    Make one on every rank after the model is wrapped (DDP, FSDP2) and the optimizer exists, call `resume()` before
-    the loop, `step()` as the last statement of the loop body, `close()` at the end. Making one is collective; so is
-    the first `step()`. Without an agent (no `--gemini-replicas`, not under Slurm) it says so once and does nothing.
+    Create a Checkpointer on every rank, after the model is wrapped (DDP, FSDP2) and the optimizer exists. Call
+    `resume()` before the loop, `step()` as the last statement of the loop body, and `close()` at the end. The
+    constructor is collective, and so is the first `step()`. Without an agent (no `--gemini-replicas`, or not under
+    Slurm) the Checkpointer prints one line and does nothing.
 
     Args:
-        model: the wrapped model.
-        optimizer: one or a list.
-        scheduler: one or a list; like `scaler`, `loader` and the values of `extra` anything with state_dict and
-            load_state_dict.
-        extra: what else belongs to the state, by name. A module in it (an EMA, say) is captured as the model is.
-        name: of this training, where a job runs several at the same time.
-        process_group: the ranks that train, where those are not all: each of them makes a Checkpointer, and no other
-            does. Ranks count within it. None: the default process group.
-        max_repeated: completed steps that one failure may cost. 1: the next optimizer step waits for the seal; 2:
-            only the next save does.
-        seal_timeout_s: longest wait, in seconds, while nothing of a version arrives anywhere.
-        hold_s: seconds that a rank waits (a) after a communication error, for the agents to decide whether a node
-            has died, (b) before an optimizer step that could not be recovered, while a node is known to be dead.
-        audit: compare digests at every Nth version, to find tensors that change behind our back; 0: never.
-        ownership: "split" deals replicated state out between ranks, "full" keeps a whole copy on each.
-        start: what `resume()` takes where this job has nothing yet: a directory of the persistent tier (of another
-            job, on any number of ranks), a checkpoint of torch.distributed.checkpoint, or a file of torch.save.
-        traffic: how the copies travel.
-        tier: the directory where the agents save a version now and then, or a `Tier`.
+        model: The wrapped model.
+        optimizer: One optimizer or a list.
+        scheduler: One scheduler or a list. Like `scaler`, `loader` and the values of `extra`, any object with
+            `state_dict` and `load_state_dict`.
+        scaler: A gradient scaler, or any object as for `scheduler`.
+        loader: A data loader, or any object as for `scheduler`.
+        extra: Further state by name. A module among the values (such as an EMA) is captured like the model.
+        name: Name of this training, for jobs that run several at the same time.
+        process_group: The ranks that train, if only some do. Each rank of the group makes a Checkpointer, and no
+            other rank does. Rank numbers count within the group. None means the default process group.
+        max_repeated: Completed steps that one failure may cost. With 1, the next optimizer step waits for the seal.
+            With 2, only the next save waits.
+        seal_timeout_s: Longest wait in seconds during which no part of a version arrives anywhere.
+        hold_s: Seconds that a rank waits after a communication error, until the agents decide whether a node has
+            died. A rank also waits so long before an optimizer step that could not be recovered, while a node is
+            known to be dead.
+        audit: Compare digests at every Nth version, to find tensors that change unnoticed. 0 means never.
+        ownership: "split" divides replicated state among the ranks, "full" keeps a whole copy on each rank.
+        start: Source that `resume()` loads if this job has no version yet. The source is a directory of the
+            persistent tier (of another job, on any number of ranks), a checkpoint of torch.distributed.checkpoint, or
+            a file of torch.save.
+        traffic: Settings of how the copies travel.
+        tier: The directory where the agents save a version now and then, or a `Tier`.
 
-    With state that cannot be captured (trained sparse tensors, torch's quantized ones, modules that are still lazy,
-    FSDP1), and after failures of its own, the training runs unprotected, with one line on stderr.
+    The training runs unprotected, with one line on stderr, if its state cannot be captured. Examples are trained
+    sparse tensors, torch's quantized tensors, modules that are still lazy, and FSDP1. The same holds after failures
+    of the Checkpointer itself.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot work.
+        TypeError, ValueError: An argument cannot work.
     """
 
     def __init__(
@@ -131,10 +137,10 @@ class Checkpointer:
         if session.path:
             told = uncaptured.find()
             try:
-                tree.pack_small({}, [], session.world)  # what cannot be captured is told now, not at step 1
+                tree.pack_small({}, [], session.world)  # report state that cannot be captured now, not at step 1
             except UnknownTypeError as error:
                 self._unsupported = str(error)
-            except Exception as error:  # of the user's own state_dict(), for instance: it may work at step 1
+            except Exception as error:  # e.g. the user's own state_dict() fails, but may work at step 1
                 session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
         meetings.meet("Checkpointer()")
         session.join(self._cannot_join(), told)
@@ -160,7 +166,7 @@ class Checkpointer:
             atexit.register(_at_exit, weakref.ref(self))
 
     def _cannot_join(self) -> str:
-        """Why this rank cannot be protected; "" where it can."""
+        """Return the reason why this rank cannot be protected, or ""."""
         if self._unsupported:
             return f"rank {self._session.rank}: {self._unsupported}"
         if self._session.world == 1 and not self._apart and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
@@ -168,25 +174,27 @@ class Checkpointer:
         return ""
 
     def _join_anew(self) -> None:
-        """Say hello once more: the agents choose anew. Collective."""
+        """Send `Hello` again, so that the agents choose a version again. Collective."""
         self._session.join_anew(self._cannot_join())
         self._engine.connect()
 
     # ---- resuming --------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Bring the training back to the newest sealed version; returns its number, or 0 for a fresh start. Where
-        there is none, what `start` names is loaded.
+        """Restore the newest sealed version and return its number, or 0 for a fresh start.
 
-        Collective. Call it once, before the loop, when everything that was passed in is ready. Raises ValueError if
-        the saved state is not this training's (other parameters, optimizers, buffers).
+        If this job has no sealed version, load the source named by `start`. Collective. Call `resume()` once, before
+        the loop, when all objects passed to the Checkpointer are ready.
+
+        Raises:
+            ValueError: The saved state belongs to another training (other parameters, optimizers or buffers).
         """
         version = self._restorer.resume()
         self._restored()
         return version
 
     def _restored(self) -> None:
-        """What was loaded is the beginning now."""
+        """Make the loaded version the starting point of the gate, the engine and the versions."""
         found = self._restorer.found
         if found.stamp is None:
             return
@@ -195,15 +203,24 @@ class Checkpointer:
         self._versions.resumed, self._first_done = True, False
 
     def reject(self, reason: str, *, fresh: bool = False) -> int:
-        """The state that `resume()` has loaded is bad, for this reason (the loss is NaN, say): take an older one,
-        from memory or from the tier. Neither that version nor what came of it is chosen again in this job.
+        """Reject the state that `resume()` has loaded and take an older version, from memory or the tier.
 
-        Before the first `step()` the older version is loaded here and now, and its number is returned: begin the loop
-        anew from there, with a new iterator of the loader. After it this launch ends with exit status 75, and
-        the next one loads the older version. Where none is left, or after three rejections, the job ends with
-        a message; with fresh=True a new launch begins anew instead.
+        Use it for a bad state (the loss is NaN, for example). The job never chooses that version again, nor any
+        version derived from it.
 
-        Collective: who calls it alone gets a RuntimeError after a minute. Raises RuntimeError before `resume()`.
+        Before the first `step()`, the older version is loaded at once and its number is returned. Begin the loop
+        again from there, with a new iterator of the loader. After the first `step()`, this launch ends with exit
+        status 75, and the next launch loads the older version. If no version is left, or after three rejections, the
+        job ends with a message. With `fresh=True`, a new launch then starts over.
+
+        Collective: a rank that calls it alone gets a RuntimeError after a minute.
+
+        Args:
+            reason: Reason for the rejection, for the records and the user.
+            fresh: Let a new launch start over if no version is left.
+
+        Raises:
+            RuntimeError: `resume()` has not been called, or other ranks do not call `reject()`.
         """
         trained = self._session.version != self._restorer.resumed_at or self._engine.planning.capture is not None
         version = self._restorer.reject(reason, fresh=fresh, trained=trained)
@@ -211,18 +228,21 @@ class Checkpointer:
         return version
 
     def restore_generators(self) -> None:
-        """Set the generators of Python, NumPy, torch and CUDA once more as they were in the restored version. For a
-        script in which something draws numbers after `resume()`, a loader of its own for instance: call this right
-        before the first iteration. `StatefulLoader` does so by itself. Without a restored version nothing happens."""
+        """Set the generators of Python, NumPy, torch and CUDA again to the restored version's states.
+
+        Call it right before the first iteration if the script draws random numbers after `resume()` (in a loader of
+        its own, for example). `StatefulLoader` restores the generators by itself. Without a restored version the call
+        does nothing.
+        """
         self._restorer.restore_generators()
 
     # ---- each iteration --------------------------------------------------------------------------------
 
-    @_disable_dynamo  # for a loop body that is compiled as a whole
+    @_disable_dynamo  # the loop body may be compiled as a whole
     def step(self) -> None:
-        """The state of this iteration is complete. Call it last in the loop body, once per optimizer step.
+        """Declare the state of this iteration complete. Call it last in the loop body, once per optimizer step.
 
-        Where state appears that cannot be captured, protection ends, with one line that names it.
+        If state appears that cannot be captured, protection ends, with one line that names this state.
         """
         if self._closed:
             raise RuntimeError("step() after close()")
@@ -243,8 +263,10 @@ class Checkpointer:
 
     @property
     def gate_in_closure(self) -> bool:
-        """Whether optimizers write nothing before the closure that they are given has run: a whole iteration, where
-        Lightning calls them. The wait for the seal is behind it then."""
+        """Return whether optimizers write only after the closure passed to them has run.
+
+        Lightning passes a whole iteration as the closure. The wait for the seal then follows the closure.
+        """
         return self._gate.in_closure
 
     @gate_in_closure.setter
@@ -252,19 +274,26 @@ class Checkpointer:
         self._gate.in_closure = behind
 
     def fence(self) -> None:
-        """Call it before changing parameters by anything but an optimizer step (an EMA swap, clipping of weights, a
-        load_state_dict): returns when the capture of the last version no longer reads them."""
+        """Wait until the capture of the last version no longer reads the parameters.
+
+        Call it before changing parameters by anything but an optimizer step: an EMA swap, clipping of weights, a
+        `load_state_dict`.
+        """
         self._gate.fence()
 
     def keep(self, name: str) -> bool:
-        """Keep the version of the last completed `step()` on the persistent tier for good, under this name (GEMINI
-        paper section 2.3.1). Where that version cannot be saved (it was skipped, or the next ones came before it was
-        copied) the first one after it is kept instead. Returns whether the agents will see to it, after a moment,
-        10 s at most; if not, one line says why. The training does not wait for more.
+        """Keep the version of the last completed `step()` on the persistent tier for good.
 
-        Not collective: call it on one rank or on all. The same call again changes nothing. A name is given once: for
-        another version it is refused. A later job begins from there with `start="DIR@NAME"`. Raises TypeError and
-        ValueError for what cannot be a name: letters, digits, ".", "_" and "-", 64 at most.
+        The tier stores the version under this name (GEMINI section 2.3.1). The agents keep the next version instead
+        if that one was skipped, or overtaken by later versions before its copy ended. Return whether the agents will
+        keep it; if not, one line gives the reason. The answer takes a moment, 10 s at most, and the training waits
+        for nothing else.
+
+        Not collective: call it on one rank or on all. Repeating the same call changes nothing. Each name is used
+        once: the agents refuse it for another version. A later job starts from this version with `start="DIR@NAME"`.
+
+        Raises:
+            TypeError, ValueError: `name` is no valid name: at most 64 letters, digits, ".", "_" and "-".
         """
         name = names.checked(name)
         session = self._session
@@ -278,17 +307,22 @@ class Checkpointer:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The training has succeeded: finish the last version, tell the agent that the memory is no longer needed.
-        The job's next training begins at 0. Bounded; may be called twice."""
+        """End a training that has succeeded: finish the last version and release the agent's memory.
+
+        The job's next training begins at 0. The duration is bounded. A second call does nothing.
+        """
         self._end(success=True)
 
     def abandon(self) -> None:
-        """Give this checkpointer up, for another one in the same process: the script builds model and optimizer anew,
-        after out-of-memory for instance. The copies stay; the next Checkpointer of this name resumes from them.
+        """Abandon this checkpointer for another one in the same process.
 
-        Collective, over the store of the process group, so also while collectives are stuck or broken: a rank whose
-        others do not call it within a minute gets a RuntimeError. May be called twice. Trainings of other names have
-        to be abandoned as well. Let go of model, optimizer and this object afterwards, or their memory stays.
+        Use it if the script builds model and optimizer again, after out-of-memory for example. The copies stay, and
+        the next Checkpointer of this name resumes from them.
+
+        Collective, over the store of the process group, so it works while collectives are stuck or broken. A rank
+        gets a RuntimeError if the others do not call it within a minute. A second call does nothing. Trainings of
+        other names must be abandoned as well. Drop all references to model, optimizer and this object afterwards, or
+        their memory stays.
         """
         if self._closed or self._session.forked:
             return
@@ -309,7 +343,13 @@ class Checkpointer:
             self._end(success=False)
 
     def _end(self, *, success: bool, goes_on: bool = False) -> None:
-        """goes_on: the process does, with another checkpointer: the last version is finished, and mappings end."""
+        """End threads and session.
+
+        Args:
+            success: The training has succeeded.
+            goes_on: The process continues with another checkpointer: finish the last version and release the
+                mappings.
+        """
         if self._closed or self._session.forked:
             return
         self._closed = True
@@ -329,8 +369,10 @@ class Checkpointer:
                 keeper.close()
 
     def _exiting(self) -> None:
-        """At interpreter exit without `close()`: hold if a node is dead, and end the threads, or Python would abort
-        over them."""
+        """End the checkpointer at interpreter exit without `close()`.
+
+        Hold the process if a node is dead. End the threads, because Python aborts over live ones.
+        """
         if self._closed or self._session.forked:
             return
         if self._session.protected and self._holding is not None:
@@ -339,7 +381,10 @@ class Checkpointer:
 
     @property
     def scheme(self) -> Scheme:
-        """How the copies travel. Set it on all ranks between the same two steps: it counts from the next step()."""
+        """Return how the copies travel.
+
+        Set it on all ranks between the same two steps. The setter takes effect at the next `step()`.
+        """
         controller = self._engine.controller
         return self._traffic.scheme if controller is None else controller.scheme
 
@@ -354,12 +399,14 @@ class Checkpointer:
 
     @property
     def version(self) -> int:
-        """Number of completed `step()` calls, those before a resume included."""
+        """Return the number of completed `step()` calls, including those before a resume."""
         return self._session.version
 
     def report(self) -> dict[str, Any]:
-        """What is captured, how it went, and what was found in the process but not given. For people and tests;
-        scans all live objects, so not for every iteration."""
+        """Return the captured state, the counts and times, and state found in the process but not passed.
+
+        The report is for people and tests. The call scans all live objects: do not call it in every iteration.
+        """
         tree, session, engine = self._tree, self._session, self._engine
         capture, replicator = engine.planning.capture, engine.replicator
         page = session.client.page if session.client is not None else None

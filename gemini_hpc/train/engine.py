@@ -1,4 +1,4 @@
-"""What brings versions to their holders, in this process: made in the first `step()`, ended in `close()`."""
+"""The engine that brings versions to their holders, created in the first `step()` and ended in `close()`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from gemini_hpc.train.nccl.entry import Exchange, OverNccl
     from gemini_hpc.train.nccl.receiver import Receiver
 
-_CONTROL_TIMEOUT = timedelta(days=1)  # of the group; those who use it have bounds of their own
+_CONTROL_TIMEOUT = timedelta(days=1)  # of the group only: each use of the group has a bound of its own
 _ONE_LIVES = (
     "one replica: no copies are sent; what a lost node had is copied from the ranks of the others, but for a failure "
     "while an optimizer steps (--gemini-replicas=2 keeps copies)"
@@ -64,10 +64,14 @@ _ONE_ALONE = (
 
 
 class SaveEngine:
-    """The threads that copy, send and receive, and the controller of when they do.
+    """The threads that copy, send and receive, with the controller that schedules them.
 
-    planning: who keeps what. replicator: brings this rank's shard to its holders; receivers: take those of others.
-    controller: when versions are taken, and chunks go. driver: copies from GPU to GPU, where there are such.
+    Attributes:
+        planning: Plan of which rank keeps which state.
+        replicator: Sender of this rank's shard to its holders.
+        receivers: Receivers of other ranks' shards.
+        controller: Schedule of versions and chunks.
+        driver: Copies from GPU to GPU, if NCCL is in use.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class SaveEngine:
         max_repeated: int,
     ) -> None:
         self._ranks, self._stateful = ranks, tree.stateful
-        self._control_group: dist.ProcessGroup | None = None  # where there is no transport
+        self._control_group: dist.ProcessGroup | None = None  # used if there is no transport
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
         self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
@@ -91,8 +95,8 @@ class SaveEngine:
         self.driver: Driver | None = None
         self.replicator: Replicator | None = None
         self.receivers: list[Receiver | Reserved] = []
-        self.own_copy = Content()  # that was loaded
-        self.frozen: Frozen | None = None  # how the state is read between two optimizer steps
+        self.own_copy = Content()  # the loaded copy
+        self.frozen: Frozen | None = None  # reads the state between two optimizer steps
         self._rescuer: Rescuer | None = None
         self._own: Mapping[str, Own] = {}
         self._parity: StripeParity | None = None
@@ -103,22 +107,28 @@ class SaveEngine:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """Return our own group for the main thread's collectives: a rank that calls something else joins none."""
+        """Return our own group for the main thread's collectives.
+
+        In the training's group, a rank that calls another collective would join one of ours.
+        """
         return self.transport.group if self.transport is not None else self._control_group
 
     @property
     def under_way(self) -> bool:
-        """A version is on its way."""
+        """Return whether a version is still being copied or sent."""
         return self.replicator is not None and self.replicator.busy
 
     @property
     def join(self) -> Join | None:
-        """Return what lets copies go from GPU to GPU; None where that is not asked for."""
+        """Return the function that connects copies from GPU to GPU, or None if NCCL is not requested."""
         wanted = self._traffic.transport == "nccl" and self.transport is not None
         return self._join if wanted and not self._session.redundancy.parity else None
 
     def _join(self, tensors: list[torch.Tensor], layout: Layout, all_ranks: Exchange) -> str:
-        """Make NCCL's end of this rank, or say why there is none: see `planning.Join`."""
+        """Create this rank's NCCL endpoint and return "", or return the reason why none exists.
+
+        See `planning.Join`.
+        """
         from gemini_hpc.train.nccl import entry
 
         self._over, reason = entry.join(self._session, tensors, layout, all_ranks, self._ranks.group)
@@ -126,16 +136,16 @@ class SaveEngine:
 
     @property
     def _pushed(self) -> bool:
-        """Return whether the agents bring the copies."""
+        """Return whether the agents carry the copies."""
         return self.transport is not None and self._over is None
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether the ranks can agree on something in mid-training."""
+        """Return whether the ranks can reach an agreement during training."""
         return self.controller is not None and self.controller.agrees
 
     def keepers(self) -> list[Keeper]:
-        """Those that have memory of the agent's."""
+        """Return the replicator and the receivers, which hold memory of the agent."""
         return [*([self.replicator] if self.replicator else []), *self.receivers]
 
     def _lost(self, reason: str) -> None:
@@ -143,8 +153,10 @@ class SaveEngine:
             self.driver.fail(reason)
 
     def connect(self) -> None:
-        """Collective, after the ranks have joined: the transport, or the one that there is for the agent that has
-        welcomed this rank now."""
+        """Create the transport, or connect the existing one to the agent that has welcomed this rank now.
+
+        Collective, after the ranks have joined.
+        """
         session = self._session
         if not session.protected:
             return
@@ -165,8 +177,10 @@ class SaveEngine:
     # ---- starting --------------------------------------------------------------------------------------
 
     def start(self, first: FirstPlan) -> None:
-        """Make everything, and reserve the memory in the background. Not while another thread is inside a
-        collective."""
+        """Create all parts and reserve the memory in the background.
+
+        Do not call it while another thread is inside a collective.
+        """
         session, plan, transport = self._session, first.plan, self.transport
         assert session.client is not None
         me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
@@ -221,7 +235,10 @@ class SaveEngine:
         self._arming.start()
 
     def _pins(self, plan: Plan) -> Pins | None:
-        """Where copies come from a device. (For those over NCCL the driver has its own.)"""
+        """Return the pinned buffers for copies from a device, or None.
+
+        For copies over NCCL the driver has its own.
+        """
         pin = pins.of_training(plan.capture.device)
 
         def refused(reason: str) -> None:
@@ -274,12 +291,19 @@ class SaveEngine:
         )
 
     def _profile_key(self, plan: Plan) -> str:
-        """By places, not by names: a replacement is a node of the same kind; if not, the profile does not hold."""
+        """Return the key under which a training profile is stored.
+
+        The key uses places, not node names: a replacement is a node of the same kind. If it is not, the profile does
+        not hold.
+        """
         over = "nccl " if self.driver is not None else ""
         return stats_messages.profile_key(over + plan.packed.hex(), map(str, self._session.homes))
 
     def _copy_bytes(self, plan: Plan) -> int:
-        """What one copy takes on the network; with parity, what goes to one other of the group, on the average."""
+        """Return the network bytes of one copy.
+
+        With parity, return the average bytes that go to one other rank of the group.
+        """
         stays = plan.frozen_bytes if self._pushed else 0
         whole = plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
         if self._parity is None:
@@ -287,7 +311,7 @@ class SaveEngine:
         return whole * self._session.redundancy.parity // len(self._session.outgoing)
 
     def _live_on(self, plan: Plan) -> None:
-        """The agent is to know which nodes have this rank's shard in their tensors."""
+        """Report to the agent the nodes whose ranks have this rank's shard in their tensors."""
         session = self._session
         self._own = plan.own
         nodes = sorted({session.homes[rank] for rank in plan.live} - {session.node_rank})
@@ -297,7 +321,7 @@ class SaveEngine:
             self._rescuer.lives_on(nearest)
 
     def _at_once(self, job: Job) -> None:
-        """From the rescuer's thread."""
+        """Hurry the copy of a version. Called from the rescuer's thread."""
         job.urgent = job.wanted = True
         self.pacer.hurry()
 
@@ -306,7 +330,7 @@ class SaveEngine:
         return self._own, self.planning.capture
 
     def _follow(self, plan: Plan) -> None:
-        """Another plan, from the version on that comes next."""
+        """Follow another plan, from the next version on."""
         assert self.replicator is not None
         self.replicator.follow(plan)
         self._live_on(plan)
@@ -316,11 +340,11 @@ class SaveEngine:
     def _catch_up(self) -> None:
         for receiver in self.receivers:
             if isinstance(receiver, Reserved):
-                with suppress(AgentLost, AgentRefused):  # there will be another version
+                with suppress(AgentLost, AgentRefused):  # a later version fills the shard
                     receiver.catch_up()
 
     def _differs(self, why: str) -> None:
-        """From the thread that saves: a copy that was made here is not what its home has."""
+        """Record that a copy made here differs from its home's shard. Called from the saving thread."""
         self._session.note("differs", self._session.version, why)
         if self.planning.replanning is not None:
             self.planning.replanning.look_closely()
@@ -328,7 +352,7 @@ class SaveEngine:
     # ---- memory ----------------------------------------------------------------------------------------
 
     def _reserve(self, me: Identity, own_bytes: int, totals: list[int]) -> None:
-        """In the background: reserve and map the memory of all shards that this rank fills."""
+        """Reserve and map the memory of all shards that this rank fills. Runs in the background."""
         session = self._session
         assert session.client is not None and self.replicator is not None
         try:
@@ -356,8 +380,11 @@ class SaveEngine:
             session.verdict.prepared()
 
     def _listen(self, shards: list[Shard]) -> bool:
-        """Start the threads, unless the end came first: a thread that begins to wait for others after that would
-        still be blocked when Python exits, which aborts the process."""
+        """Start the threads, unless the end came first.
+
+        A thread that starts waiting for others after the end would still be blocked when Python exits, and Python
+        would abort the process.
+        """
         assert self.replicator is not None
         with self._session.verdict.lock:
             if self._session.ending:
@@ -372,7 +399,10 @@ class SaveEngine:
         return True
 
     def _recognise(self, shard: Shard) -> None:
-        """After a resume the memory found again may hold the version resumed from: know it, for a hand-back."""
+        """Recognise the resumed version in a slot, for a hand-back.
+
+        After a resume, the memory mapped again may hold the version resumed from.
+        """
         known = self.own_copy
         for slot in shard.slots:
             if known.digest and slot.bytes.numel() >= known.used:
@@ -385,8 +415,11 @@ class SaveEngine:
                     slot.content = Content(known.epoch, known.version, known.used, known.digest)
 
     def arm(self) -> bool:
-        """Collective, in each `step()` until memory is reserved everywhere, so that all ranks begin with the same
-        version (a version that some ranks skip can never be sealed). Whether the training is protected now."""
+        """Agree that memory is reserved everywhere, and return whether the training is protected now.
+
+        Collective, in each `step()` until memory is reserved everywhere. All ranks then begin with the same version:
+        a version that some ranks skip can never be sealed.
+        """
         session, verdict = self._session, self._session.verdict
         words = [verdict.word]
         if session.world > 1:
@@ -404,7 +437,11 @@ class SaveEngine:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def shut_down(self, patience_s: float) -> None:
-        """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links."""
+        """Stop the threads: first peacefully (the other ranks say goodbye too), then by cutting the links.
+
+        Args:
+            patience_s: Seconds for the peaceful part.
+        """
         deadline = clock.monotonic() + patience_s
         if self.driver is not None:
             self.driver.finish(in_peace=patience_s > 0)
@@ -435,8 +472,13 @@ class SaveEngine:
             self.driver.close()
 
     def wait_ended(self, patience_s: float) -> bool:
-        """Wait for the threads, once neither links nor the agent hold them up, and return whether all have ended.
-        Python aborts when it ends while one is at work in torch."""
+        """Wait for the threads, once neither links nor the agent block them. Return whether all have ended.
+
+        Python aborts if it exits while a thread is at work in torch.
+
+        Args:
+            patience_s: Longest wait in seconds.
+        """
         deadline = clock.monotonic() + patience_s
 
         def left_s() -> float:

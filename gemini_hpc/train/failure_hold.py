@@ -1,8 +1,9 @@
-"""Holding a rank whose peer's node has died, until Slurm ends it.
+"""Holding a rank whose peer's node has died, until Slurm ends the rank.
 
-When a node dies, the survivors' communication errors end the training before Slurm knows of the node: the script
-would exit, the job would be FAILED and never be requeued. So a rank that is about to end with a communication error
-first asks its agent; while a node of the job is dead or suspected it stays, bounded, waiting to be killed.
+When a node dies, communication errors end the training on the survivors before Slurm notices the dead node. The
+script would exit, the job would be FAILED and never requeued. A rank that is about to end with a communication error
+therefore first asks its agent. While a node of the job is dead or suspected, the rank stays, for a bounded time,
+until Slurm kills it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ def hold(
     clock: Callable[[], float] = clock.monotonic,
     sleep: Callable[[float], None] = clock.sleep,
 ) -> str:
-    """Block while the agent says (or may still find out) that a node is dead; returns why it ended.
+    """Block while a node is dead, or may still be found dead, and return the reason for the end.
 
-    `alive`: all nodes were heard of for ALL_ALIVE_S; `expired`: hold_s have passed, since a node was said to be dead,
-    or without any word. ask: None where the agent does not answer.
+    The reason is `alive` if all nodes were reported alive for ALL_ALIVE_S. The reason is `expired` if `hold_s`
+    seconds have passed since a node was reported dead, or in all if no node was.
+
+    Args:
+        ask: Returns the agent's verdict, or None if the agent does not answer.
+        hold_s: Bound in seconds.
+        say: Prints a line to the user.
+        clock: Clock in seconds, for tests.
+        sleep: Sleep in seconds, for tests.
     """
     started = clock()
     until = started + hold_s
@@ -57,12 +65,19 @@ def hold(
 
 
 class Hold:
-    """One training's: it stands before everything that ends the process over a communication error."""
+    """A training's hold, called before anything that ends the process over a communication error."""
 
     def __init__(
         self, path: str, hold_s: float, say: Callable[[str], None], raised: Callable[[BaseException], None]
     ) -> None:
-        """path: of the agent's socket; raised: told of an exception that ends the script, and is of its own."""
+        """Install the hook for uncaught exceptions.
+
+        Args:
+            path: Path of the agent's socket.
+            hold_s: Longest hold in seconds.
+            say: Prints a line to the user.
+            raised: Called with each exception that ends the script and is not a communication error.
+        """
         self._path, self._hold_s, self._say, self._raised = path, hold_s, say, raised
         self._before = sys.excepthook
         self._over = False
@@ -70,14 +85,16 @@ class Hold:
         sys.excepthook = self._uncaught
 
     def end(self) -> None:
-        """The training is over: nothing is held any more."""
+        """End all holding: the training is over."""
         self._over = True
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._before
 
     def error(self, error: BaseException) -> None:
-        """It ends the training, and is seen for the first time: where it is a communication error, block while a node
-        may be dead; tell of others."""
+        """Handle an error that ends the training: hold a communication error, report any other.
+
+        A communication error blocks while a node may be dead. An error that was handled before is ignored.
+        """
         if self._over or os.getpid() != self._pid or getattr(error, "__gemini_seen__", False):
             return
         error.__gemini_seen__ = True  # type: ignore[attr-defined]
@@ -92,8 +109,10 @@ class Hold:
         hold(self._verdict, self._hold_s, self._say)
 
     def exit(self) -> None:
-        """The interpreter ends, and the script has said nothing of the training's end: it may have swallowed an
-        error. Block while a node is dead."""
+        """Block at interpreter exit while a node is dead.
+
+        The script has not declared the training's end, so it may have swallowed an error.
+        """
         verdict = self._verdict()
         if verdict is not None and verdict.dead:
             self._say(f"node {', '.join(verdict.dead)} is dead; waiting for Slurm")

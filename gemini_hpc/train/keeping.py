@@ -11,7 +11,10 @@ TIMEOUT_S = 5.0
 
 
 def keep(client: AgentClient, wish: local.KeepVersion, say: Callable[[str], None]) -> bool:
-    """Whether this rank's agent will see to it; if not, the reason is said. Bounded by twice `TIMEOUT_S`."""
+    """Return whether this rank's agent will keep the version; if not, print the reason.
+
+    The wait is bounded by twice `TIMEOUT_S`.
+    """
     try:
         client.request(wish, timeout_s=TIMEOUT_S)
     except (AgentLost, AgentRefused) as error:

@@ -1,7 +1,7 @@
-"""Hold calls that need all ranks until all are in them, and say for whom the others wait.
+"""Meetings: collective calls wait until all ranks are in them, and name the missing ranks.
 
-Over the store of the process group, which needs no collective: a rank that calls something else meanwhile (an
-all-reduce of the training) would otherwise take part in ours.
+Meetings use the store of the process group, which needs no collective. In a collective, a rank that calls another one
+meanwhile (an all-reduce of the training) would take part in ours.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gemini_hpc import clock
 from gemini_hpc.train.state.collectives import TorchRanks
 
 TELL_S = 10.0
-MOST_S = 1800.0  # gloo waits so long for a rank in a collective
-_POST_S = 1.0  # a shorter wait is no news
+MOST_S = 1800.0  # gloo's own limit for a rank in a collective
+_POST_S = 1.0  # shorter waits are not reported
 _LONGEST_NAP_S = 0.05
 _NAMED = 8
 _STORELESS = ("fake", "mpi")  # torch's dry run has one rank, and a store that stores nothing
@@ -29,7 +29,13 @@ _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakK
 
 
 class Meetings:
-    """The meetings of one rank of a training. name: the training's; say: tells the user."""
+    """The meetings of one rank of a training.
+
+    Args:
+        ranks: The ranks that train.
+        name: Name of the training.
+        say: Prints a line to the user.
+    """
 
     def __init__(self, ranks: TorchRanks, name: str, say: Callable[[str], None]) -> None:
         self._rank, self._world, self._name, self._say = ranks.rank, ranks.world, name, say
@@ -39,7 +45,15 @@ class Meetings:
             self._counts = _met.setdefault(ranks.group, Counter())
 
     def meet(self, call: str, within_s: float = MOST_S) -> None:
-        """Wait until all ranks are in this call. Raises RuntimeError where some do not come in time."""
+        """Wait until all ranks are in this call.
+
+        Args:
+            call: Name of the call, for the messages.
+            within_s: Longest wait in seconds.
+
+        Raises:
+            RuntimeError: Some ranks do not come in time.
+        """
         store = self._store
         if store is None:
             return
@@ -61,13 +75,13 @@ class Meetings:
                 late = self._late(store, key)
                 store.delete_key(f"{key}/{self._rank}")
                 raise RuntimeError(f"{call} is collective: {_named(late)} did not call it within {within_s:g} s")
-            if waited_s > within_s:  # the last one has come in this moment, and goes on
+            if waited_s > within_s:  # the last rank has come at this moment and goes on
                 return
             clock.sleep(min(_LONGEST_NAP_S, max(0.001, waited_s / 8)))
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
-        """Say who waits for whom in a collective over a group of our own, which begins without a meeting."""
+        """Report missing ranks in a collective over our own group, which begins without a meeting."""
         if self._store is None:
             yield
             return
@@ -77,14 +91,20 @@ class Meetings:
             yield
 
     def _key(self, call: str) -> str:
-        """Return the store's key of a call, the same on all ranks that have made as many before."""
+        """Return the store's key of a call, equal on all ranks that have made as many such calls before."""
         return f"gemini/{self._name}/{call}/{self._counts[f'{self._name}/{call}']}"
 
     # ---- saying ----------------------------------------------------------------------------------------
 
     @contextmanager
     def _telling(self, call: str, key: str, *, posted: bool) -> Iterator[None]:
-        """Say for whom this rank waits. posted: the other ranks can see that this one is there."""
+        """Report for which ranks this rank waits.
+
+        Args:
+            call: Name of the call.
+            key: The store's key of the call.
+            posted: The other ranks can already see that this rank is there.
+        """
         over, there = threading.Event(), threading.Event()
         args = (call, key, posted, over, there)
         thread = threading.Thread(target=self._tell, args=args, name="gemini-meeting", daemon=True)
@@ -107,7 +127,7 @@ class Meetings:
             if over.wait(TELL_S - _POST_S) or store.add(f"{key}/told", 1) != 1:
                 return
             late = self._late(store, key)
-        except RuntimeError:  # the store has gone, and the wait ends with an error, too
+        except RuntimeError:  # the store has gone; the wait ends with an error, too
             return
         if not late or over.is_set():
             return
@@ -126,7 +146,7 @@ class Meetings:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return a few ranks by number."""
+    """Return a phrase that names the first ranks by number."""
     named = ", ".join(map(str, ranks[:_NAMED]))
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' * (len(ranks) != 1)} {named}{more}"

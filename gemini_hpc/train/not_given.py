@@ -14,12 +14,17 @@ from gemini_hpc.train.state.optimizers import shares_state
 
 _SCHEDULER, _SCALER = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
 _KINDS = (torch.optim.Optimizer, _SCHEDULER, _SCALER)
-_DEEP, _MANY = 4, 1000  # how far one looks, and into how large a container
+_DEEP, _MANY = 4, 1000  # depth of the search, and size of the largest container to search
 _NO_HOLDERS = (nn.Module, torch.Tensor, torch.optim.Optimizer, str, bytes, type)
 
 
 class NotGiven:
-    """given: what was passed to one Checkpointer. optimizers: those of its training."""
+    """The objects with state that were not passed to one Checkpointer.
+
+    Args:
+        given: The objects passed to the Checkpointer.
+        optimizers: The optimizers of its training.
+    """
 
     _everybodys: ClassVar[weakref.WeakSet[NotGiven]] = weakref.WeakSet()
 
@@ -32,19 +37,21 @@ class NotGiven:
         return any(o is optimizer for o in self._given) or shares_state(optimizer, self._optimizers)
 
     def has_anywhere(self, optimizer: Any) -> bool:
-        """Return whether it is an optimizer of any training in this process."""
+        """Return whether the optimizer belongs to any training in this process."""
         return any(each.has(optimizer) for each in self._everybodys)
 
     def names(self) -> list[str]:
-        """Return the classes of all of them, for the report."""
+        """Return the classes of all objects that were not passed, for the report."""
         return sorted(f"{type(o).__module__}.{type(o).__qualname__}" for o in self._found(_KINDS, self._given))
 
     def sentences(self) -> list[str]:
-        """Return one for the schedulers of this training's optimizers, and one for gradient scalers. What somebody
-        holds who was passed belongs to that one's state."""
+        """Return a sentence on this training's schedulers and one on gradient scalers that were not passed.
+
+        An object held by one that was passed belongs to that object's state and is not reported.
+        """
         if not self._schedulers_and_scalers():
             return []
-        gc.collect()  # what nobody uses any more may still wait for that
+        gc.collect()  # drop unused objects that only wait for the collector
         found = self._schedulers_and_scalers()
         inside = {id(o) for o in _held_by(found)}
         schedulers = [o for o in found if isinstance(o, _SCHEDULER)]
@@ -78,7 +85,7 @@ class NotGiven:
 
 
 def _held_by(objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield what these objects have in their attributes, also in lists and the like."""
+    """Yield the values of the objects' attributes, including those in containers."""
     seen: set[int] = set()
     layer = [item for o in objects for item in _items(o)]
     for _ in range(_DEEP):

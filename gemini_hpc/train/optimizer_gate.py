@@ -1,4 +1,4 @@
-"""What happens before the first optimizer step after `step()`: the version before has to be sealed (R2)."""
+"""The gate before the first optimizer step after `step()`: the previous version must be sealed first (R2)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.capture import Job
 from gemini_hpc.train.state.tree import StateTree
 
-_NOT_GIVEN = 3  # optimizers of which that is said
-_WARM_UP = 3  # steps that do not count for the worst
-_SEVERAL = 2  # graphs that cannot be told apart
-_TO_BEGIN_S = 0.25  # a healthy replicator begins within that, also on a busy node
+_NOT_GIVEN = 3  # report at most this many optimizers that were not passed
+_WARM_UP = 3  # steps that do not count for the worst times
+_SEVERAL = 2  # with several strange graphs, none can be identified
+_TO_BEGIN_S = 0.25  # a healthy replicator begins within this time, also on a busy node
 
 
 @dataclass
 class Times:
-    """Seconds that the training has spent in the checkpointer."""
+    """The seconds that the training has spent in the checkpointer."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -38,27 +38,31 @@ class Times:
     worst_hook_s: float = 0.0
 
     def stepped(self, spent_s: float) -> None:
-        """One `step()` is over."""
+        """Count the seconds of one `step()`."""
         self.steps += 1
         self.step_s += spent_s
         if self.steps > _WARM_UP:
             self.worst_step_s = max(self.worst_step_s, spent_s)
 
     def hooked(self, spent_s: float) -> None:
-        """One wait before the optimizer is over."""
+        """Count the seconds of one wait before the optimizer."""
         self.hook_s += spent_s
         if self.steps > _WARM_UP:
             self.worst_hook_s = max(self.worst_hook_s, spent_s)
 
 
 class OptimizerGate:
-    """Of one rank. A hook of all optimizers of the process: those of the training wait here, once after each
-    `step()`.
+    """A rank's gate: a hook in all optimizers of the process, where the training's own optimizers wait.
 
-    not_given: of the checkpointer. job: the last version that was taken; late: the training went on without its seal;
-    forgone: the last version that this rank could not take; resumed_from: the (epoch, version) that was loaded.
-    in_closure: the optimizers write nothing before the closure that they are given has run, so the wait is behind
-    that.
+    The wait takes place once after each `step()`.
+
+    Attributes:
+        job: The last version captured.
+        late: The training went on without the seal of that version.
+        forgone: The last version that this rank could not capture.
+        resumed_from: The (epoch, version) that was loaded.
+        in_closure: The optimizers write only after the closure passed to them has run, so the wait follows the
+            closure.
     """
 
     def __init__(
@@ -74,48 +78,48 @@ class OptimizerGate:
         self._not_given, self._max_repeated, self._times = not_given, max_repeated, times
         self.job: Job | None = None
         self.late = False
-        self.forgone = 0  # the last version that this rank could not take
+        self.forgone = 0  # the last version that this rank could not capture
         self.resumed_from: tuple[int, int] | None = None
         self.in_closure = False
         self.stepped = False  # an optimizer of the training has stepped since the last `step()`
-        self.passed = True  # nobody need wait before the next `step()`
-        self.strange: list[Any] = []  # graphs replayed since the last `step()` that may have steps, unseen by us
-        self._writing = False  # an optimizer changes the tensors, or has since the last `step()`
-        self._still = threading.Lock()  # who has it may read them
+        self.passed = True  # no wait is due before the next `step()`
+        self.strange: list[Any] = []  # graphs replayed since the last `step()` that may contain steps we do not see
+        self._writing = False  # an optimizer changes the tensors, or has changed them since the last `step()`
+        self._still = threading.Lock()  # its owner may read the tensors
         self._told_late = False
         self._not_given_told = 0
-        self._found_anew = 0  # as it was when these were looked at
+        self._found_anew = 0  # the tree's `found_anew` when `_foreign` was last filled
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         session.on_lost.append(self._let_go)
-        # A compiled step calls it as it is: Dynamo would trace its frames, and warn of what it finds in them.
+        # A compiled step calls the hook uncompiled: Dynamo would trace its frames and warn about their content.
         hook = torch.compiler.disable(partial(_pre_hook, weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._hook = register_optimizer_step_pre_hook(hook)
         graphs.watch(self)
 
     def _let_go(self, reason: str) -> None:
-        """Nobody waits any more for a copy that may never end."""
+        """Release all waits for a copy that may never end."""
         if self.job is not None:
             self.job.left.set()
 
     def close(self) -> None:
-        """Optimizers step freely from now on."""
+        """Remove the hook, so that optimizers step freely from now on."""
         self._hook.remove()
         graphs.unwatch(self)
 
     @property
     def forked(self) -> bool:
-        """Return whether this process was forked from the rank: its training is not watched."""
+        """Return whether this process was forked from the rank. A forked process has no watched training."""
         return self._session.forked
 
     @property
     def waited_s(self) -> float:
-        """Seconds that were waited for seals, and before steps that a death would have repeated."""
+        """Return the seconds waited for seals, and before steps that a death would have repeated."""
         return self._session.gate.waited_s + self._session.guard.waited_s
 
     # ---- before the optimizer --------------------------------------------------------------------------
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each optimizer's step; only the first one after `step()` matters."""
+        """Wait before an optimizer's step. Only the first such call after `step()` has an effect."""
         if graphs.captured(optimizer) or not self._is_ours(optimizer):
             return
         self.stepped = True
@@ -133,7 +137,10 @@ class OptimizerGate:
             self.wait_left(self.job)
 
     def captures(self) -> None:
-        """End all copies before a CUDA graph is captured: a capture counts as a change of tensors, and is none."""
+        """End all copies before a CUDA graph is captured.
+
+        The capture counts as a change of tensors, although it changes none.
+        """
         if not self.forked:
             self.fence()
 
@@ -148,8 +155,11 @@ class OptimizerGate:
             self.before(optimizer)
 
     def knows_the_strange(self) -> bool:
-        """Weights have changed, and no optimizer was seen. Return whether one graph alone can have done that: its
-        replays are steps from now on."""
+        """Return whether a single CUDA graph must have changed the weights.
+
+        Called when weights have changed and no optimizer was seen. If only one unknown graph was replayed, its
+        replays count as steps from now on.
+        """
         if len(self.strange) != 1:
             return False
         graphs.has_steps_of(self.strange.pop(), self._tree.optimizers)
@@ -157,14 +167,17 @@ class OptimizerGate:
         return True
 
     def taken(self) -> None:
-        """`step()` has been called: until the next optimizer step the tensors stay as they are."""
+        """Record the call of `step()`: the tensors stay unchanged until the next optimizer step."""
         self.stepped = self._writing = False
         self.strange.clear()
 
     @contextmanager
     def frozen(self) -> Iterator[Job | None]:
-        """Keep the optimizers waiting: the version that the tensors are now, None while they are being changed, or
-        where that version was not captured. From another thread."""
+        """Block the optimizers and yield the version that the tensors hold now.
+
+        Yield None while the tensors are being changed, or if that version was not captured. Called from another
+        thread.
+        """
         with self._still:
             job = self.job
             yield job if job is not None and not self._writing and job.version == self._session.version else None
@@ -177,7 +190,7 @@ class OptimizerGate:
         if controller is not None:
             controller.gate()
         if job is None and self.resumed_from is not None:
-            # The version that was chosen may not have been sealed: until it is, it must not be the past (R2).
+            # The chosen version may not have been sealed: until it is, it must not become the past (R2).
             session.gate.wait_for(self.resumed_from, lambda: not session.protected)
         elif self.forgone == session.version and controller is not None:
             self._wait_for_others(controller.patience_s)
@@ -189,7 +202,7 @@ class OptimizerGate:
             assert capture is not None
             if job.version == session.version:
                 changed = capture.audit(job)
-                for key in changed if not job.hopeless else ():  # a void version is named already
+                for key in changed if not job.hopeless else ():  # a void version is reported already
                     session.note("changed", job.version, f"{key} changed between step() and the optimizer's step")
             if controller.due(job.version):
                 self.wait_sealed(job)
@@ -203,14 +216,20 @@ class OptimizerGate:
         self._times.hooked(spent)
 
     def _wait_for_others(self, patience_s: float) -> None:
-        """Wait until the other ranks have given this version up, too: a rank ahead of them refuses their copies."""
+        """Wait until the other ranks have given up this version, too.
+
+        A rank ahead of them refuses their copies.
+        """
         session, pacer = self._session, self._engine.pacer
         if session.world > 1 and self._max_repeated == 1:
             over = lambda: not session.protected  # noqa: E731
             session.gate.wait(self.forgone, over, lambda: pacer.progress_at, patience_s)
 
     def _stand_by(self, job: Job | None) -> None:
-        """The job is about to leave a node: nothing is repeated where all ranks stop at a version that is kept."""
+        """Wait for the end if the job is about to leave a node and this version is kept.
+
+        If all ranks stop at a kept version, no step is repeated.
+        """
         session = self._session
         if job is None:
             kept = self.resumed_from is not None and self.resumed_from[1] == session.version
@@ -222,13 +241,16 @@ class OptimizerGate:
             session.guard.stand_by()
 
     def _indispensable(self, repeats: int) -> tuple[int, int]:
-        """The (epoch, version) without which a failure after the next step repeats more than `repeats` steps."""
+        """Return the (epoch, version) without which a failure repeats too many steps.
+
+        Without it, a failure after the next step repeats more than `repeats` steps.
+        """
         version = self._session.version + 1 - repeats
         resumed = self.resumed_from
         return resumed if resumed is not None and version <= resumed[1] else (self._session.epoch, version)
 
     def wait_left(self, job: Job) -> None:
-        """Until the copying thread has what it needs; a copy that has not begun in time never will."""
+        """Wait until the copying thread has its data. A copy that has not begun in time is cancelled."""
         if job.left.is_set():
             return
         job.wanted = True
@@ -239,16 +261,19 @@ class OptimizerGate:
         if gate.degraded and not job.started:
             job.left.wait(_TO_BEGIN_S)
         if not job.left.is_set() and not job.cancel():
-            job.left.wait()  # a copy in memory is under way: it ends
+            job.left.wait()  # a copy in memory is in progress: it ends
 
     def wait_sealed(self, job: Job) -> None:
-        """The training needs this version sealed (R2) before it goes on. Bounded: see `SealGate.wait`."""
+        """Wait until this version is sealed, before the training goes on (R2).
+
+        The wait is bounded: see `SealGate.wait`.
+        """
         session, gate, pacer = self._session, self._session.gate, self._engine.pacer
         job.hurried = True
         pacer.wait_for()
         if not session.protected or self.late:
             return
-        if self._max_repeated > 1:  # nobody waits here: see Replicator._save
+        if self._max_repeated > 1:  # the wait is elsewhere: see Replicator._save
             if job.hopeless and not gate.degraded:
                 gate.missed(job.version)
             return
@@ -271,7 +296,7 @@ class OptimizerGate:
             self._tell_late(job.version)
 
     def _tell_late(self, version: int) -> None:
-        """The training goes on without the seal that it waited for, and all else seems well (R2)."""
+        """Report that the training goes on without the seal, although all else seems well (R2)."""
         session = self._session
         why = "not sealed when the training had to go on: a failure before the next seal repeats one more step"
         if not self._told_late:
@@ -283,7 +308,10 @@ class OptimizerGate:
     # ---- whose optimizers ------------------------------------------------------------------------------
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Registered, or at work on registered parameters (a wrapper, an optimizer in backward)."""
+        """Return whether the optimizer is registered or works on registered parameters.
+
+        The latter holds for a wrapper, or an optimizer in the backward pass.
+        """
         if self._found_anew != self._tree.found_anew:
             self._found_anew = self._tree.found_anew
             self._foreign.clear()
@@ -310,7 +338,7 @@ class OptimizerGate:
 def _pre_hook(
     me: weakref.ref[OptimizerGate], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What the optimizer is called with instead, where that changes."""
+    """Return the optimizer's changed arguments, or None to leave them unchanged."""
     gate = me()
     if gate is None or gate.forked:
         return None

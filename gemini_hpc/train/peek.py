@@ -1,4 +1,4 @@
-"""What a training would resume from, before anything of it is built."""
+"""The version that a training would resume from, before any of the training is built."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from gemini_hpc.wire.stored import Tier
 
 
 def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.ProcessGroup | None = None) -> int:
-    """The version that `resume()` is about to restore; 0 where there is none, or no agent.
+    """Return the version that `resume()` is about to restore, or 0 without a version or an agent.
 
-    For a script that builds something else after so many steps: further layers, another parameter group. Call it on
-    every rank, after `init_process_group` where there are several: it is collective. The arguments are those of
-    `Checkpointer`. `resume()` says the final word: a copy that turns out damaged there leads to an older version.
+    Use it in a script that builds something else after so many steps: further layers, another parameter group. Call
+    it on every rank, after `init_process_group` if there are several ranks: it is collective. The arguments equal
+    those of `Checkpointer`. The version of `resume()` is the final one: a copy found damaged there leads to an older
+    version.
     """
     path = os.environ.get(joining.SOCKET_ENV, "")
     ranks = arguments.ranks(process_group)
@@ -39,7 +40,7 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
             found, why = -1, str(error)
         finally:
             client.close()
-    if distributed and world > 1:  # also so that nobody begins another round before all have been answered
+    if distributed and world > 1:  # also keeps ranks from beginning another round before all have an answer
         everywhere = collectives.gather_word(found, ranks.group)
         found = found if all(other == found for other in everywhere) else -1
     if found < 0:

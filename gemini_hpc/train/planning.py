@@ -1,4 +1,7 @@
-"""Who keeps what of the training state: planned by all ranks in the first `step()`, anew where the state changes."""
+"""The plan of which rank keeps which state, made by all ranks in the first `step()`.
+
+The ranks plan again when the state changes.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,13 @@ from gemini_hpc.train.uncaptured import Uncaptured
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's tensors, for the other ranks, and in the first `step()` also the size of its slot. ready: it has them
-    all now. word: of what carries the copies. told: what it has to say, as `Session.say_shared` says it."""
+    """A rank's tensors for the other ranks and, in the first `step()`, the size of its slot.
+
+    Attributes:
+        ready: The rank has all its tensors now.
+        word: Message for the part that carries the copies.
+        told: Sentences for the user, as for `Session.say_shared`.
+    """
 
     ready: bool = True
     problem: str = ""
@@ -38,25 +46,31 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _OfferError(Exception):
-    """A rank cannot take part in a new plan."""
+    """The failure of a rank to take part in a new plan."""
 
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """plan: this rank's. gathered: what every rank has. totals: bytes of every rank's slot."""
+    """The result of the first planning.
+
+    Attributes:
+        plan: This rank's plan.
+        gathered: The tensors of every rank.
+        totals: Bytes of every rank's slot.
+    """
 
     plan: Plan
     gathered: list[list[Entry]]
     totals: list[int]
 
 
-# Of tensors, their layout in the slot, and what gives every rank the word of each: lets all ranks copy from GPU to
-# GPU, or none, and says why.
+# Connects copies from GPU to GPU on all ranks, or on none, and returns the reason for none ("" otherwise).
+# Arguments: the tensors, their layout in the slot, and a function that returns every rank's message for its own.
 Join = Callable[[list[torch.Tensor], Layout, Callable[[bytes], list[bytes]]], str]
 
 
 class Planning:
-    """Of one rank. group: of the ranks' control messages, once there is one. follow: called with each later plan."""
+    """A rank's part in planning."""
 
     def __init__(
         self,
@@ -67,18 +81,28 @@ class Planning:
         group: Callable[[], dist.ProcessGroup | None],
         follow: Callable[[Plan], None],
     ) -> None:
+        """Create the planning of one rank.
+
+        Args:
+            session: The rank's session with its agent.
+            tree: The state to divide.
+            traffic: Settings of how the copies travel.
+            dealt: Division of replicated state among the ranks.
+            group: Returns the group of the ranks' control messages, once it exists.
+            follow: Called with each later plan.
+        """
         self._session, self._tree, self._transport, self._dealt = session, tree, traffic.transport, dealt
         self._group, self._follow = group, follow
         self.capture: Capture | None = None
-        self.kept_capacity = 0  # for the small state, in the version that was resumed from
+        self.kept_capacity = 0  # capacity for the small state in the version that was resumed from
         self.replanning: Replanning | None = None
         self.unlifted: set[str] = set()  # large tensors of the small state that do not keep their shape
-        self.unplanned: set[str] = set()  # other tensors that did not keep theirs twice: part of the small state
-        self._misfits: set[str] = set()  # those that did not keep theirs once
+        self.unplanned: set[str] = set()  # other tensors whose shape changed twice: now part of the small state
+        self._misfits: set[str] = set()  # tensors whose shape changed once
         self._changing: set[str] = set()  # names that do not fit the plan now
-        self._layout_bytes = 0  # of a slot, as planned
-        self._apart: frozenset[str] = frozenset()  # what ranks have under one name, and not alike
-        self._draft: Draft | None = None  # that was offered for a new plan
+        self._layout_bytes = 0  # bytes of a slot, as planned
+        self._apart: frozenset[str] = frozenset()  # state that ranks have under one name, with different content
+        self._draft: Draft | None = None  # the draft offered for a new plan
         self._told: set[str] = set()
 
     # ---- the first plan --------------------------------------------------------------------------------
@@ -93,11 +117,22 @@ class Planning:
         join: Join | None,
         uncaptured: Uncaptured,
     ) -> FirstPlan | None:
-        """Collective, in each `step()` until every rank is ready (optimizer state exists after a real step only): who
-        owns what, and the layout. None: not all ranks are ready.
+        """Plan the owners and the layout with all ranks, and return the plan, or None if a rank is not ready.
 
-        join: called at the end; None where copies are not to go from GPU to GPU. failure: of what came before, on
-        this rank. Raises on all ranks where one has failed, or the others would wait for it.
+        Collective, in each `step()` until every rank is ready: optimizer state exists only after a real step.
+
+        Args:
+            leaves: This rank's tensors.
+            odd: Optimizer state that is no tensor, by (optimizer, parameter, name).
+            failure: An earlier failure on this rank.
+            ready: This rank's state is complete.
+            join: Called at the end; None if copies do not go from GPU to GPU.
+            uncaptured: Findings to report together.
+
+        Raises:
+            Exception: This rank has failed.
+            RuntimeError: Another rank has failed. All ranks raise, because they would wait for the failed rank
+                otherwise.
         """
         draft = Draft([], [], [], 0)
         if failure is None:
@@ -150,7 +185,7 @@ class Planning:
         )
 
     def _join(self, join: Join, leaves: list[Leaf], layout: Layout) -> None:
-        """Let copies go over NCCL, or say once why they do not. Collective."""
+        """Let copies go over NCCL, or report once why they do not. Collective."""
 
         def all_ranks(word: bytes) -> list[bytes]:
             return [offer.word for offer in self._all(_Offer(word=word), None)]
@@ -160,7 +195,12 @@ class Planning:
             self._session.say_once(f"copies go over host, not over NCCL: {reason}")
 
     def _all(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
-        """Collective: what every rank offers. Raises on every rank where one has a failure to tell of."""
+        """Exchange offers with all ranks and return every rank's offer. Collective.
+
+        Raises:
+            Exception: The failure of this rank.
+            RuntimeError: Another rank has a failure.
+        """
         session = self._session
         if failure is not None:
             offer = _Offer(problem=f"rank {session.rank}: {failure}")
@@ -178,7 +218,7 @@ class Planning:
     # ---- planning anew ---------------------------------------------------------------------------------
 
     def may_change(self, gathered: list[list[Entry]], alone: frozenset[str]) -> Replanning:
-        """From now on a plan may be followed by another one."""
+        """Allow that another plan follows the current one from now on."""
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
             offer=self._offer_anew,
@@ -189,9 +229,16 @@ class Planning:
         return self.replanning
 
     def want(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = (), *, agrees: bool) -> None:
-        """These have no place in the present plan; misfits: what is wrong with others, without which no version can
-        be captured. agrees: the ranks can agree on another plan. Raises StateChangedError where there is no way to
-        one."""
+        """Request another plan for tensors that have no place in the present one.
+
+        Args:
+            tensors: Tensors without a place in the plan.
+            misfits: Faults of other tensors, with which no version can be captured.
+            agrees: The ranks can agree on another plan.
+
+        Raises:
+            StateChangedError: There are misfits and no way to another plan.
+        """
         large = [t for t in tensors if t.numel() * t.element_size() >= LEAST_BYTES]
         able = self._session.world == 1 or agrees
         if misfits and not (able and self.replanning is not None):
@@ -200,8 +247,10 @@ class Planning:
             self.replanning.want(self._session.version, at_once=bool(misfits))
 
     def misfit(self, names: Iterable[str]) -> bool:
-        """These tensors do not fit the plan. One that does not for a second time goes with the small state from then
-        on. Whether that is news."""
+        """Record the tensors that do not fit the plan and return whether this is news.
+
+        A tensor that misfits for the second time belongs to the small state from then on.
+        """
         found = set(names)
         if self._changing == found:
             return False
@@ -211,7 +260,7 @@ class Planning:
         return True
 
     def not_given(self, error: NotGivenError) -> None:
-        """Leave a version out that lacks the state of an object. Name each object's mistake once."""
+        """Skip a version that lacks the state of an object. Report each object's mistake once."""
         session, why = self._session, str(error)
         if why not in self._told:
             self._told.add(why)
@@ -224,11 +273,11 @@ class Planning:
         session.event("skipped", f"rank {session.rank}: {why}")
 
     def fits(self) -> None:
-        """All tensors are as planned."""
+        """Record that all tensors are as planned."""
         self._changing.clear()
 
     def alone(self) -> None:
-        """A single rank need not ask."""
+        """Plan again at once if the training has a single rank, which needs no agreement."""
         if self._session.world == 1 and self.replanning is not None and self.replanning.wanted:
             self.replanning.hear([1])
             self.replanning.take([self.replanning.offer()], self._session.version)
@@ -254,12 +303,12 @@ class Planning:
         except NotGivenError as error:
             self.not_given(error)
             offer = _Offer(ready=False)
-        except Exception as error:  # all ranks hear of it
+        except Exception as error:  # all ranks receive the problem
             offer = _Offer(problem=f"rank {self._session.rank}: {error}")
         return msgspec.msgpack.encode(offer)
 
     def _adopt(self, offered: Sequence[bytes]) -> None:
-        """The new plan, from the version on that comes next. Never raises."""
+        """Adopt the new plan from the next version on. Never raises."""
         try:
             self._take(offered)
         except Exception as error:
@@ -271,7 +320,7 @@ class Planning:
         assert replanning is not None and self._layout_bytes
         draft, self._draft = self._draft, None
         offers = [msgspec.msgpack.decode(part, type=_Offer) for part in offered]
-        if not all(offer.ready for offer in offers):  # an object has not given its state
+        if not all(offer.ready for offer in offers):  # an object has not returned its state
             replanning.want(session.version, at_once=True)
             return
         problem = next((offer.problem for offer in offers if offer.problem), "")
@@ -280,7 +329,7 @@ class Planning:
         gathered = [offer.entries for offer in offers]
         plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=self._apart)
         named = plan.alone != self._apart
-        if replanning.differed and not named:  # where, does not show now: local steps have met
+        if replanning.differed and not named:  # the place of the difference no longer shows: local steps have met
             apart = self._apart | ownership.printed(gathered)
             plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=apart)
         replanning.found(plan.alone - self._apart, named=named)

@@ -1,17 +1,20 @@
-"""Rejecting what was loaded: an agent writes it down."""
+"""Recording at an agent that a loaded version was rejected."""
 
 from __future__ import annotations
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.wire import local
 
-MEET_S = 60.0  # within which all ranks call it
+MEET_S = 60.0  # within this time all ranks must call it
 TIMEOUT_S = 30.0
 MOST_TEXT = 300
 
 
 def record(client: AgentClient | None, message: local.Reject) -> tuple[bool, str]:
-    """Whether this rank's agent has written it down, and if it will not, why; "" where there is no agent now."""
+    """Return whether this rank's agent has recorded the rejection, and the reason if it refuses.
+
+    The reason is "" if no agent is reachable now.
+    """
     if client is None:
         return False, ""
     try:

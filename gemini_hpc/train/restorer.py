@@ -1,4 +1,4 @@
-"""Bringing the training back: all ranks agree on a version that each can load, or leave it for another launch."""
+"""Restoring a training: all ranks agree on a version that each can load, or leave it to another launch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ RESUME_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was loaded. stamp: its (epoch, version), None where nothing was; small_capacity: bytes of its small state;
-    own_copy: of this rank's own shard."""
+    """The version that was loaded.
+
+    Attributes:
+        stamp: Its (epoch, version), or None if no version was loaded.
+        small_capacity: Bytes of its small state.
+        own_copy: The copy of this rank's own shard.
+    """
 
     stamp: tuple[int, int] | None = None
     small_capacity: int = 0
@@ -36,9 +41,7 @@ class Resumed:
 
 
 class Restorer:
-    """Of one rank. path: what to start from where this job has nothing; unsupported: why this rank's state cannot be
-    captured, or ""; join_anew: says hello to the agents once more; meetings: of the ranks; later: has a sentence said
-    in the first `step()`, once for all ranks that have it."""
+    """A rank's part in restoring the training."""
 
     def __init__(
         self,
@@ -52,18 +55,34 @@ class Restorer:
         meetings: Meetings,
         later: Callable[[str], None],
     ) -> None:
+        """Create the restorer of one rank.
+
+        Args:
+            session: The rank's session with its agent.
+            tree: The state to restore.
+            loader: The training's data loader, or None.
+            path: Source to start from if this job has no version.
+            unsupported: Reason why this rank's state cannot be captured, or "".
+            join_anew: Sends `Hello` to the agents again.
+            meetings: Meetings of the ranks.
+            later: Takes a sentence for the first `step()`, reported once for all ranks that have it.
+        """
         self._session, self._tree, self._loader = session, tree, loader
         self._path, self._unsupported, self._join_anew = path, unsupported, join_anew
         self._meetings, self._later = meetings, later
         self.called = False
         self.found = Resumed()
         self.resumed_at = 0
-        self._generators: Any = None  # as they were in the version that was restored
+        self._generators: Any = None  # states of the generators in the restored version
         self._own_copy = Content()
 
     def resume(self) -> int:
-        """The number of the version that was loaded; 0 for a fresh start. Collective. Raises RuntimeError,
-        ValueError."""
+        """Load a version and return its number, or 0 for a fresh start. Collective.
+
+        Raises:
+            RuntimeError: `resume()` was called before, or some ranks do not call it in time.
+            ValueError: The saved state does not fit this training.
+        """
         if self.called:
             raise RuntimeError("resume() was already called: call it only once, before the loop")
         self.called = True
@@ -77,7 +96,7 @@ class Restorer:
         return self._load() or self._begin_anew()
 
     def begins(self) -> None:
-        """Say, at the first `step()` of a training that begins at 0, that it has left `resume()` out."""
+        """Report, at the first `step()` of a training that begins at 0, that `resume()` was left out."""
         if self.called:
             return
         self._session.begun_without_resume()
@@ -85,7 +104,10 @@ class Restorer:
             self._session.say_once(f"resume() was not called before the first step(): {self._path} was not loaded")
 
     def _load(self) -> int:
-        """The version that the agents have chosen; 0: none, and the training may begin anew. Collective."""
+        """Load the version that the agents have chosen and return its number. Collective.
+
+        Return 0 if there is none and the training may begin anew.
+        """
         began, session = clock.time(), self._session
         shards = self._choose_and_fetch()
         welcome = session.welcome
@@ -121,7 +143,13 @@ class Restorer:
     # ---- rejecting -------------------------------------------------------------------------------------
 
     def reject(self, reason: str, *, fresh: bool, trained: bool) -> int:
-        """See `Checkpointer.reject`. trained: `step()` has been called since."""
+        """Reject the loaded version: see `Checkpointer.reject`.
+
+        Args:
+            reason: Reason for the records and the user.
+            fresh: Let a new launch start over if no version is left.
+            trained: `step()` has been called since the load.
+        """
         if not self.called:
             raise RuntimeError("reject() before resume(): nothing has been loaded")
         session = self._session
@@ -139,12 +167,12 @@ class Restorer:
         session.version = self.resumed_at = 0
         self.found, self._generators, self._own_copy = Resumed(), None, Content()
         version = self._load()
-        if not version:  # what is here now is no beginning
+        if not version:  # the state that is here now is no fresh start
             session.try_again("no version is left, and the training may start over")
         return version
 
     def _record(self, reason: str, *, fresh: bool) -> None:
-        """Have the agents write it down, on one node at least. Collective."""
+        """Record the rejection at the agents, on at least one node. Collective."""
         session = self._session
         recorded, why = False, "nothing was loaded from memory or the tier"
         if self.found.stamp is not None and session.client is not None:
@@ -157,7 +185,7 @@ class Restorer:
         self._give_up(f"{reason}; {why or 'no agent could be told'}")
 
     def _give_up(self, why: str) -> NoReturn:
-        """On every rank alike: nothing is left to go on from, and nobody has said that one may begin anew."""
+        """End the job on every rank alike: no version is left, and no call has allowed a fresh start."""
         session = self._session
         session.say_once(
             f"no version is left to resume from: {why}; to start over, submit a new job (after reject(fresh=True) "
@@ -170,7 +198,7 @@ class Restorer:
     # ---- generators and data ---------------------------------------------------------------------------
 
     def restore_generators(self) -> None:
-        """As they were in the version that was loaded, once more."""
+        """Set the generators to the states of the loaded version again."""
         if self._generators is not None:
             rng.restore(self._generators)
 
@@ -187,7 +215,7 @@ class Restorer:
             self._session.say_once(f"no loader was passed: the script itself has to skip {steps} of data")
 
     def _tell_counts(self, then: Mapping[str, int]) -> None:
-        """Name what another loader's position may count in, where that differs now."""
+        """Report in which units another loader's position may count, if they differ now."""
         if self._loader is None or isinstance(self._loader, StatefulLoader):
             return
         now = {**counted_in(self._loader), "ranks": self._session.world}
@@ -199,7 +227,7 @@ class Restorer:
             )
 
     def _tell_begins_anew(self) -> None:
-        """Say what of the loaded version was not put back."""
+        """Report which parts of the loaded version were not restored."""
         for line in self._tree.begins_anew:
             if self._session.protected:
                 self._later(line)
@@ -209,7 +237,11 @@ class Restorer:
     # ---- from elsewhere --------------------------------------------------------------------------------
 
     def _begin_anew(self) -> int:
-        """Load what `start` names; the version that it was. Collective. Raises ValueError, on all ranks alike."""
+        """Load the source named by `start` and return its version. Collective.
+
+        Raises:
+            ValueError: The source cannot be loaded. All ranks raise alike.
+        """
         if not self._path:
             return 0
         session = self._session
@@ -233,10 +265,10 @@ class Restorer:
     # ---- from the agents -------------------------------------------------------------------------------
 
     def _choose_and_fetch(self) -> list[restore.Saved]:
-        """The shards of the version to resume from; none for a fresh start. Collective.
+        """Return the shards of the version to resume from, or none for a fresh start. Collective.
 
-        Where a rank cannot get what it needs (a copy turned out damaged, its holder died), all ranks say hello
-        again: the agents verify what they hold and choose anew.
+        If a rank cannot get its data (a copy is damaged, its holder died), all ranks send `Hello` again. The agents
+        then verify the copies that they hold and choose again.
         """
         session = self._session
         for attempt in itertools.count(1):

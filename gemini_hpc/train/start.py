@@ -1,9 +1,11 @@
-"""Starting from what another run has left: a version of the persistent tier (of any number of ranks), a checkpoint of
-torch.distributed.checkpoint, or a file of torch.save.
+"""Starting from the results of another run.
 
-From the tier everything comes back, and versions go on from the one that was read. The two others give parameters,
-buffers, and the tensors of one optimizer, by the names in the model, whatever they stand below (`model.`,
-`state.app.module.`); learning rates and the like stay this script's, and versions begin at 1.
+The source is a version of the persistent tier (of any number of ranks), a checkpoint of torch.distributed.checkpoint,
+or a file of torch.save.
+
+A tier version restores everything, and version numbers continue from its own. The other two sources give parameters,
+buffers, and the tensors of one optimizer. Their tensors are found by the names in the model, under any prefix
+(`model.`, `state.app.module.`). Learning rates and the like stay those of this script, and versions begin at 1.
 """
 
 from __future__ import annotations
@@ -30,8 +32,14 @@ _NONE: dict[str, Any] = {"odd": {}}
 
 @dataclass(frozen=True)
 class Started:
-    """What was read. version: 0 where it has none; what: in words; states: generators, where they are this rank's;
-    counts: see `restore.counts`."""
+    """The result of a load.
+
+    Attributes:
+        version: Number of the version, 0 if the source has none.
+        what: Description in words.
+        states: States of the generators, if they are this rank's.
+        counts: See `restore.counts`.
+    """
 
     version: int
     what: str
@@ -40,8 +48,20 @@ class Started:
 
 
 def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
-    """Fill the training from `path`. name: of the set, where a job's directory has several. Raises ValueError where
-    it does not fit this training or is damaged, OSError, ImportError (h5py)."""
+    """Fill the training from `path`.
+
+    Args:
+        tree: The state to fill.
+        path: The source.
+        name: Name of the training, needed if a job's directory has several.
+        rank: This rank's number.
+        world: Number of ranks.
+
+    Raises:
+        ValueError: The source does not fit this training, or is damaged.
+        OSError: The source cannot be read.
+        ImportError: h5py is missing.
+    """
     tree.reshard()
     if os.path.isfile(path):
         return _from_file(tree, path)
@@ -68,8 +88,11 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
 
 
 def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of the model by the names that it gives them, as far as it saves them itself. Raises
-    ValueError where their memory is not all there is to them."""
+    """Return the model's parameters and buffers by the model's own names, as far as the model saves them.
+
+    Raises:
+        ValueError: A tensor's memory is not all of its content (quantized tensors).
+    """
     if apart := tree.with_hidden:
         raise ValueError(
             f"{apart[0]} is quantized: other programs' checkpoints of it are not read here; load it before, without "
@@ -88,8 +111,13 @@ USUAL = ("", "model.", "module.", "state_dict.", "model_state_dict.")
 
 
 def _prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
-    """What stands before all of `names` among `keys`; None if nothing does. Where several models are there: nothing,
-    or one of the usual words. Raises ValueError where it could be any, which ranks would decide differently."""
+    """Return the prefix before all of `names` among `keys`, or None if there is none.
+
+    With several models in the file, return the empty prefix or one of the usual words.
+
+    Raises:
+        ValueError: Any of several unusual prefixes could be right. Ranks would choose differently.
+    """
     wanted, known = list(names), set(keys)
     first = max(wanted, key=len, default="")
     candidates = {key[: -len(first)] for key in known if key.endswith(first)} if first else set()
@@ -107,7 +135,7 @@ def _fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
 
 
 def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Give the one optimizer the state tensors that were found, by (parameter, name), with any content."""
+    """Create the optimizer state tensors that were found, by (parameter, name), with any content."""
     params = {p.fqn: p.tensor for p in tree.params}
     rows = []
     for (owner, name), (shape, dtype) in found.items():
@@ -120,7 +148,7 @@ def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int
 
 
 def _targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors now, by the keys under which they were found."""
+    """Return the optimizer's present tensors by the keys under which the source has them."""
     leaves, _ = tree.leaves()
     by = {(leaf.owner.fqn.removeprefix("model."), leaf.name): leaf.tensor for leaf in leaves if leaf.optimizer == 0}
     return {key: by[name] for name, key in found.items() if name in by}
@@ -156,7 +184,8 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         wanted = {key: tensor.detach() for key, tensor in targets.items() if local(tensor).numel()}
         try:
             state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:  # no Exception: it would pass by all who catch those
+        # CheckpointException is no Exception: handlers of Exception would miss it
+        except CheckpointException as error:
             causes = [str(cause).splitlines()[0][:200] for cause, _ in error.failures.values() if str(cause)]
             raise ValueError(f"{path}: cannot be loaded: {(causes or ['damaged'])[0]}") from None
     return Started(0, f"{_count(model, moments)}, from torch.distributed.checkpoint{_unread(tree)}")
@@ -192,7 +221,7 @@ def _count(model: Sized, moments: Sized) -> str:
 
 
 def _unread(tree: StateTree) -> str:
-    """Name what else this training has, and begins anew."""
+    """Return a phrase that names this training's other state, which begins anew."""
     extra = tree.with_extra
     more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
     return f"; not read: {extra[0]}{more}" if extra else ""
@@ -205,7 +234,7 @@ def _check(path: str, problems: Iterable[str]) -> None:
 
 
 def _dicts(value: Any, deep: int) -> Iterable[Mapping[str, Any]]:
-    """A dict of names and the dicts in it, the outer ones first."""
+    """Yield a dict of names and the dicts inside it, the outer ones first."""
     if not isinstance(value, Mapping) or not deep:
         return
     if all(isinstance(key, str) for key in value):
@@ -215,8 +244,11 @@ def _dicts(value: Any, deep: int) -> Iterable[Mapping[str, Any]]:
 
 
 def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """The tensors of an optimizer's state_dict, by (parameter, name); parameters by name, or numbered as in its
-    groups. One that is of another number of parameters is none of ours."""
+    """Return the tensors of an optimizer's state_dict by (parameter, name).
+
+    Parameters go by name, or by number as in its groups. A numbered state_dict with another number of parameters is
+    ignored.
+    """
     model = {id(p.tensor): p.fqn.removeprefix("model.") for p in tree.params}
     order = [model.get(id(p), "") for group in tree.optimizers[0].param_groups for p in group["params"]]
     found: dict[tuple[str, str], torch.Tensor] = {}
@@ -233,7 +265,10 @@ def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tenso
 
 
 def _optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list[Any]]]:
-    """What looks like an optimizer's state_dict; also as the only one in a list, as Lightning has it."""
+    """Yield each pair of dict and list that looks like an optimizer's state_dict.
+
+    A list with one element counts as that element, as Lightning stores it.
+    """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, Mapping) or not deep:
@@ -247,7 +282,7 @@ def _optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list
 
 
 def _fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
-    """This rank's part of a whole tensor."""
+    """Copy this rank's part of a whole tensor."""
     if isinstance(tensor, DTensor):
         size, offset = box_of(tensor)
         for dim, (start, length) in enumerate(zip(offset, size, strict=True)):

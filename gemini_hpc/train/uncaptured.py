@@ -1,4 +1,4 @@
-"""Name the state of a training that nothing captures, once; the training goes on."""
+"""Reports, once each, of a training's state that the Checkpointer does not capture. The training goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from gemini_hpc.train.state.tree import StateTree
 
 
 class Uncaptured:
-    """The findings of one rank. Ranks often have the same: they are said when all ranks talk anyway, once."""
+    """The findings of one rank.
+
+    Ranks often have the same findings. Each is reported once, when all ranks talk anyway.
+    """
 
     def __init__(self, tree: StateTree, not_given: NotGiven) -> None:
         self._tree, self._not_given = tree, not_given
@@ -18,9 +21,12 @@ class Uncaptured:
         self._later: list[str] = []
 
     def find(self) -> list[str]:
-        """Return a sentence on each thing that objects hand out and nothing captures, once. Never raises."""
+        """Return a new sentence for each state that objects hand out and the Checkpointer does not capture.
+
+        Never raises.
+        """
         found: list[str] = []
-        with suppress(Exception):  # where the state itself cannot be captured, the first plan says so
+        with suppress(Exception):  # if the state itself cannot be captured, the first plan reports it
             found += self._handed_out()
         with suppress(Exception):
             for what, why in self._tree.comm_hooks.left_out().items():
@@ -29,25 +35,31 @@ class Uncaptured:
         return found
 
     def find_when_planned(self) -> list[str]:
-        """Do the same for optimizers, which have state by now, and name what was not passed. Never raises."""
+        """Return the findings including optimizers, which have state by now, and objects not passed.
+
+        Never raises.
+        """
         found = self.find()
         with suppress(Exception):
             found += self._join()
-        with suppress(Exception):  # of classes that are not ours
+        with suppress(Exception):  # classes of others may raise
             found += self._not_given.sentences()
         return found
 
     def tell_later(self, sentence: str) -> None:
-        """Have it said when the ranks next plan together, which they do in each `step()` until they have a plan."""
+        """Keep a sentence until the ranks next plan together, in each `step()` until they have a plan."""
         self._later.append(sentence)
 
     def take(self) -> list[str]:
-        """Return what was left for now."""
+        """Return and forget the sentences kept for later."""
         found, self._later = self._later, []
         return found
 
     def _join(self) -> list[str]:
-        """Say that ranks inside DDP.join stop to mean the same by a version once one of them has no more batches."""
+        """Return a sentence if the training runs inside DDP.join.
+
+        Once a rank has no more batches, the ranks no longer mean the same by a version.
+        """
         joins = [recorder.ddp._join_config for recorder in self._tree.ddps]
         uneven = any(join.enable and not join.throw_on_early_termination for join in joins)
         if not uneven:
@@ -61,7 +73,7 @@ class Uncaptured:
     def _handed_out(self) -> Iterator[str]:
         for where, look in self._tree.handed_out().items():
             names: Sequence[str] = ()
-            with suppress(Exception):  # one whose state_dict() raises hands out nothing that anybody could load
+            with suppress(Exception):  # an object whose state_dict() raises hands out no loadable state
                 names = look() if where not in self._found else ()
             if names and self._is_new(where):
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -72,7 +84,7 @@ class Uncaptured:
                 )
 
     def _is_new(self, what: str) -> bool:
-        """Return whether nothing has been found of this yet."""
+        """Return whether there is no earlier finding on this object."""
         is_new = what not in self._found
         self._found.add(what)
         return is_new

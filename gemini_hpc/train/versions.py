@@ -1,4 +1,4 @@
-"""Taking one version: whether the state is whole at this `step()`, whether it is due, and what it is."""
+"""Capturing a version at `step()`: checking that the state is complete and due, and submitting it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from gemini_hpc.train.state.stillness import Stillness
 from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local, nothing_deferred
 from gemini_hpc.train.uncaptured import Uncaptured
 
-_TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
+_TOGETHER = 4  # while nothing is sealed and versions are skipped, save one of this many
 
 
 class Versions:
-    """Of one rank. resumed: the training was, so its optimizers have state before their first step."""
+    """A rank's capture of versions.
+
+    Attributes:
+        resumed: The training was resumed, so its optimizers have state before their first step.
+        unseen: The weights have changed since the previous `step()` without an optimizer step.
+    """
 
     def __init__(
         self,
@@ -40,15 +45,15 @@ class Versions:
         self._meetings, self._uncaptured, self._scaler, self._audit = meetings, uncaptured, scaler, audit
         self.resumed = False
         self._crowded = False
-        self._owed = False  # a version that was to be saved was none: the next one that is takes its place
+        self._owed = False  # a version due for saving was incomplete: the next complete one takes its place
         self._last_scale: float | None = None
-        self.unseen = False  # the weights have changed behind our back since the `step()` before
+        self.unseen = False  # the weights have changed unnoticed since the previous `step()`
         self._told_unseen = self._told_unstepped = False
-        self._unstepped = 0  # the version before, where it has gradients and no optimizer step
+        self._unstepped = 0  # the previous version, if it has gradients and no optimizer step
         self._stillness = Stillness()
 
     def take(self) -> None:
-        """At `step()`: never raises. Ends protection where the state cannot be captured."""
+        """Capture the version at `step()`, and end protection if the state cannot be captured. Never raises."""
         session = self._session
         if session.protected:
             try:
@@ -60,8 +65,10 @@ class Versions:
         self._ship(None)
 
     def _complete(self) -> bool:
-        """Whether the state at this `step()` is all there is: gradients that wait for an optimizer step are not
-        captured."""
+        """Return whether the captured state is complete at this `step()`.
+
+        Gradients that wait for an optimizer step are not captured.
+        """
         scale = self._scaler.get_scale() if hasattr(self._scaler, "get_scale") else None
         before, self._last_scale = self._last_scale, scale
         gate = self._gate
@@ -69,7 +76,7 @@ class Versions:
         if gate.stepped or (scale != before and not gate.strange):
             self._tell_unstepped()
             self._stillness.forget()
-            return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
+            return True  # after a lower scale: the scaler skipped the optimizer, in an iteration like any other
         if self._stillness.broken(local(param.tensor) for param in self._tree.params):
             self._unstepped = 0
             self.unseen = not gate.knows_the_strange()
@@ -86,7 +93,10 @@ class Versions:
         return not (grads or gate.strange)
 
     def _tell_unstepped(self) -> None:
-        """Say, once, that the version before was none. Only now is it known that nobody has written the weights."""
+        """Report, once, that the previous version was not saved.
+
+        Only now is it certain that no write changed its weights.
+        """
         version, self._unstepped = self._unstepped, 0
         if version and not self._told_unstepped:
             self._told_unstepped = True
@@ -97,7 +107,7 @@ class Versions:
             )
 
     def _tell_unseen(self) -> None:
-        """Say, once, that weights change without an optimizer step."""
+        """Report, once, that weights change without an optimizer step."""
         if self._told_unseen:
             return
         self._told_unseen = True
@@ -119,9 +129,11 @@ class Versions:
         self._tell(self._session.version, f": {text}")
 
     def _tell(self, version: int, why: str) -> None:
-        """Say why a version is not saved, with the other ranks where they are about to plan together.
+        """Report why a version is not saved, together with the other ranks if they are about to plan.
 
-        why: goes on behind the version's number.
+        Args:
+            version: Number of the version.
+            why: Reason, appended to the version's number.
         """
         session = self._session
         text = f"step() at version {version}{why}"
@@ -142,7 +154,7 @@ class Versions:
         except Exception as error:
             failure = error
         moment = engine.controller.moment() if engine.controller is not None else Moment(UNKNOWN)
-        # what is collective comes first, and on every rank, whatever this rank's own state is
+        # collectives come first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
                 ready = self.resumed or (complete and self._gate.stepped)
@@ -151,7 +163,7 @@ class Versions:
                 if not agreed:
                     return
             except Exception:
-                session.verdict.fall_back()  # a plan fails on all ranks or on none; no other collective comes
+                session.verdict.fall_back()  # a plan fails on all ranks or on none; no other collective follows
                 raise
         if engine.controller is not None:
             engine.controller.step(session.version, engine.under_way)
@@ -172,7 +184,10 @@ class Versions:
     def _begin(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
     ) -> bool:
-        """Collective, until the ranks have one verdict: plan, start, and see whether all could. False: not yet."""
+        """Plan, start, and check that all ranks could start. Collective, until the ranks have one verdict.
+
+        Return whether the training is protected now.
+        """
         session, engine = self._session, self._engine
         if engine.planning.capture is None:
             first = engine.planning.first(
@@ -182,7 +197,7 @@ class Versions:
                 return False
             try:
                 engine.start(first)
-            except Exception as error:  # the others go on to `arm`
+            except Exception as error:  # the other ranks go on to `arm`
                 session.lose(f"{type(error).__name__}: {error}")
         elif failure is not None:
             session.lose(f"{type(failure).__name__}: {failure}")
@@ -240,13 +255,13 @@ class Versions:
             self._gate.wait_sealed(job)
 
     def _too_early(self) -> bool:
-        """The version before is still on its way: this one is skipped."""
+        """Return whether this version is skipped because the previous one is still being sent."""
         session, engine, late, job = self._session, self._engine, self._gate.late, self._gate.job
         left = job is None or job.left.is_set()
         crowded = engine.under_way and (session.gate.degraded or not left or late)
         if not (crowded or (self._crowded and session.gate.degraded and session.version % _TOGETHER)):
             return False
-        # ranks that skip must come to skip the same versions, or none is ever sealed again
+        # all ranks must come to skip the same versions, or none is ever sealed again
         self._crowded = True
         quiet_s = engine.controller.quiet_s(session.seal_timeout_s) if engine.controller is not None else 0.0
         if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
@@ -255,8 +270,14 @@ class Versions:
         return True
 
     def _misfit(self, misfits: Mapping[str, str]) -> None:
-        """Tensors, by name, are not what was planned: no version is saved until the state is dealt out anew. Raises
-        StateChangedError where there is no way to another plan."""
+        """Skip versions while tensors differ from the plan, until the state is divided again.
+
+        Args:
+            misfits: Reasons by tensor name.
+
+        Raises:
+            StateChangedError: There is no way to another plan.
+        """
         session, planning = self._session, self._engine.planning
         why = next(iter(misfits.values()))
         planning.want((), (why,), agrees=self._engine.ranks_agree)
@@ -267,8 +288,10 @@ class Versions:
         self._gate.forgone = session.version
 
     def _ship(self, job: Job | None) -> None:
-        """At each step() since the ranks have begun to save, where copies go over NCCL: what this rank has of this
-        version. Only the first call of a step() counts."""
+        """Send this rank's part of the version over NCCL, at each `step()` since the ranks save.
+
+        Only the first call in a `step()` counts.
+        """
         session, driver, controller = self._session, self._engine.driver, self._engine.controller
         if driver is None or controller is None or session.verdict.awaited or not session.protected:
             return

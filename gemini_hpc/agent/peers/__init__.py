@@ -1,1 +1,1 @@
-"""The agents of one job among themselves: links, who is dead, recovery rounds."""
+"""The agents of one job among themselves: links, failure detection, recovery rounds."""

@@ -1,4 +1,4 @@
-"""The job's events, as one agent sees them: kept for `inspect`, printed, and passed on to the controller."""
+"""The job's events as one agent sees them: kept for `inspect`, printed, and sent to the controller."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ _DETAIL_CHARS, _COMPLAINT_CHARS = 500, 300
 
 
 class Log(Protocol):
-    """How the parts of an agent tell of an event."""
+    """The function with which the parts of an agent log an event."""
 
     def __call__(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
-        """One line of the job's event log."""
+        """Log one line of the job's events."""
 
 
 class EventLog:
-    """restart: tells the number of the incarnation, -1 before the first; line: prints one."""
+    """An agent's log of the job's events."""
 
     def __init__(self, node: str, restart: Callable[[], int], line: Callable[[float, str, int, str], None]) -> None:
+        """Create an empty log.
+
+        Args:
+            node: Name of this agent's node.
+            restart: Returns the number of the incarnation, -1 before the first.
+            line: Prints one line.
+        """
         self._node, self._restart, self._line = node, restart, line
         self._complaints = RateLimit(per_s=1.0, burst=1.0)
         self._followers: list[Callable[[inspect_schema.EventRecord], None]] = []
         self.events: list[inspect_schema.EventRecord] = []
 
     def follow(self, follower: Callable[[inspect_schema.EventRecord], None]) -> None:
-        """From now on it is told of each event."""
+        """Call the follower with each event from now on."""
         self._followers.append(follower)
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
-        """One line of the job's event log."""
+        """Log one line of the job's events."""
         event = inspect_schema.EventRecord(
             t=clock.time() if t is None else t,
             name=name,
@@ -50,7 +57,10 @@ class EventLog:
         self._line(event.t, name, version, event.detail)
 
     def complain(self, text: str) -> None:
-        """What a stranger can cause: a line in the agent's own log, at most one a second, and no event."""
+        """Log a fault that a stranger can cause: a line in the agent's own log, and no event.
+
+        At most one line a second is printed.
+        """
         if self._complaints.take():
             missed = self._complaints.settle()
             more = f" (and {missed} others before)" if missed else ""

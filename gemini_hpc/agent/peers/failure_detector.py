@@ -1,13 +1,16 @@
-"""Which peers count as dead: the decisions of a failure detector with indirect probes, as in SWIM.
+"""The decisions of a failure detector with indirect probes, as in SWIM: which peers count as dead.
 
-A partner that has been silent for too long is suspected, and probed: by this agent, and by a few others for it. Whom
-anybody can reach is alive. Whom nobody can reach is dead, which all are told (an obituary); another's obituary is
-believed about a peer of which nothing has been heard for half that time, unless who says so counted as dead itself a
-moment ago. A dead peer that is heard of again is alive, which all are told too; then others that count as dead are
-looked for once more. Who has left, after a training that succeeded, is neither suspected nor dead.
+A partner that is silent for too long is suspected and probed, by this agent and by a few witnesses. A peer that any
+of them can reach is alive. A peer that none can reach is dead, and an obituary goes to all.
 
-No clock, no socket and nothing that waits is here: each call names the time (monotonic), and returns what is to be
-done, in that order. `mesh` does it.
+An agent believes an obituary only about a peer that has been silent for half that time. An agent ignores an obituary
+whose sender counts as dead itself, or recently did.
+
+A dead peer that sends again is alive, which is reported to all peers, too. Other peers that count as dead are then
+probed once more. An agent that has sent `Left` (its training succeeded) is never suspected or declared dead.
+
+The module has no clock and no socket, and never waits. Each call gets the time (monotonic seconds) and returns the
+effects to carry out, in that order. `mesh` carries them out.
 """
 
 from __future__ import annotations
@@ -16,13 +19,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MAX_WITNESSES = MAX_DOUBTS = 3
-BACK = 3.0  # times the silence: for so long nothing is believed of the dead, of one who was taken for dead itself
-COMES_S = 4.0  # within which a survivor of the incarnation before should be heard: no prolog of it need have run
+BACK = 3.0  # multiple of the silence: for this long, ignore death reports of an agent that was itself declared dead
+COMES_S = 4.0  # seconds in which a survivor of the last incarnation should send: no prolog need run for it first
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Try for so long to reach a suspect, have these peers try, wait for their answers for so long; then `judge`."""
+    """A request to reach a suspect directly and through witnesses; then call `judge`.
+
+    Attributes:
+        host: The suspect.
+        witnesses: Peers that try, too.
+        direct_s: Seconds for this agent's own try.
+        indirect_s: Seconds to wait for the witnesses' answers.
+    """
 
     host: str
     witnesses: tuple[str, ...]
@@ -32,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Try for so long to reach one that counts as dead; then `found`."""
+    """A request to try, for `direct_s` seconds, to reach a host that counts as dead; then call `found`."""
 
     host: str
     direct_s: float
@@ -40,7 +50,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Tell all peers that this one is dead, or alive again."""
+    """A request to report to all peers that this host is dead, or alive again."""
 
     host: str
     alive: bool
@@ -48,7 +58,13 @@ class Liveness:
 
 @dataclass(frozen=True)
 class Dead:
-    """This peer is dead; witnesses could not reach it. known: that is no news."""
+    """A peer declared dead.
+
+    Attributes:
+        host: The dead peer.
+        witnesses: The agents that could not reach it.
+        known: The peer already counted as dead.
+    """
 
     host: str
     witnesses: tuple[str, ...]
@@ -59,51 +75,71 @@ Effect = Probe | Doubt | Liveness | Dead
 
 
 class FailureDetector:
-    """Of one agent in one incarnation, about the hosts of its list. silence_s: after which a peer is suspected.
-    expected: those that have an agent already. Of the others it is not known when they come, so they are suspected
-    only once they have been heard."""
+    """An agent's failure detector in one incarnation, for the hosts of its list.
+
+    Attributes:
+        watching: Partners are being watched. When false, no host is suspected or declared dead.
+    """
 
     def __init__(
         self, me: str, hosts: Collection[str], silence_s: float, now: float, expected: Collection[str] = ()
     ) -> None:
+        """Create a detector that has no partners yet.
+
+        Args:
+            me: This agent's host.
+            hosts: Hosts of the incarnation.
+            silence_s: Silence in seconds after which a peer is suspected.
+            now: The time, in monotonic seconds.
+            expected: Hosts that have an agent already. The arrival time of others is unknown, so they are suspected
+                only after their first message.
+        """
         self._me, self._hosts, self._silence_s = me, frozenset(hosts) - {me}, silence_s
         self._ticked_at = now
         self._comes = dict.fromkeys(self._hosts.intersection(expected), now + COMES_S)
-        self.partners: set[str] = set()  # to whom there should be a link
-        self.heard: dict[str, float] = {}  # when, last
+        self.partners: set[str] = set()  # hosts to which there should be a link
+        self.heard: dict[str, float] = {}  # time of the last message
         self.suspects: set[str] = set()
         self.dead: set[str] = set()
         self.left: set[str] = set()
-        self._back: dict[str, float] = {}  # who counted as dead, and was heard again: when
-        self._doubted: dict[str, float] = {}  # whose death was looked into once more: when
+        self._back: dict[str, float] = {}  # hosts that counted as dead and sent again, with the time
+        self._doubted: dict[str, float] = {}  # hosts whose death was probed again, with the time
         self.watching = True
-        self._ended_at: float | None = None  # when the job's script had
+        self._ended_at: float | None = None  # when the job's script ended
 
     def job_ended(self, now: float) -> None:
-        """The job has ended here. Whoever is heard of from now on was not lost before; where nobody was, no loss
-        matters any more. Where one was, the job is on its way back: who else is lost meanwhile is news, too."""
+        """Record that the job has ended here.
+
+        A host heard since then was not lost before, and without an earlier loss no loss matters any more. After an
+        earlier loss the job is about to restart, so further losses are reported.
+        """
         self._ended_at = now
 
     def silent(self, links: Collection[str]) -> set[str]:
-        """Partners that are suspected, or whose link is lost."""
+        """Return the partners that are suspected, or whose link is lost."""
         lost = {host for host in self.partners if host not in links and host in self.heard}
         return self.suspects | (lost - self.left)
 
     def hear(self, host: str, at: float) -> list[Effect]:
-        """Something came from this peer then."""
+        """Record a message from this peer at this time."""
         self.heard[host] = at
         self.left.discard(host)
         return self._alive(host, at)
 
     def leaves(self, host: str) -> list[Effect]:
-        """This peer says that it ends, and why that is well."""
+        """Record that this peer has announced its end, after a training that succeeded."""
         self.left.add(host)
         self.suspects.discard(host)
         return self._alive(host, self._ticked_at)
 
     def tick(self, now: float, links: Collection[str]) -> list[Effect]:
-        """Called once a heartbeat: whom to suspect. links: hosts to which there is one."""
-        if now - self._ticked_at > 2 * self._silence_s:  # we ourselves were stopped: hear first, judge later
+        """Return probes for the partners to suspect now. Called once a heartbeat.
+
+        Args:
+            now: The time, in monotonic seconds.
+            links: Hosts with a link.
+        """
+        if now - self._ticked_at > 2 * self._silence_s:  # this process itself was stopped: receive first, judge later
             for host in self.heard:
                 self.heard[host] = now
             self._comes = dict.fromkeys(self._comes, now + COMES_S)
@@ -123,7 +159,14 @@ class FailureDetector:
         return Probe(host, tuple(able[:MAX_WITNESSES]), self._silence_s / 2, self._silence_s)
 
     def judge(self, probe: Probe, mine: bool, theirs: Sequence[bool | None], now: float) -> list[Effect]:
-        """What came of a probe. theirs: whether each witness could reach the suspect; None: it has not answered."""
+        """Return the effects of a probe's result.
+
+        Args:
+            probe: The probe.
+            mine: This agent could reach the suspect.
+            theirs: Each witness's result, None without an answer.
+            now: The time, in monotonic seconds.
+        """
         self.suspects.discard(probe.host)
         if mine or any(theirs) or probe.host in self.left:
             self.heard[probe.host] = now
@@ -134,16 +177,16 @@ class FailureDetector:
         return self._bury(probe.host, (self._me, *agree))
 
     def found(self, host: str, now: float) -> list[Effect]:
-        """One that counts as dead could be reached."""
+        """Record that a host that counts as dead could be reached."""
         self.heard[host] = now
         return self._alive(host, now)
 
     def give_up(self, probe: Probe) -> None:
-        """Nothing came of it."""
+        """End a probe that had no result."""
         self.suspects.discard(probe.host)
 
     def told(self, sender: str, host: str, *, alive: bool, now: float) -> list[Effect]:
-        """A peer's obituary."""
+        """Handle a peer's report that a host is dead, or alive again."""
         if host not in self._hosts:
             return []
         if alive:
@@ -155,7 +198,11 @@ class FailureDetector:
         return self._bury(host, (sender,))
 
     def _was_cut_off(self, host: str, now: float) -> bool:
-        """Until a moment ago: then it takes for dead whom it could not reach, and says so as soon as it can."""
+        """Return whether this host counts as dead, or did recently.
+
+        The host's own death reports are then unreliable. After being cut off, the host takes the peers that it could
+        not reach for dead, and reports them as soon as it can.
+        """
         back = self._back.get(host)
         return host in self.dead or (back is not None and now - back < BACK * self._silence_s)
 
@@ -170,7 +217,7 @@ class FailureDetector:
             return []
         self.dead.discard(host)
         self._back[host] = now
-        # If this agent was cut off itself, the others are alive as well, and most of them have no reason to say so.
+        # If this agent was cut off itself, the others are alive, too, and most have no reason to report so.
         long_ago = now - self._silence_s
         again = [other for other in sorted(self.dead) if self._doubted.get(other, long_ago) <= long_ago][:MAX_DOUBTS]
         self._doubted.update(dict.fromkeys(again, now))

@@ -1,5 +1,8 @@
-"""Failure domains of a job's nodes, as the coordinator of a recovery round knows them: from the site's file, or from
-Slurm's own topology.conf. What is not known is not kept apart, and no round waits long for it."""
+"""Failure domains of a job's nodes, for the coordinator of a recovery round.
+
+The domains come from the site's file or from Slurm's own topology.conf. Nodes with an unknown domain are not kept
+apart, and no round waits long for the file.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,28 @@ from collections.abc import Callable, Iterable, Mapping
 from gemini_hpc.core import topology
 from gemini_hpc.core.topology import TopologyError
 
-# Where slurmd finds it: beside slurm.conf as it is packaged, and where slurmctld sends it (`enable_configless`).
+# slurmd's places for it: beside slurm.conf as packaged, and where slurmctld sends it (`enable_configless`).
 SLURMS = ("/etc/slurm/topology.conf", "/run/slurm/conf/topology.conf")
 NONE = "none"
-LOOK_S = 2.0  # the prologs of all nodes wait, and a file system may be away
+LOOK_S = 2.0  # seconds: the prologs of all nodes wait, and a file system may be away
 
 
 class FailureDomains:
-    """setting: `Settings.failure_domains`; warn: told, in one sentence and once, why a file cannot be used."""
+    """The failure domains of nodes, read from a file."""
 
     def __init__(self, setting: str, warn: Callable[[str], None]) -> None:
+        """Create an empty table of domains.
+
+        Args:
+            setting: `Settings.failure_domains`.
+            warn: Called once, with one sentence, if a file cannot be used.
+        """
         self._setting, self._warn = setting, warn
         self._said = ""
         self.by_host: Mapping[str, str] = {}
 
     async def look(self, hosts: Iterable[str]) -> None:
-        """Read the file anew, for these hosts."""
+        """Read the file again, for these hosts."""
         if self._setting == NONE:
             return
         self.by_host, problem = {}, ""
@@ -45,13 +54,19 @@ class FailureDomains:
 
 
 def path_of(setting: str) -> str:
-    """The file that the setting means; "" where Slurm has none."""
+    """Return the file that the setting names, or "" if Slurm has none."""
     return setting or next(filter(os.path.exists, SLURMS), "")
 
 
 def read(setting: str) -> dict[str, str]:
-    """Domains by node; empty where the setting names no file and Slurm has none. Raises `TopologyError` and
-    `OSError`."""
+    """Return the failure domains by node.
+
+    The result is empty if the setting names no file and Slurm has none.
+
+    Raises:
+        TopologyError: The file's content is invalid.
+        OSError: The file cannot be read.
+    """
     path = path_of(setting)
     if not path:
         return {}

@@ -1,4 +1,4 @@
-"""Which agent this is."""
+"""Identity of an agent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from gemini_hpc.config import Settings
 
 @dataclass
 class Identity:
-    """Of one agent, for its life. uid: the job's owner; directory: the job's on this node; again: another agent has
-    died here; instance: tells this one from those. address, interface, port: where it listens, once it does."""
+    """An agent's identity, for its life.
+
+    Attributes:
+        uid: User id of the job's owner.
+        directory: The job's directory on this node.
+        again: Another agent of the job has died on this node.
+        instance: Random id that distinguishes this agent from those.
+        address, interface, port: The listening address, once the agent listens.
+    """
 
     settings: Settings
     job: int

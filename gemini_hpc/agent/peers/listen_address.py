@@ -10,7 +10,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_address(interface: str) -> tuple[str, str]:
-    """(IPv4 address, name) of a network interface; ("", "") for none, and where the interface has no address."""
+    """Return the (IPv4 address, name) of a network interface.
+
+    Return ("", "") without an interface, or if it has no address.
+    """
     if not interface:
         return "", ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

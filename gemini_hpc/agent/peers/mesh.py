@@ -1,8 +1,8 @@
-"""Links to peer agents: who dials whom, heartbeats, and what is done about silence.
+"""Links to peer agents: dialling, heartbeats, and the reaction to silence.
 
-The agent at position p of the host list keeps links to its tree parent and children, to its two neighbours
-on either side of the ring of positions, and to the members of its placement group. The later position dials
-the earlier one. Who counts as dead is decided in `failure_detector`.
+The agent at position p of the host list keeps links to its tree parent and children. Further links go to its two
+neighbours on either side of the ring of positions, and to the members of its placement group. The agent at the later
+position dials the earlier one. `failure_detector` decides which peers count as dead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemini_hpc.wire.ports import candidates
 
 _PARALLEL_SEARCHES = 64
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
-_PART_S = 1.0  # in which a peer that can be reached at all has heard a farewell
+_PART_S = 1.0  # seconds in which any reachable peer has received a farewell
 
 
 class Mesh:
@@ -59,7 +59,7 @@ class Mesh:
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
         self._parting = False
-        self._untold: set[str] = set()  # peers that may not have heard yet that this agent leaves
+        self._untold: set[str] = set()  # peers that may not know yet that this agent leaves
         self._all_told = asyncio.Event()
         self._spawn(self._beat())
 
@@ -71,7 +71,7 @@ class Mesh:
     # ---- partners --------------------------------------------------------------------------------------
 
     def want(self, partners: Iterable[str]) -> None:
-        """Keep links to these hosts too; dial those that stand before us in the host list."""
+        """Keep links to these hosts, too. Dial those before us in the host list."""
         for name in partners:
             if name == self.host or name in self.detector.partners or name not in self.position:
                 continue
@@ -80,12 +80,12 @@ class Mesh:
                 self._spawn(self._keep(name))
 
     def ring(self, reach: int = 2) -> set[str]:
-        """The neighbours on the ring of positions."""
+        """Return the neighbours on the ring of positions."""
         n, p = len(self.hosts), self.position[self.host]
         return {self.hosts[(p + d) % n] for d in range(-reach, reach + 1)} - {self.host}
 
     def client(self, target: str, purpose: str) -> Client:
-        """The calling side of a handshake with a peer of this job."""
+        """Return the calling side of a handshake with a peer of this job."""
         return Client(
             purpose=purpose,
             cluster=self._settings.cluster_name,
@@ -102,7 +102,13 @@ class Mesh:
         return await self.dial(name, "link", timeout_s)
 
     async def dial(self, name: str, purpose: str, timeout_s: float) -> Link:
-        """A new connection to a peer. Raises OSError, TimeoutError or `HandshakeError`."""
+        """Open a new connection to a peer.
+
+        Raises:
+            OSError: No connection can be made.
+            TimeoutError: The peer does not answer in time.
+            HandshakeError: The peer refuses, or does not authenticate.
+        """
         ports = candidates(self._settings, self._job)
         known = self.ports.get(name)
         if known is not None:
@@ -128,7 +134,7 @@ class Mesh:
             tries += 1
 
     async def serve(self, name: str, link: Link) -> None:
-        """Use an authenticated link until it breaks; a newer one to the same host replaces the older."""
+        """Use an authenticated link until it breaks. A newer link to the same host replaces the older one."""
         old = self.links.get(name)
         if old is not None:
             old.abort()
@@ -150,7 +156,7 @@ class Mesh:
         except LinkClosed as exc:
             if name not in self.detector.left:
                 self._complain(f"link to {name} has ended: {exc}")
-        except Exception as exc:  # what one peer says must not end the dialling of it for good
+        except Exception as exc:  # a bad message must not end the dialling of this peer for good
             self._complain(f"link to {name}: could not handle {said}: {exc!r}")
         finally:
             if self.links.get(name) is link:
@@ -158,14 +164,14 @@ class Mesh:
                 if self._parting and link.is_read:
                     self._tell(name)
             if name in self.detector.left:
-                link.close()  # which is the answer: whoever leaves waits for it
+                link.close()  # closing is the answer: a leaving peer waits for it
             else:
                 link.abort()
 
     # ---- messages --------------------------------------------------------------------------------------
 
     def send(self, name: str, message: Message) -> bool:
-        """Send to one host; False where there is no link to it."""
+        """Send to one host. Return whether there is a link to it."""
         link = self.links.get(name)
         if link is None or link.closed:
             return False
@@ -191,33 +197,33 @@ class Mesh:
             self._on_message(name, message)
 
     def silent(self) -> set[str]:
-        """Partners that are suspected now: silent, or without a link."""
+        """Return the partners that are suspected now: silent, or without a link."""
         return self.detector.silent(self.links)
 
     def unlinked(self) -> set[str]:
-        """Partners to which there is no link."""
+        """Return the partners without a link."""
         return self.detector.partners - set(self.links)
 
     # ---- heartbeats and suspicion ----------------------------------------------------------------------
 
     @property
     def silence_s(self) -> float:
-        """Silence after which a peer is suspected."""
+        """Return the silence in seconds after which a peer is suspected."""
         return self._settings.heartbeat_timeout_s()
 
     @property
     def dead(self) -> set[str]:
-        """Hosts that count as dead."""
+        """Return the hosts that count as dead."""
         return self.detector.dead
 
     @property
     def left(self) -> set[str]:
-        """Hosts whose agents have ended, after a training that succeeded."""
+        """Return the hosts whose agents have ended after a training that succeeded."""
         return self.detector.left
 
     @property
     def heard(self) -> dict[str, float]:
-        """When something came last, by host (monotonic)."""
+        """Return the time of each host's last message (monotonic seconds)."""
         return self.detector.heard
 
     async def _beat(self) -> None:
@@ -254,7 +260,7 @@ class Mesh:
             self._do(self.detector.found(doubt.host, clock.monotonic()))
 
     async def reach(self, name: str, timeout_s: float) -> bool:
-        """Whether there is a link to this host, a new one if none lives."""
+        """Return whether a link to this host exists, after dialling it if none is alive."""
         link = self.links.get(name)
         if link is not None and not link.closed and clock.monotonic() - link.last_heard <= self.silence_s:
             return True
@@ -263,7 +269,7 @@ class Mesh:
         except (OSError, HandshakeError, TimeoutError):
             return False
         self._spawn(self.serve(name, made))
-        await asyncio.sleep(0)  # it has the link then
+        await asyncio.sleep(0)  # lets the new link become registered
         return True
 
     async def _reach(self, name: str, timeout_s: float) -> bool:
@@ -282,7 +288,10 @@ class Mesh:
         return True
 
     async def anybody(self, limit_s: float) -> bool:
-        """Whether one peer can be reached of those that are not called dead, partners of ours or not."""
+        """Return whether any peer can be reached, among all hosts not declared dead.
+
+        The hosts include those that are not our partners.
+        """
         found, timeout_s = asyncio.Event(), self.silence_s
         names = iter([h for h in self.hosts if h != self.host and h not in self.dead])
 
@@ -299,7 +308,7 @@ class Mesh:
         return found.is_set()
 
     async def unreached(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
-        """Return those of these hosts, of the first 64, whose agents cannot be reached."""
+        """Return those of the hosts whose agents cannot be reached, among the first 64."""
         names = names[:_PARALLEL_SEARCHES]
         answers = await asyncio.gather(*(self._reach(name, timeout_s) for name in names))
         return tuple(name for name, answer in zip(names, answers, strict=True) if not answer)
@@ -323,7 +332,7 @@ class Mesh:
             self.send(asker, peer.ProbeAnswer(name, alive))
 
     def leave(self) -> None:
-        """Tell all peers that this agent ends, and that the job has ended well; nobody is missed from now on."""
+        """Announce to all peers that this agent ends after the job's success. No host is missed from now on."""
         if self._parting:
             return
         self._parting = True
@@ -335,13 +344,13 @@ class Mesh:
         self._tell()
 
     def _tell(self, *names: str) -> None:
-        """Note who has heard it."""
+        """Record peers that know of this agent's end."""
         self._untold.difference_update(names)
         if not self._untold:
             self._all_told.set()
 
     async def parted(self) -> None:
-        """Wait, for a moment, until each peer that was there has heard that this agent leaves."""
+        """Wait briefly until each connected peer knows that this agent leaves."""
         if self._parting:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PART_S):

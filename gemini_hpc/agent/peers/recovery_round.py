@@ -1,15 +1,20 @@
-"""Recovery rounds: how the agents of one incarnation agree on map, epoch and version before training goes on (R4).
+"""Recovery rounds: the agents of one incarnation agree on map, epoch and version before training goes on (R4).
 
-A round runs along the tree over the positions of the host list; position 0 coordinates it:
-collect (freeze, void what is half filled, verify, report) -> plan (void all but the chosen versions, take the
-map) -> acknowledged by everyone -> go. The first round of an incarnation starts with its attach, later ones with
-a new launch of the training in the same allocation. Every message names its round; a parent tells a child that
-comes late, or comes back, where the round stands.
+A round runs along the tree over the positions of the host list. Position 0 coordinates it. The stages are:
 
-An agent may die at any point, and any message may be lost with a link or an agent. So what a message promises is on
-disk before it leaves (`Host.begun`, `apply`, `live`, `bound`); what is waited for is asked for again (`tick`); every
-message may come twice; and two agents that do not fit together say so until the coordinator begins a new round.
-Nothing here reads a clock.
+1. collect: freeze, void half-filled slots, verify, report;
+2. plan: void all but the chosen versions, take the map;
+3. acknowledgement by every agent;
+4. go.
+
+The first round of an incarnation starts with its attach. Later rounds start with a new launch of the training in the
+same allocation. Every message names its round. A parent reports the state of the round to a child that comes late or
+comes back.
+
+An agent may die at any point, and any message may be lost with a link or an agent. Hence four rules hold. The promise
+of a message is on disk before it is sent (`Host.begun`, `apply`, `live`, `bound`). A missing answer is requested
+again (`tick`). Every message may arrive twice. Two agents whose rounds do not fit report so until the coordinator
+begins a new round. The module reads no clock.
 """
 
 from __future__ import annotations
@@ -34,105 +39,113 @@ from gemini_hpc.wire.stored import Rejection, Tier
 
 _NO_TIER = Tier()
 
-# What is waited for is asked for again after so long, then after twice that, and so on.
+# Seconds until the first repeated request; each following pause is twice as long, up to the second number.
 SAY_AGAIN_S, SAY_AGAIN_MOST_S = 1.0, 16.0
-TELL_S = 5.0  # without progress: then the job is told why it is not protected
-# A plan that children do not acknowledge although they can be reached: then the round is begun anew; later each time.
+TELL_S = 5.0  # after this long without progress, tell the job why it is not protected
+# Begin the round again if reachable children do not acknowledge a plan for this long; double it each time.
 ANEW_S, ANEW_MOST_S = 15.0, 240.0
-_BAD_ONES = 8  # versions of the predecessor's on the tier that may turn out bad
+_BAD_ONES = 8  # limit of the predecessor's versions on the tier that may turn out bad
 
 
 class Host(Protocol):
-    """What the rounds need of the agent that they serve."""
+    """The agent, as far as the rounds need it."""
 
     @property
     def job(self) -> int:
-        """The job's id."""
+        """Return the job's id."""
 
     @property
     def restart(self) -> int:
-        """The incarnation that the agent is in."""
+        """Return the number of the incarnation that the agent is in."""
 
     @property
     def instance(self) -> str:
-        """Tells this agent from its predecessors and successors."""
+        """Return the id that distinguishes this agent from its predecessors and successors."""
 
     @property
     def replicas(self) -> int:
-        """Holders of a shard, as far as there are nodes."""
+        """Return the number of a shard's holders, limited by the number of nodes."""
 
     @property
     def parity(self) -> int:
-        """Blocks of it in a row; 0: whole copies."""
+        """Return the number of parity blocks in a row, 0 for whole copies."""
 
     @property
     def wanted(self) -> int:
-        """Nodes of the allocation that are to train: all but its spares."""
+        """Return the number of nodes that should train: all of the allocation but its spares."""
 
     def send(self, host: str, message: Message) -> bool:
-        """To one peer, if there is a link."""
+        """Send to one peer. Return whether there is a link to it."""
 
     def freeze(self, step: str) -> None:
-        """Stop sealing, drop the trainers of other launches, void what is half filled."""
+        """Stop sealing, drop the trainers of other launches, void half-filled slots."""
 
     async def inventory(self) -> peer.InventoryRecord:
-        """Verify what is held, and tell."""
+        """Verify the copies on this node and return their inventory."""
 
     @property
     def domains(self) -> Mapping[str, str]:
-        """Failure domains by host, as far as they are known; looked up before the coordinator's inventory."""
+        """Return the known failure domains by host. The domains are read before the coordinator's inventory."""
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
-        """What agents hold on nodes that the job has left."""
+        """Return the inventories of agents on nodes that the job has left."""
 
     @property
     def after(self) -> int:
-        """The predecessor: the job from which this one goes on, where it has nothing of its own; 0: none."""
+        """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
 
     async def left(self) -> round_plan.Left:
-        """What the predecessor's agents hold, as far as they can be reached."""
+        """Return the copies of the predecessor's agents, as far as they can be reached."""
 
     @property
     def tier(self) -> bool:
-        """Whether the job has a tier."""
+        """Return whether the job has a tier."""
 
     @property
     def chosen(self) -> Tier:
-        """What the program has chosen of it."""
+        """Return the tier that the program has chosen."""
 
     def choose(self, tier: Tier) -> bool:
-        """Take what a program has chosen; False where it changes nothing."""
+        """Take the tier that a program has chosen. Return whether this changes anything."""
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
     ) -> tuple[Manifest, ...]:
-        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs;
-        before: of the predecessor's. Raises `TierFailed` where it cannot be seen in time."""
+        """Return the newest version of each training on the tier.
+
+        Args:
+            without: Versions to leave out, by training and stamp.
+            launched: Ranks wait for the answer, otherwise the prologs do.
+            before: Look at the predecessor's versions.
+
+        Raises:
+            TierFailed: The tier cannot be seen in time.
+        """
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
-        """Know of these rejected versions, too; all that are known."""
+        """Add rejected versions to those known, and return all of them."""
 
     def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
-        """Know of these closed trainings, too; all that are known."""
+        """Add closed trainings to those known, and return all of them."""
 
     def begun(self, number: int, step: str) -> None:
-        """Coordinator: keep on disk that this number is taken."""
+        """Store on disk that the coordinator has used this round number."""
 
     def apply(self, plan: peer.PlanDown) -> None:
-        """Void all but the chosen versions, take map and epoch; keep on disk that it is so."""
+        """Void all but the chosen versions, take map and epoch, and store this on disk."""
 
     def live(self, plan: peer.PlanDown) -> None:
-        """Everyone has acknowledged: keep it on disk, write the map, let trainers come."""
+        """Let trainers come: all agents have acknowledged. Store this on disk and write the map."""
 
     def bound(self, plan: peer.PlanDown) -> None:
-        """The round, which is live, serves this launch of the training: keep it on disk."""
+        """Store on disk that the live round serves this launch of the training."""
 
     def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
-        """One event."""
+        """Log one event."""
 
 
 class RecoveryRounds:
-    """One agent's part in the rounds of one incarnation."""
+    """An agent's part in the rounds of one incarnation."""
 
     def __init__(
         self,
@@ -155,25 +168,25 @@ class RecoveryRounds:
         self._records: dict[str, tuple[peer.InventoryRecord, ...]] = {}
         self._acks: set[str] = set()
         self._searching = False
-        self._misfit: int | None = None  # the parent's round, where it does not fit this agent's
+        self._misfit: int | None = None  # the parent's round, if it does not fit this agent's round
         self._changed = asyncio.Event()
-        self.trouble = ""  # why the round is not over, when it has waited too long
-        self._mark: object = None  # as far as it had come at the last tick that saw progress
+        self.trouble = ""  # why the round is not over after too long a wait
+        self._mark: object = None  # the state at the last tick that saw progress
         self._since = self._again_at = 0.0
         self._pause_s, self._anew_s = SAY_AGAIN_S, ANEW_S
 
     @property
     def unseen(self) -> str:
-        """Why this round serves no launch: it is not known what the tier has."""
+        """Return why this round serves no launch: the tier's content is unknown. "" otherwise."""
         return self.plan.unseen if self.plan is not None else ""
 
     async def wait_live(self, step: str | None) -> None:
-        """Return once a round (for this launch, unless None) is over."""
+        """Wait until a round (for this launch, unless None) is over."""
         while not (self.stage == "live" and (step is None or self.step == step)):
             await self.changed()
 
     async def changed(self) -> None:
-        """Return after the next change of stage."""
+        """Wait for the next change of stage."""
         await self._changed.wait()
 
     def _stage(self, stage: str) -> None:
@@ -183,9 +196,17 @@ class RecoveryRounds:
         self._changed = asyncio.Event()
 
     def resume(self, plan: peer.PlanDown | None, *, live: bool, begun: int, step: str) -> None:
-        """After this agent's own death: go on where its predecessor was. plan: that it took last; live: whether it
-        had heard *go*; begun, step: the last round that it began as coordinator. Only what was on disk counts: an
-        agent that was collecting is asked again, or begins again above all numbers that it has used."""
+        """Continue after this agent's own death at its predecessor's state.
+
+        Only data on disk counts. An agent that was collecting is asked again. A coordinator begins again, above all
+        round numbers that it has used.
+
+        Args:
+            plan: The plan that the predecessor took last.
+            live: The predecessor had received *go*.
+            begun: The last round that the predecessor began as coordinator.
+            step: The launch of that round.
+        """
         if plan is not None:
             self.round, self.step, self.plan = plan.round, plan.step, plan
             self._stage("live" if live else "planned")
@@ -200,8 +221,11 @@ class RecoveryRounds:
     # ---- waiting ---------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Called a few times a second with a clock that does not go back: ask again for what is missing, and know
-        when it has been missing for too long."""
+        """Request missing answers again, and notice answers that are missing for too long.
+
+        Args:
+            now: The time in seconds, from a clock that never goes back. Called a few times a second.
+        """
         mark = (self.round, self.stage, frozenset(self._records), frozenset(self._acks), self._misfit)
         if mark != self._mark:
             self._mark, self._since = mark, now
@@ -230,8 +254,11 @@ class RecoveryRounds:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Name the hosts that the round may wait for. Of the coordinator: the children without an answer, and all
-        below them; of another agent: its parent."""
+        """Return the hosts that the round may wait for.
+
+        The coordinator waits for the children without an answer and all agents below them. Another agent waits for
+        its parent.
+        """
         if self.parent is not None:
             return (self.parent,)
         found = [self.hosts.index(child) for child in self._missing()]
@@ -258,7 +285,7 @@ class RecoveryRounds:
         return f"recovery round {self.round} waits for {what}"
 
     def _say_again(self) -> bool:
-        """Of what may have been lost; whether all whose answer is missing could be reached."""
+        """Resend requests that may have been lost. Return whether every silent child could be sent to."""
         heard = True
         if self.stage == "collect":
             for child in self.children:
@@ -272,7 +299,7 @@ class RecoveryRounds:
         return heard
 
     def _answer(self) -> None:
-        """To the parent, what it may not have heard."""
+        """Send the parent the answer that it may have missed."""
         if self.parent is None:
             return
         if self._misfit is not None:
@@ -285,7 +312,7 @@ class RecoveryRounds:
             self._acknowledged()
 
     def _tell(self, child: str) -> None:
-        """Where the round stands."""
+        """Send a child the state of the round."""
         if self.stage == "collect":
             self._host.send(child, peer.Collect(self.round, self.step))
         elif self.plan is not None:
@@ -296,11 +323,11 @@ class RecoveryRounds:
     # ---- starting a round ------------------------------------------------------------------------------
 
     def begin(self, step: str) -> None:
-        """Coordinator only: start the next round."""
+        """Start the next round. Coordinator only."""
         self._enter(self.round + 1, step)
 
     def need(self, after_round: int, step: str, again: bool, tier: Tier = _NO_TIER) -> None:
-        """A launch wants to be served by a round after `after_round` (or by that one, if it serves nobody yet)."""
+        """Request a round after `after_round` for a launch, or `after_round` itself if it serves no launch yet."""
         if self.parent is not None:
             self._host.send(self.parent, peer.NeedRound(after_round, step, again, tier))
         elif self.stage == "live" and after_round == self.round:
@@ -312,7 +339,10 @@ class RecoveryRounds:
                 self.begin(step)
 
     def _bind(self, step: str) -> None:
-        """The first launch after an attach needs no round of its own; everyone hears which launch it is."""
+        """Bind the live round to this launch and report the launch to all agents.
+
+        The first launch after an attach needs no round of its own.
+        """
         assert self.plan is not None
         self.step, self.plan = step, msgspec.structs.replace(self.plan, step=step)
         self._host.bound(self.plan)
@@ -342,14 +372,14 @@ class RecoveryRounds:
     # ---- messages --------------------------------------------------------------------------------------
 
     def on_link(self, name: str) -> None:
-        """A child that comes (back) hears where the round stands; a parent is told what it may have missed."""
+        """Report the round to a child that comes (back), or resend an answer to the parent."""
         if name in self.children:
             self._tell(name)
         elif name == self.parent and self.stage != "idle":
             self._answer()
 
     def on_message(self, name: str, message: protocol.AnyMessage) -> bool:
-        """Take a message of the rounds; False where it is of another kind."""
+        """Handle a message of the rounds. Return whether the message was one."""
         if isinstance(message, (peer.Collect, peer.PlanDown, peer.Go)):
             if name == self.parent and self.stage != "closed":
                 self._from_parent(message)
@@ -376,7 +406,7 @@ class RecoveryRounds:
                 self._take(message)
             elif same and self.plan is not None and message == msgspec.structs.replace(self.plan, step=message.step):
                 self._misfit = None
-                if self.stage == "live":  # the ack died with the predecessor of one of the two
+                if self.stage == "live":  # the ack died with the predecessor of parent or child
                     self._acknowledge()
                 else:
                     self._acknowledged()
@@ -400,7 +430,7 @@ class RecoveryRounds:
         elif isinstance(message, peer.RoundLost):
             if message.at == self.round:
                 self._restart(message.at, message.mine)
-            else:  # it speaks of where this agent, or its predecessor, was
+            else:  # the message is about an earlier state of this agent or its predecessor
                 self._tell(name)
         elif message.round != self.round:
             return
@@ -416,7 +446,7 @@ class RecoveryRounds:
                 self._acknowledged()
 
     def _lost(self, at: int) -> None:
-        """The parent's round does not fit; said until a round does."""
+        """Report that the parent's round does not fit. The report is repeated until a round fits."""
         self._misfit = at
         self._answer()
 
@@ -432,7 +462,7 @@ class RecoveryRounds:
             self.begin(self.step)
 
     def close(self) -> None:
-        """A newer incarnation has begun: this one answers nothing any more."""
+        """End all answers of this incarnation: a newer one has begun."""
         self.round, self.stage = -1, "closed"
 
     def _gathered(self) -> None:
@@ -451,8 +481,11 @@ class RecoveryRounds:
             self._spawn(self._search(self.round, records, plan))
 
     async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
-        """Coordinator: the nodes of this incarnation cannot serve, or only what is older than the last seal. In the
-        first round of a restart, look on those that the job has left; then on the tier."""
+        """Search outside this incarnation's nodes, which cannot serve or have only older versions.
+
+        Older means older than the last seal. In the first round of a restart, ask agents on the nodes that the job
+        has left. Then look on the tier. Coordinator only.
+        """
         sure = False
         if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.sets):
             former = {host for r in records for host in r.noderanks or {}}
@@ -461,11 +494,11 @@ class RecoveryRounds:
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
             records = (*records, *more)
             plan, sure = self._decide(records)
-        # was ever sealed
+        # true if no version was ever sealed
         nothing = self._host.restart == 0 and all(
             r.unbroken and not (r.sealed or r.rejected or r.closed) for r in records
         )
-        # Who took a plan that was made without a look at the tier may have forgotten what was newer.
+        # An agent with a plan made without a look at the tier may have forgotten newer versions.
         seen = nothing or (sure and not any(r.doubt for r in records))
         if self._host.tier and not seen:
             without = {bad for record in records for bad in record.unreadable}
@@ -473,7 +506,7 @@ class RecoveryRounds:
                 stored = await self._host.stored(without, launched=bool(plan.step))
                 plan, seen = round_plan.from_tier(plan, stored), True
                 plan = msgspec.structs.replace(plan, looked=True)
-            except TierFailed as error:  # who went on without starts from nothing
+            except TierFailed as error:  # a round that goes on without the tier starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if self._may_inherit(plan) and not plan.unseen:
             plan = await self._inherit(records, plan)
@@ -481,11 +514,11 @@ class RecoveryRounds:
             self._take(msgspec.structs.replace(plan, doubt=not seen))
 
     def _may_inherit(self, plan: peer.PlanDown) -> bool:
-        """Whether there is a predecessor, and nothing of the job's own."""
+        """Return whether there is a predecessor and the job has no state of its own."""
         return bool(self._host.after) and not any(s.chosen for s in plan.sets)
 
     async def _inherit(self, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> peer.PlanDown:
-        """Coordinator: the plan, with what the job's predecessor has left."""
+        """Return the plan extended by the state that the job's predecessor has left. Coordinator only."""
         host, unseen = self._host, ""
         left = await host.left()
         without: list[tuple[str, Stamp]] = []
@@ -514,7 +547,8 @@ class RecoveryRounds:
             parity=host.parity,
             by_host=host.domains,
         )
-        if unseen and not any(s.chosen for s in plan.sets):  # who went on without starts from nothing
+        # a round that goes on without the tier starts from nothing
+        if unseen and not any(s.chosen for s in plan.sets):
             plan = msgspec.structs.replace(plan, unseen=unseen)
         return plan
 
@@ -548,7 +582,7 @@ class RecoveryRounds:
     # ---- the coordinator's decision --------------------------------------------------------------------
 
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
-        """The plan, and whether it is what was sealed last, of every set."""
+        """Return the plan, and whether every training in it resumes from its last seal."""
         rejected = self._host.rejected([found for r in records for found in r.rejected])
         plan = recovery_plan.plan(
             {r.host: round_plan.inventory(r, rejected) for r in records},
@@ -589,7 +623,7 @@ class RecoveryRounds:
                 self._host.domains, plan.noderanks, min(self._host.replicas, len(plan.noderanks)), plan.order
             ),
         )
-        # what agents of an older incarnation have is not the newest where those of the last are all gone
-        # nor is what stands before a rejected version, of which the tier may have more
+        # copies of an older incarnation are not the newest if the last one's agents are all gone
+        # nor is the version before a rejected one: the tier may have newer versions
         known = plan.survivable and plan.latest >= self._host.restart - 1 and not rejected
         return down, known and bool(plan.sets) and all(s.newest for s in plan.sets)

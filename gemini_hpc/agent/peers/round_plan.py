@@ -1,4 +1,4 @@
-"""From what agents and the tier have to the plan of a round: what `core.recovery_plan` says, in messages. No I/O."""
+"""The plan of a round in messages, made from agents' inventories and the tier by `core.recovery_plan`. No I/O."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gemini_hpc.wire.stored import Rejection
 def planned(
     plan: recovery_plan.RecoveryPlan, records: Iterable[peer.InventoryRecord]
 ) -> tuple[tuple[peer.SetPlan, ...], tuple[peer.PullOrder, ...]]:
-    """What each set resumes from, and what is to be moved for it."""
+    """Return the version each training resumes from, and the copies to pull for it."""
     records = tuple(records)
     sets: list[peer.SetPlan] = []
     pulls: list[peer.PullOrder] = []
@@ -41,8 +41,11 @@ def planned(
 
 
 def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
-    """The plan, with the tier's version of each set of which memory has nothing as new. The home of a shard reads it;
-    its other holders have something again when the next version is saved: until then the tier is what they were."""
+    """Return the plan with the tier's version of each training that is newer than memory's.
+
+    The home of a shard reads it from the tier. The shard's other holders have a copy again when the next version is
+    saved. Until then the tier takes the place of these copies.
+    """
     sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
     by_rank = {rank: host for host, rank in plan.noderanks.items()}
     for manifest in stored:
@@ -61,13 +64,13 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
         pulls = [order for order in pulls if order.copy.set != name]
         pulls += [peer.PullOrder(by_rank[c.home % len(by_rank)], c, (peer.TIER,)) for c in copies]
         epoch = max(epoch, stamp[0] + 1)
-    if sets.keys() - {"default"}:  # its absence is told under this name when not even names are known
+    if sets.keys() - {"default"}:  # reported under this name if not even training names are known
         sets = {n: s for n, s in sets.items() if n != "default" or s.chosen or s.world}
     return msgspec.structs.replace(plan, sets=tuple(sets.values()), pulls=tuple(pulls), epoch=epoch)
 
 
 def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
-    """Without what was rejected."""
+    """Return a record's inventory without rejected versions."""
 
     def good(name: str, stamp: Stamp) -> bool:
         return not any(found.covers(name, stamp) for found in rejected)
@@ -84,7 +87,7 @@ def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> 
 
 
 def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.SetPlan) -> dict[int, set[str]]:
-    """rank -> hosts that hold the chosen copy with the trusted digest."""
+    """Return the hosts that hold the chosen copy with the trusted digest, by rank."""
     wanted = {shard.rank: shard.digest for shard in plan.shards}
     found: dict[int, set[str]] = {rank: set() for rank in wanted}
     for record in records:
@@ -105,8 +108,13 @@ def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.SetPla
 
 @dataclass(frozen=True)
 class Left:
-    """What was found of a predecessor: inventories of its agents, and the newest whole versions on the tier; why it
-    is not more."""
+    """The state found of a predecessor.
+
+    Attributes:
+        records: Inventories of its agents.
+        stored: The newest whole versions on the tier.
+        why: Reason for missing state.
+    """
 
     job: int
     records: tuple[peer.InventoryRecord, ...] = ()
@@ -115,7 +123,14 @@ class Left:
 
 
 def unwanted(name: str, stamp: Stamp, rejected: Iterable[Rejection], unreadable: Iterable[tuple[str, Stamp]]) -> bool:
-    """Whether this job has found a version of its predecessor's (by the predecessor's stamp) bad."""
+    """Return whether this job has found a version of its predecessor bad.
+
+    Args:
+        name: Name of the training.
+        stamp: The predecessor's stamp of the version.
+        rejected: Versions rejected in this job.
+        unreadable: Versions that could not be read in this job.
+    """
     here = recovery_plan.inherited(stamp)
     return (name, here) in set(unreadable) or any(found.covers(name, here) for found in rejected)
 
@@ -133,12 +148,23 @@ def take_over(
     parity: int,
     by_host: Mapping[str, str],
 ) -> peer.PlanDown:
-    """The plan of a job that has nothing of its own, with what its predecessor has left. noderanks: this job's, where
-    earlier rounds have decided them, and the plan has the order; else a node of both jobs keeps its rank. by_host:
-    failure domains.
+    """Return the plan of a job without own state, with the state that its predecessor has left.
 
-    Each holder pulls its copies from the predecessor's agents, the one on its own node first. Nothing counts as
-    sealed before all holders have theirs.
+    Each holder pulls its copies from the predecessor's agents, the one on its own node first. No version counts as
+    sealed before all holders have their copies.
+
+    Args:
+        plan: The plan without the predecessor.
+        left: The predecessor's state.
+        hosts: This job's nodes.
+        m: Holders of a shard.
+        restart: Number of this job's incarnation.
+        job: This job's id.
+        nodes: Nodes that should train.
+        noderanks: This job's node ranks if earlier rounds have decided them; the plan then has the order. Otherwise a
+            node of both jobs keeps its rank.
+        parity: Parity blocks in a row.
+        by_host: Failure domains by host.
     """
     rejected = plan.rejected
     good = []
@@ -190,7 +216,7 @@ def take_over(
 
 
 def _closed(records: Iterable[peer.InventoryRecord]) -> list[Closed]:
-    """The predecessor's closed trainings: no step of this job has closed them."""
+    """Return the predecessor's closed trainings, with no step: none of this job's steps has closed them."""
     records = tuple(records)
     known = [closed for record in records for closed in record.closed]
     found = sequence.merged(known, [part for record in records for part in record.closing])
@@ -202,7 +228,10 @@ def _renamed(copy: Copy) -> Copy:
 
 
 def _also(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]]) -> tuple[str, ...]:
-    """The predecessor's agents, then this job's: one of those may have handed its memory over to one of these."""
+    """Return the predecessor's agents, then this job's.
+
+    An agent of the predecessor may have handed its memory over to one of this job's agents.
+    """
     if peer.TIER in order.sources:
         return order.sources
     ours = holders.get((order.copy.set, order.copy.rank), ())
@@ -214,8 +243,15 @@ def _theirs(sources: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _ours(theirs: peer.SetPlan, holders: Mapping[tuple[str, int], Sequence[str]]) -> peer.SetPlan:
-    """holders: who of this job is to hold a shard; whoever loads one from elsewhere asks them before the
-    predecessor's agents, which soon let go."""
+    """Return the predecessor's training plan as this job's plan.
+
+    A rank that loads a shard from elsewhere asks this job's holders before the predecessor's agents, which soon
+    release their memory.
+
+    Args:
+        theirs: The predecessor's plan.
+        holders: This job's future holders, by training and rank.
+    """
     assert theirs.chosen is not None
     stamp = recovery_plan.inherited(theirs.chosen)
     sealed = stamp if theirs.stored else None  # as in `from_tier`: the tier is what the other holders were

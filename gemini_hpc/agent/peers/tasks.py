@@ -1,4 +1,4 @@
-"""What an agent does beside everything else."""
+"""Background tasks of an agent."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _SAID = 300
 
 
 class Spawn(Protocol):
-    """How the parts of an agent begin something."""
+    """The function with which the parts of an agent start a background task."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> asyncio.Task[T]:
-        """Run beside everything else."""
+        """Run the coroutine in the background."""
 
 
 class Tasks:
-    """Of one agent."""
+    """The background tasks of one agent."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], /) -> asyncio.Task[T]:
-        """Run beside everything else; a failure is logged and ends nothing."""
+        """Run the coroutine in the background. A failure is logged and ends nothing else."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
