@@ -167,9 +167,9 @@ def render(d: Document, width: int = columns.USUAL) -> str:
         lines.append("nodes")
         lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
     for lemon in d.get("lemons", ())[:MAX_NAMES_SHOWN]:
-        times = f"{lemon['count']} times" if lemon["count"] > 1 else "once"
+        incidents = f"{lemon['count']} incident{'s' * (lemon['count'] > 1)}"
         what = ", ".join(sorted(set(lemon["what"])))
-        lines += columns.fold(f"{lemon['host']} did harm before, {times} lately: {what}", width, "    ", "")
+        lines += columns.fold(f"{lemon['host']} had {incidents} lately: {what}", width, "    ", "")
     if d.get("spares"):
         lines += columns.fold(_spares(d["spares"]), width, "    ", "")
     if d.get("domains"):
@@ -279,20 +279,20 @@ def _tier(t: Document | None) -> list[str]:
 def _share(k: int, probability: float) -> str:
     what = f"{k} node{'s' * (k > 1)}"
     if probability in (0.0, 1.0):
-        return f"{'any' if probability else 'no'} loss of {what}"
-    return f"{100 * probability:.4g} % of the losses of {what}"
+        return f"{'any' if probability else 'never'} {what}"
+    return f"{what} in {100 * probability:.4g} % of the cases"
 
 
 def _survival(v: Document, nodes: int) -> list[str]:
     if v["lost_already"]:
-        return ["  survives: nothing yet"]
+        return ["  may be lost: nothing yet"]
     shares = ", ".join(_share(row["k"], row["probability"]) for row in v["survives"])
-    lines = [f"  survives {shares} (exact, for version {_version(v['counted_version'])})"]
+    lines = [f"  may be lost: {shares} (exact, for version {_version(v['counted_version'])})"]
     fatal = ["+".join(f) for f in v["fatal"] if len(f) <= nodes]
     if fatal:
         more = f" and {len(fatal) - MAX_FATAL_SHOWN} more" if len(fatal) > MAX_FATAL_SHOWN else ""
-        lines.append(f"  does not survive the loss of: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
+        lines.append(f"  never together: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
     if live := v.get("live"):
         shares = ", ".join(_share(row["k"], row["probability"]) for row in live["survives"])
-        lines.append(f"  with what lives in the ranks: {shares}, but while an optimizer steps")
+        lines.append(f"  while all ranks run, their tensors count as copies: {shares}; not during optimizer.step()")
     return lines

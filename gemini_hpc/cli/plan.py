@@ -41,33 +41,44 @@ def register(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="what protection a training of a given size can have",
-        description="Say, for a number of copies and for one more, whether they fit into memory, how often a version "
-        "is complete and what that costs, which losses of nodes it survives, what a failure costs, and how often the "
-        "persistent tier should have a version. Computes only: needs no Slurm, but for --history sacct.",
-        epilog="Nodes are taken to fail by themselves; with --topology also by racks. How: docs/reproduction.md. "
-        "Exit status: 0; 1 where the copies asked for do not fit; 2 for a wrong command line.",
+        description="Compute the protection that a job of this size can have, for a number of copies and for one more. "
+        "The table says whether copies fit into memory, how often a version is saved and what that costs. It says "
+        "which losses of nodes a version survives, what a failure costs, and how often to save to the persistent tier. "
+        "Needs no Slurm, except sacct for --history sacct.",
+        epilog="Nodes fail independently of each other; with --topology whole domains fail, too. The formulas stand in "
+        "docs/dev/reproduction.md. Exit status: 0; 1 if the copies asked for do not fit; 2 for a wrong command line.",
     )
-    parser.add_argument("--nodes", type=count(1, 200_000), required=True, metavar="N", help="of the job")
-    parser.add_argument("--state", type=size, required=True, metavar="SIZE", help="of all ranks, such as 1.2TB")
-    parser.add_argument("--network", type=rate, required=True, metavar="RATE", help="of a node, such as 200Gbps")
-    parser.add_argument("--memory", type=size, required=True, metavar="SIZE", help="of a node")
+    parser.add_argument(
+        "--nodes", type=count(1, 200_000), required=True, metavar="N", help="number of nodes in the job"
+    )
+    parser.add_argument(
+        "--state", type=size, required=True, metavar="SIZE", help="training state over all ranks, such as 1.2TB"
+    )
+    parser.add_argument(
+        "--network", type=rate, required=True, metavar="RATE", help="network rate of a node, such as 200Gbps"
+    )
+    parser.add_argument("--memory", type=size, required=True, metavar="SIZE", help="memory of a node")
     parser.add_argument(
         "--memory-fraction",
         type=number(0.01, 1),
         default=None,
         metavar="SHARE",
-        help="of it that copies may take (default: the default of the setting memory_fraction)",
+        help="share of a node's memory that copies may use (default: the default of the setting memory_fraction)",
     )
     parser.add_argument(
-        "--iteration", type=number(0.001, 1e5), required=True, metavar="S", help="its length in seconds"
+        "--iteration",
+        type=number(0.001, 1e5),
+        required=True,
+        metavar="S",
+        help="seconds per iteration of the training",
     )
-    parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="copies (default: 2)")
+    parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="number of copies (default: 2)")
     parser.add_argument(
         "--idle",
         type=number(0, 1),
         default=0.5,
         metavar="SHARE",
-        help="of an iteration in which the network is not used (default: 0.5; gemini-hpc report shows it)",
+        help="share of an iteration in which the network is idle (default: 0.5; gemini-hpc report shows it)",
     )
     add_storage(parser)
     add_failures(parser)
@@ -76,21 +87,21 @@ def register(subparsers: _Subparsers) -> None:
         type=number(0, 1e5),
         default=60.0,
         metavar="S",
-        help="from the start of a program to its resume() (default: 60)",
+        help="seconds from the start of a program to its resume() (default: 60)",
     )
     parser.add_argument(
         "--redundancy",
         type=_redundancy,
         action="append",
         metavar="HOW",
-        help="also parity, as sbatch's --gemini-redundancy has it: xor:N or rs:K+M; may be given more than once; "
-        "replicate: none (default: xor:4 and rs:4+2)",
+        help="add a column for parity, written as for sbatch --gemini-redundancy: xor:N or rs:K+M. May be repeated. "
+        "replicate: no parity (default: xor:4 and rs:4+2)",
     )
     parser.add_argument(
         "--topology",
         metavar="FILE",
-        help="which nodes fail together, as in the setting failure_domains or topology.conf: is the loss of a whole "
-        "domain survived? The job is on the first N nodes that it names",
+        help="file that says which nodes fail together, written like the setting failure_domains or topology.conf. "
+        "Adds a row for the loss of a whole domain. The job runs on the first N nodes of the file",
     )
     add_plot(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
@@ -193,25 +204,25 @@ def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[D
 
     t = wish.training
     rows = [
-        ("memory of a node", [fits(p) for p in plans]),
-        ("on the network, a version", [seconds(p.transfer_s) for p in plans]),
-        ("of one core, to fold it in", [seconds(p.fold_s) if p.parity else "-" for p in plans]),
-        ("iterations that are saved", [every(p) for p in plans]),
-        ("which costs", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
-        ("iterations repeated at most", [str(p.repeated) for p in plans]),
+        ("memory per node", [fits(p) for p in plans]),
+        ("network time per save", [seconds(p.transfer_s) for p in plans]),
+        ("CPU time for parity, per save", [seconds(p.fold_s) if p.parity else "-" for p in plans]),
+        ("iterations saved", [every(p) for p in plans]),
+        ("cost of saving", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
+        ("iterations repeated, at most", [str(p.repeated) for p in plans]),
         *(
             (f"{k} node{'s' * (k > 1)} lost at once: survived", [percent(p.survival[k]) for p in plans])
             for k in plans[0].survival
         ),
         *([("a whole domain lost: survived", [percent(r.survived) for r in racks])] if racks else []),
         *([('with failure_domains = "none"', [percent(r.as_listed) for r in racks])] if racks else []),
-        ("work lost with a failure", [seconds(p.lost_s) for p in plans]),
-        ("back at work, by requeue", [seconds(p.down_s[0]) for p in plans]),
-        ("back at work, with a spare", [seconds(p.down_s[1]) for p in plans]),
-        ("time that trains, by requeue", [percent(p.effective[0]) for p in plans]),
-        ("time that trains, with a spare", [percent(p.effective[1]) for p in plans]),
-        ("memory does not serve, once in", [days(p) for p in plans]),
-        ("the tier needs one, once in", [tier(p) for p in plans]),
+        ("work lost per failure", [seconds(p.lost_s) for p in plans]),
+        ("time to resume, by requeue", [seconds(p.down_s[0]) for p in plans]),
+        ("time to resume, with a spare", [seconds(p.down_s[1]) for p in plans]),
+        ("useful time, by requeue", [percent(p.effective[0]) for p in plans]),
+        ("useful time, with a spare", [percent(p.effective[1]) for p in plans]),
+        ("memory cannot repair, once in", [days(p) for p in plans]),
+        ("save to the tier every", [tier(p) for p in plans]),
     ]
     lines = [
         f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",

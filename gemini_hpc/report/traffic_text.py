@@ -69,8 +69,8 @@ def _beside_ceiling(r: Row) -> str:
     if r["ceiling"] is None or r["overhead"] <= r["ceiling"]:
         return ""
     if r["judged_in"]:
-        when = f"in {r['judged_in']} iterations, or once the training waits for its copies"
-        return f", above the ceiling of {100 * r['ceiling']:.2g} %: judged {when}"
+        when = f"within {r['judged_in']} iterations, or when the training waits for its copies"
+        return f", above the ceiling of {100 * r['ceiling']:.2g} %: fewer saves are considered {when}"
     return f", above the ceiling of {100 * r['ceiling']:.2g} %: fewer versions will be saved"
 
 

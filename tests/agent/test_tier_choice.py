@@ -42,7 +42,7 @@ def test_an_automatic_interval_follows_from_what_memory_does_not_serve() -> None
     assert made.reason(None) == "auto: the site's, until a save has been measured"
     assert made.unserved_per_day == pytest.approx(Settings().node_losses_per_day), "one node, one copy"
     assert made.reason(5.0) == (
-        "auto: a save takes 5 s, memory does not serve 0.0075 failures a day "
+        "auto: a save takes 5 s, memory cannot repair 0.0075 failures a day "
         "(1 nodes, 1 replicas, 0.0075 losses of a node a day)"
     )
     made = choice(site="/site")

@@ -20,7 +20,7 @@ def test_a_column_for_the_copies_and_one_for_one_more(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "failures: 0.015 of a node a day, 50 % with its memory (GEMINI, Figure 15b)"
     assert lines[2].split() == ["2", "replicas", "3", "replicas", "xor:4", "rs:4+2"]
-    (memory,) = [line for line in lines if line.startswith("memory of a node")]
+    (memory,) = [line for line in lines if line.startswith("memory per node")]
     assert memory.split()[-8:] == ["75.0", "GB", "112", "GB", "50.0", "GB", "56.2", "GB"]
     assert max(map(len, lines)) <= 80
 

@@ -108,7 +108,7 @@ def test_two_groups() -> None:
     v = d["trainings"][0]["survival"]
     assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["counted_version"] == [1, 5]
     assert [row["probability"] for row in v["survives"]] == [1.0, 4 / 6, 0.0]
-    assert "does not survive the loss of: n1+n2, n3+n4" in render(d)
+    assert "never together: n1+n2, n3+n4" in render(d)
     assert d["trainings"][0]["shards"][0]["holders"][0]["state"] == "sealed"
 
 
@@ -190,7 +190,7 @@ def test_what_lives_in_ranks_is_told_beside_the_copies() -> None:
     v = d["trainings"][0]["survival"]
     assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["survives"][1]["probability"] < 1
     assert v["live"]["fatal"] == [] and [row["probability"] for row in v["live"]["survives"]] == [1.0, 1.0, 1.0]
-    assert "with what lives in the ranks: any loss of 1 node, any loss of 2 nodes" in render(d)
+    assert "their tensors count as copies: any 1 node, any 2 nodes" in render(d)
 
 
 def test_a_copy_that_is_not_complete_does_not_count() -> None:

@@ -108,5 +108,5 @@ def test_inspect_shows_those_of_the_job(kept: Lemons) -> None:
     document = picture(9, [], [], slurm, (), "controller", time.time(), kept.rows(("n1", "n2")))
     [row] = document["lemons"]
     assert (row["host"], row["count"], row["what"]) == ("n2", 2, ["fenced", "failed"])
-    assert "n2 did harm before, 2 times lately: failed, fenced" in render(document)
+    assert "n2 had 2 incidents lately: failed, fenced" in render(document)
     assert "of another job" not in str(document)

@@ -119,7 +119,7 @@ def test_inspect(site: Site) -> None:
     took = time.monotonic() - timed
     print(done.stdout, f"{took:.2f} s")
     assert done.returncode == 0, done.stderr
-    assert "survives any loss of 1 node" in done.stdout
+    assert "may be lost: any 1 node" in done.stdout
     document = json.loads(site.inspect(job, "--json", user="slurm").stdout)
     assert document["schema"] == 1 and document["state"] == "protected" and document["asked"] == "controller"
     assert document["trainings"][0]["survival"]["survives"][1] == {"k": 2, "probability": 0.0}

@@ -89,7 +89,7 @@ def test_ranks_are_merged_and_the_worst_is_named() -> None:
 
 def test_an_overhead_above_the_ceiling_says_what_comes_of_it() -> None:
     above = but(overhead=0.308, ceiling=0.01, judged_in=212)
-    when = "judged in 212 iterations, or once the training waits for its copies"
+    when = "fewer saves are considered within 212 iterations, or when the training waits for its copies"
     assert f"overhead 30.8 %, above the ceiling of 1 %: {when}, wait" in lines(rows(above))[1]
     assert "1 %: fewer versions will be saved, wait" in lines(rows(but(overhead=0.308, ceiling=0.01)))[1]
     assert "ceiling" not in lines(rows(but(overhead=0.009, ceiling=0.01, judged_in=212)))[1]

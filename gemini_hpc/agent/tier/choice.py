@@ -75,7 +75,7 @@ class TierChoice:
         if unserved is not None:
             here, loss = self._membership, self._settings.node_losses_per_day
             return (
-                f"auto: a save takes {took_s:.3g} s, memory does not serve {unserved:.2g} failures a day "
+                f"auto: a save takes {took_s:.3g} s, memory cannot repair {unserved:.2g} failures a day "
                 f"({here.nodes} nodes, {here.replicas} replicas, {loss:g} losses of a node a day)"
             )
         attach = self._attach

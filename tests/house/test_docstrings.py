@@ -1,0 +1,60 @@
+"""Docstrings need one reading: the first line says what a thing does or is, in short sentences (CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PRODUCT = Path(__file__).resolve().parents[2] / "gemini_hpc"
+ROOMS = sorted(p.name for p in PRODUCT.iterdir() if p.is_dir() and any(p.glob("*.py")))
+MOST_WORDS = 30
+# No first line begins with a relative clause, a bare preposition, a pronoun or an answer.
+UNCLEAR = frozenset(
+    "Whether What Who Whom Whose Why Where Wherever When Whenever How Which That This These Those Of To From In On At "
+    "For With Without By As Under Until So It Its They One Ones If None True False Beside Besides After Before Nothing "
+    "Nobody Another Not No Never Because Since Like Behind Between Within Only There See Same Told Called".split()
+)
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each docstring of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node)
+            if text:
+                yield f"{path.relative_to(PRODUCT)}:{getattr(node, 'lineno', 1)}", text
+
+
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences of more than MOST_WORDS words; lists, tables, blocks of arguments and code do not count."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        if re.match(r"\s*[-*|] ", paragraph) or re.search(r"^\s{4,}", paragraph, re.M):
+            continue
+        for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`*(])", " ".join(paragraph.split())):
+            if len(sentence.split()) > MOST_WORDS:
+                found.append(sentence)
+    return found
+
+
+def faults(text: str) -> list[str]:
+    """Return what a docstring has against the rules."""
+    first = re.match(r"\w+", text)
+    unclear = [f"begins with {first[0]!r}"] if first and first[0] in UNCLEAR else []
+    return unclear + [f"{len(long.split())} words: {long}" for long in long_sentences(text)]
+
+
+@pytest.mark.parametrize("room", [".", *ROOMS])
+def test_docstrings_need_one_reading(room: str) -> None:
+    paths = sorted(PRODUCT.glob("*.py") if room == "." else (PRODUCT / room).rglob("*.py"))
+    found = [f"{at}: {fault}" for path in paths for at, text in docstrings(path) for fault in faults(text)]
+    assert not found, "\n".join(found)
+
+
+def test_a_fault_is_found() -> None:
+    assert faults("Whom an agent calls dead.") and faults("Of one rank.") and faults("Return " + "a word " * 16 + ".")
+    assert not faults("Return the newest version.\n\nArgs:\n    name: " + "a word " * 20)
