@@ -15,7 +15,7 @@ from gemini_hpc.train.device.cuda import CudaDevice
 from gemini_hpc.train.device.interface import Device, Event
 
 PIECE_BYTES = 8 << 20  # 0.3 ms over PCIe 4
-_LOOK_S = 0.0005  # between two polls of a copy  # between two polls of a copy
+_LOOK_S = 0.0005  # between two polls of a copy
 
 
 class HostCopies:
