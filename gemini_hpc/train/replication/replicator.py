@@ -295,8 +295,8 @@ class Replicator(Keeper):
         job.arrived_at = clock.monotonic()
         self.counters.send_s += job.arrived_at - began
         if self._refused is not None:
-            # The holder's slot pair may not have begun this version. It then cannot prove that it will never have the
-            # version. A copy completed here could then never be abandoned, and no later version could begin.
+            # The holder's slot pair may not have begun this version. The holder then cannot prove that the version
+            # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
             self._abort(job, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
         slot.content = Content(self._me.epoch, job.version, used, told)  # digest "": the commit record will have it

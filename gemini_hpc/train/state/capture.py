@@ -2,8 +2,8 @@
 
 Between `step()` and the first optimizer pre-hook after it, parameters and optimizer tensors are expected not to
 change. A background thread copies them in that time. Version counters, addresses and a few elements of each tensor
-check the expectation. A tensor that changed before its copy was made voids the version. It is copied at `step()` from
-then on (it becomes eager).
+check the expectation. A tensor that changed before its copy was made voids the version. Such a tensor becomes eager:
+from then on it is copied at `step()`.
 """
 
 from __future__ import annotations
@@ -338,8 +338,8 @@ class Capture:
     def _memory_of(self, leaves: Sequence[Leaf]) -> Mapping[str, torch.Tensor]:
         """Return the local tensor of each leaf, by key.
 
-        It stays the same where the training puts other memory behind a parameter, as encoders that follow others do
-        (`p.data = ...`).
+        These tensors keep their memory where the training puts other memory behind a parameter, as encoders that
+        follow others do (`p.data = ...`).
         """
         ptrs = [local(leaf.tensor).data_ptr() for leaf in leaves]
         if self._memory[0] is not leaves or self._memory[1] != ptrs:
@@ -491,7 +491,8 @@ class Capture:
     def _moved(self, job: Job) -> list[str]:
         """Return the names of tensors that were written since step().
 
-        A tensor that got other memory was copied from its old memory. That is unchanged unless its samples differ.
+        A tensor that got other memory was copied from its old memory. The old memory is unchanged unless its samples
+        differ.
         """
         bound = job.bound
         counts = bound.counts()

@@ -78,7 +78,7 @@ def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Modu
 
 
 def _ignored(root: nn.Module, prefix: str) -> set[str]:
-    """Return the names that DDP was told to ignore."""
+    """Return the names that DDP is set to ignore."""
     return {
         f"{where}{name}"
         for m, where, _ in _walk(root, prefix, False)

@@ -211,7 +211,7 @@ def _overlap(a: Box, b: Box) -> int:
 def enough_alone(saved: Saved, tree: StateTree) -> bool:
     """Return whether this rank's own shard has everything that this rank needs.
 
-    This is so with sharded state and the same world.
+    The shard has it if the state is sharded and the world is the same.
     """
     manifest = saved.manifest
     kept = [0] * len(manifest.rows)

@@ -81,9 +81,10 @@ class Leaf(NamedTuple):
 
     @property
     def may_stay(self) -> bool:
-        """Return whether `requires_grad` may show that the tensor is not trained.
+        """Return whether `requires_grad` shows that the tensor is not trained.
 
-        This holds for a parameter, not for the tensors that a parameter is made of.
+        The flag counts for a parameter, and for tensors marked `still`. It does not count for the tensors that
+        another parameter is made of.
         """
         return self.still or (self.optimizer == PARAMETER and self.tensor is self.owner.tensor)
 
