@@ -1,6 +1,6 @@
 """The training state as a tree: stable names for parameters and optimizer tensors, and the small state beside them.
 
-Semi-private parts of torch that this needs (`_local_tensor`, wrappers' child names) are used here only.
+A DTensor's semi-private `_local_tensor` is used in this room only; wrappers' child names are used in `modules` only.
 """
 
 from __future__ import annotations
