@@ -1,1 +1,1 @@
-"""What the checkpointer needs of a device: events, streams, pinned memory, copies."""
+"""Device access for the checkpointer: events, streams, pinned memory and copies."""

@@ -1,10 +1,10 @@
 """Streams, events and pinned memory of CUDA, through torch.
 
-A thread that has never said which device it means is on device 0: its first call would make a context there, of some
-hundred MB, in each process of a node. So what threads of ours call says it each time.
+A thread that has never selected a device uses device 0. Its first CUDA call would create a context there, of some
+hundred MB, in each process of a node. Our threads therefore select their device before each CUDA call.
 
-While a thread captures a CUDA graph (in torch's usual mode), questions of other threads to CUDA fail, and the capture
-with them. So what may come from another thread is asked in CUDA's relaxed mode.
+While a thread captures a CUDA graph (in torch's usual mode), CUDA queries of other threads fail and make the capture
+fail. Queries that may come from another thread therefore run in CUDA's relaxed capture mode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gemini_hpc.train.device.interface import Broken, Event, Stream
 
-_cuda: Any = torch.cuda  # without types
+_cuda: Any = torch.cuda  # untyped
 
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -29,7 +29,10 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 @cache
 def _exchange() -> Any:
-    """cudaThreadExchangeStreamCaptureMode of the runtime that torch has loaded; None where it is not to be found."""
+    """Return the loaded CUDA runtime's cudaThreadExchangeStreamCaptureMode.
+
+    Return None where the runtime that torch has loaded cannot be found or lacks the function.
+    """
     try:
         found = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
         return found.cudaThreadExchangeStreamCaptureMode
@@ -39,7 +42,7 @@ def _exchange() -> Any:
 
 @contextmanager
 def _from_any_thread(index: int) -> Iterator[None]:
-    """On this device, and not in the way of a graph that another thread captures."""
+    """Select this device and do not disturb a graph that another thread captures."""
     exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
     with torch.cuda.device(index):
         if exchange is not None:
@@ -52,7 +55,7 @@ def _from_any_thread(index: int) -> Iterator[None]:
 
 
 class CudaEvent:
-    """A `torch.cuda.Event` with a time."""
+    """A `torch.cuda.Event` that records its time."""
 
     def __init__(self, stream: Any) -> None:
         self._index = stream.device_index
@@ -60,35 +63,49 @@ class CudaEvent:
         self.event.record(stream)
 
     def query(self) -> bool:
+        """Return whether the stream has reached this event."""
         with _from_any_thread(self._index):
             return bool(self.event.query())
 
     def seconds_since(self, earlier: Any) -> float:
+        """Return the seconds from another event to this one; both must have been reached."""
         with _from_any_thread(self._index):
             return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaStream:
-    """A `torch.cuda.Stream`."""
+    """A `Stream` on top of a `torch.cuda.Stream`."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     @property
     def key(self) -> Hashable:
+        """Return the stream's device number and CUDA handle."""
         return self.stream.device_index, self.stream.cuda_stream
 
     def record(self) -> Event:
+        """Record an event behind everything enqueued so far."""
         return CudaEvent(self.stream)
 
     def wait(self, event: Event) -> None:
+        """Make later work on this stream wait for an event."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
     def follow(self, work: Any) -> None:
-        """work: a `dist.Work`, or None for an operation on the current stream, for which the caller's wait for that
-        stream is enough. Through the future, see `streams`: `work.wait()` would tell torch's allocator that the
-        training has waited."""
+        """Make later work on this stream wait for a collective of the training.
+
+        The stream waits through the work's future, see `streams`: `work.wait()` would tell torch's allocator that the
+        training has waited.
+
+        Args:
+            work: A `dist.Work`, or None for an operation on the current stream. The caller's wait for that stream is
+                then enough.
+
+        Raises:
+            Broken: The collective cannot be followed.
+        """
         if work is None:
             return
         with torch.cuda.stream(self.stream):
@@ -98,56 +115,74 @@ class CudaStream:
                 raise Broken(f"a collective of the training cannot be followed: {error}") from None
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy from `source` into `into`."""
         self.copy_all([(into, source)])
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue a copy from the second of each pair into the first."""
         with torch.no_grad(), _from_any_thread(self.stream.device_index), torch.cuda.stream(self.stream):
             for into, source in pairs:
                 into.copy_(source, non_blocking=True)
 
 
 class CudaDevice:
-    """The device of this number, or the current one of the thread that makes it."""
+    """A CUDA device, given by number or else the current one of the thread that creates this object."""
 
     def __init__(self, index: int | None = None) -> None:
         self.index: int = torch.cuda.current_device() if index is None else index
 
     def stream(self) -> Stream:
+        """Create a stream on this device."""
         return CudaStream(_cuda.Stream(self.index))
 
     def current(self) -> Stream:
+        """Return the stream of this device on which the calling thread enqueues."""
         return CudaStream(torch.cuda.current_stream(self.index))
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Allocate device memory of `size_bytes` bytes, as uint8."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
 
     def capturing(self) -> bool:
+        """Return whether the calling thread captures a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def grouping(self) -> bool:
+        """Return whether the training has an open bracket that gathers operations."""
         return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
 
 def handle(stream: Stream) -> int:
-    """For NCCL."""
+    """Return the stream's CUDA handle, as NCCL takes it."""
     assert isinstance(stream, CudaStream)
     return int(stream.stream.cuda_stream)
 
 
 class Pinned:
-    """A mapping of replica memory that CUDA copies to and from without staging: the pages stay where they are. The
-    mapping must be populated. Raises RuntimeError where CUDA refuses (too much locked memory, an old driver); copies
-    then still work, but hold the host up."""
+    """A pinned mapping of replica memory, to and from which CUDA copies without staging.
+
+    The pages of the mapping stay where they are. The mapping must be populated.
+    """
 
     def __init__(self, memory: torch.Tensor, index: int | None = None) -> None:
-        """index: of the device; default, the thread's current one."""
+        """Pin a mapping.
+
+        Copies also work without a pinned mapping, but then hold the host up.
+
+        Args:
+            memory: The mapping, as a uint8 tensor.
+            index: Number of the device. The default is the thread's current device.
+
+        Raises:
+            RuntimeError: CUDA refuses to pin the mapping (too much locked memory, an old driver).
+        """
         self._memory: torch.Tensor | None = memory
         self._index = torch.cuda.current_device() if index is None else index
         with _from_any_thread(self._index):
             self._runtime = _cuda.cudart()
             result = self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
             if int(result):
-                with suppress(RuntimeError):  # CUDA remembers an error for the thread's next call: let it be this one
+                with suppress(RuntimeError):  # CUDA reports an error again at the thread's next call: use it up here
                     torch.zeros(1, device=torch.device("cuda", self._index))
         if int(result):
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -156,11 +191,11 @@ class Pinned:
             raise RuntimeError(f"CUDA could not pin {memory.numel()} bytes of replica memory: {why}{locked}")
 
     def release(self) -> None:
-        """Before the mapping ends; the device must be done with it."""
+        """Unpin the mapping. Call before the mapping ends, when the device has finished its copies."""
         memory, self._memory = self._memory, None
         if memory is not None:
             with _from_any_thread(self._index):
-                self._runtime.cudaHostUnregister(memory.data_ptr())  # may be refused where CUDA has ended before us
+                self._runtime.cudaHostUnregister(memory.data_ptr())  # fails where CUDA has shut down before us
 
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process

@@ -1,9 +1,11 @@
-"""CUDA graphs with optimizer steps inside: which graphs have them, and when they are replayed.
+"""CUDA graphs that contain optimizer steps: their optimizers, and callbacks before capture and replay.
 
-A capture runs the training's Python once, optimizer hooks included, and computes nothing. A replay computes, and runs
-no Python. So `captured` notes an optimizer whose hook fires during a capture, and watchers are called before each
-capture and replay. torch offers no hook for either: methods of its graph classes are wrapped, once in a process. They
-stay wrapped, since another library may have wrapped them again.
+A capture runs the training's Python once, optimizer hooks included, and computes nothing. A replay computes and runs
+no Python. So `captured` records an optimizer whose hook fires during a capture. Watchers are called before each
+capture and replay.
+
+torch offers no hook for either. Methods of its graph classes are therefore wrapped, once in a process. They stay
+wrapped, because another library may have wrapped them again.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ from typing import Any, Protocol
 
 import torch
 
-_cuda: Any = torch.cuda  # without types
+_cuda: Any = torch.cuda  # untyped
 
-_STEPS = "_gemini_steps"  # of a graph: it may refer to the optimizers, which may refer to it
+_STEPS = "_gemini_steps"  # an attribute of the graph, not a table here: graph and optimizers may refer to each other
 
 
 class Watcher(Protocol):
-    """Part of a training. Called by the thread that captures or replays."""
+    """A part of a training that is called by the thread that captures or replays a graph."""
 
     def captures(self) -> None:
-        """Be called before a capture begins."""
+        """Prepare for a capture that is about to begin."""
 
     def replays(self, graph: Any) -> None:
-        """Be called before each replay of a graph."""
+        """Prepare for a replay of a graph that is about to begin."""
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -36,7 +38,7 @@ _wrapped: set[type] = set()
 
 
 def watch(watcher: Watcher) -> None:
-    """Call the watcher from now on. It is not kept alive."""
+    """Call the watcher before each capture and replay from now on. The watcher is not kept alive."""
     for kind in _kinds():
         if kind not in _wrapped:
             _wrapped.add(kind)
@@ -45,12 +47,15 @@ def watch(watcher: Watcher) -> None:
 
 
 def unwatch(watcher: Watcher) -> None:
-    """End that."""
+    """Stop calling the watcher."""
     _watchers.discard(watcher)
 
 
 def captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this thread captures: the optimizer's step becomes part of a graph, and computes nothing now."""
+    """Record the optimizer if this thread captures a graph. Return whether the thread captures.
+
+    During a capture the optimizer's step becomes part of the graph and computes nothing.
+    """
     if not capturing():
         return False
     for graph in tuple(_under_way):
@@ -61,12 +66,15 @@ def captured(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_of(graph: Any) -> list[torch.optim.Optimizer] | None:
-    """Return the optimizers whose steps a graph has; None for one that was captured before anybody watched."""
+    """Return the optimizers whose steps a graph contains.
+
+    Return None for a graph that was captured before anybody watched.
+    """
     return getattr(graph, _STEPS, None)
 
 
 def has_steps_of(graph: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Note what another way has shown of a graph that was captured before anybody watched."""
+    """Record a graph's optimizers, found another way because the graph was captured before anybody watched."""
     setattr(graph, _STEPS, list(optimizers))
 
 
@@ -74,7 +82,7 @@ def _capturing() -> bool:
     return bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
-# Whether this thread's work becomes part of a graph. Tests bring another.
+# Returns whether this thread's work becomes part of a graph. Tests replace it.
 capturing: Callable[[], bool] = _capturing
 
 

@@ -1,5 +1,8 @@
-"""Copies of a device's tensors into replica memory, on a stream of our own: beside all that the training computes and
-sends, in pieces, so that other copies between host and device find their turn."""
+"""Copies of a device's tensors into replica memory, on a stream of our own.
+
+The copies run beside all that the training computes and sends. They go in pieces, so that other copies between host
+and device get their turn.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,38 @@ from gemini_hpc.train.device.cuda import CudaDevice
 from gemini_hpc.train.device.interface import Device, Event
 
 PIECE_BYTES = 8 << 20  # 0.3 ms over PCIe 4
-_LOOK_S = 0.0005
+_LOOK_S = 0.0005  # between two polls of a copy
 
 
 class HostCopies:
-    """From one device."""
+    """The copies from one device into host memory."""
 
     def __init__(self, device: Device, holds: Callable[[torch.Tensor], bool]) -> None:
-        """holds: whether a tensor is there."""
+        """Create a stream for the copies.
+
+        Args:
+            device: The device to copy from.
+            holds: Returns whether a tensor is on that device.
+        """
         self._device, self._stream = device, device.stream()
         self.holds = holds
 
     def mark(self) -> Event:
-        """Behind all that this thread has launched: at step()."""
+        """Record an event behind all that this thread has launched, at step()."""
         return self._device.current().record()
 
     def bring(self, ready: Event, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """Copy from the second of each pair into the first, which is on the host and contiguous, when the device has
-        come to `ready`. Returns when all is there, and how long that took from then on, in seconds: by looking now
-        and then, since waiting for a device takes a processor."""
+        """Copy from the second of each pair into the first, once the device has reached `ready`.
+
+        The call returns when all copies are complete. It polls, because waiting for a device occupies a processor.
+
+        Args:
+            ready: Event that the device must reach before the copies begin.
+            pairs: (target, source) tensors. Targets are on the host and contiguous.
+
+        Returns:
+            The seconds from the time the device reached `ready` to the end of the copies.
+        """
         self._stream.wait(ready)
         begun = self._stream.record()
         self._stream.copy_all(piece for into, source in pairs for piece in _pieces(into, source))
@@ -54,5 +70,5 @@ def _of_training(device: torch.device | None) -> HostCopies | None:
     return HostCopies(CudaDevice(device.index), lambda t: t.device == device) if device is not None else None
 
 
-# Those of a training with state on this device; None where it has none on any. Tests bring others.
+# Makes the copies of a training with state on this device; None where the state is on no device. Tests replace it.
 of_training: Callable[[torch.device | None], HostCopies | None] = _of_training

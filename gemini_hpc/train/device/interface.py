@@ -1,6 +1,6 @@
-"""What the exchange of chunks needs of a device and of a communicator; CUDA and NCCL are one pair of them.
+"""Interfaces of devices and communicators for the exchange of chunks; CUDA and NCCL are one pair.
 
-Nothing here waits on the host: what is called is put at the end of a stream's queue and returns.
+No call here waits on the host. Each call puts its work at the end of a stream's queue and returns.
 """
 
 from __future__ import annotations
@@ -12,61 +12,74 @@ import torch
 
 
 class Broken(Exception):
-    """The communicator cannot be used any more."""
+    """The communicator can no longer be used."""
 
 
 class Event(Protocol):
     """A mark in a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has come to it. Never blocks."""
+        """Return whether the stream has reached the mark. Never block."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """From another mark to this one; both have been reached."""
+        """Return the seconds from another mark to this one; both have been reached."""
 
 
 class Stream(Protocol):
-    """A queue of work for the device, done in order; between streams there is no order but by `wait`."""
+    """A queue of work for the device, executed in order.
+
+    Work on different streams has no order except by `wait`.
+    """
 
     @property
     def key(self) -> Hashable:
-        """Equal for two objects that stand for one queue."""
+        """Return a key that is equal for two objects that stand for the same queue."""
 
     def record(self) -> Event:
-        """A mark behind everything enqueued so far."""
+        """Record a mark behind everything enqueued so far."""
 
     def wait(self, event: Event) -> None:
-        """What is enqueued from now on begins after this mark."""
+        """Make work enqueued from now on begin after this mark."""
 
     def follow(self, work: Any) -> None:
-        """What is enqueued from now on begins after a collective of the training, launched by this thread (a
-        `dist.Work` on CUDA). Its tensors stay allocated until then."""
+        """Make work enqueued from now on begin after a collective of the training.
+
+        The collective's tensors stay allocated until then.
+
+        Args:
+            work: A collective that this thread has launched (a `dist.Work` on CUDA).
+        """
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between tensors of one size, on the device or in pinned host memory, in either direction."""
+        """Copy between tensors of the same size, on the device or in pinned host memory, in either direction."""
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Many such copies, each from the second of a pair into the first."""
+        """Copy from the second tensor of each pair into the first, as `copy` does."""
 
 
 class Device(Protocol):
-    """One GPU of one rank."""
+    """A GPU of a rank."""
 
     def stream(self) -> Stream:
-        """A new one."""
+        """Create a stream."""
 
     def current(self) -> Stream:
-        """The one on which the training enqueues now, in this thread."""
+        """Return the stream on which the training enqueues now, in this thread."""
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Device memory, uint8."""
+        """Allocate device memory of `size_bytes` bytes, as uint8."""
 
     def capturing(self) -> bool:
-        """Whether the calling thread captures a CUDA graph: nothing may be enqueued, recorded or asked then."""
+        """Return whether the calling thread captures a CUDA graph.
+
+        During a capture nothing may be enqueued, recorded or queried.
+        """
 
     def grouping(self) -> bool:
-        """Whether the training has a bracket open that gathers operations: ours would become part of it, and be
-        launched when it ends."""
+        """Return whether the training has an open bracket that gathers operations.
+
+        Our operations would become part of the bracket and be launched when it ends.
+        """
 
 
 class Message(NamedTuple):
@@ -77,15 +90,25 @@ class Message(NamedTuple):
 
 
 class Communicator(Protocol):
-    """Point-to-point messages between the ranks of the set, outside of torch's process groups."""
+    """Point-to-point messages between the ranks of a training, outside of torch's process groups."""
 
     def exchange(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Enqueue all of these as one operation, which ends when all of them have. Raises Broken."""
+        """Enqueue all messages as one operation, which ends when all of them have ended.
+
+        Raises:
+            Broken: The communicator can no longer be used.
+        """
 
     def error(self) -> str:
-        """What went wrong on the device or at another rank, '' if nothing: an operation that ended after that has
-        brought nothing. Never blocks; from any thread."""
+        """Return the error on the device or at another rank; '' without one.
+
+        An operation that ended after an error has transferred nothing. The call never blocks and may come from any
+        thread.
+        """
 
     def abort(self) -> None:
-        """End what is enqueued and running, from any thread, also while another thread is inside `exchange`: streams
-        go on, what was to be received is undefined. Every later `exchange` raises Broken. May be called again."""
+        """End the enqueued and running operations.
+
+        The streams go on; the content of receive buffers is undefined. Every later `exchange` raises Broken. The call
+        may be repeated and may come from any thread, also while another thread is inside `exchange`.
+        """

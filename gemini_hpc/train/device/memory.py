@@ -1,4 +1,4 @@
-"""Replica memory as torch sees it."""
+"""Replica memory as torch tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_hpc.client import mapped_slots
 
 
 class Slot(mapped_slots.Slot):
-    """One mapped buffer; `bytes`: all of it as a tensor."""
+    """A mapped buffer whose `bytes` is a tensor of all its bytes."""
 
     def __init__(self, fd: int, total_bytes: int) -> None:
         super().__init__(fd, total_bytes)
@@ -19,7 +19,7 @@ class Slot(mapped_slots.Slot):
 
 
 class Shard(mapped_slots.Shard[Slot]):
-    """Both slots of one shard."""
+    """Both slots of a shard."""
 
     def __init__(
         self, rank: int, world: int, home: int, total_bytes: int, fds: list[int], *, pushed: bool = False
@@ -27,16 +27,19 @@ class Shard(mapped_slots.Shard[Slot]):
         super().__init__(rank, world, home, total_bytes, fds, Slot, pushed=pushed)
 
     def of(self, fds: list[int]) -> Shard:
-        """The same shard in other memory."""
+        """Return the same shard in other memory."""
         return Shard(self.rank, self.world, self.home, self.total_bytes, fds, pushed=self.pushed)
 
 
 class Keeper(mapped_slots.Keeper[Shard]):
-    """The shard that one thread of the training fills."""
+    """The owner of the shard that one thread of the training fills."""
 
 
 def map_copy(fd: int, total_bytes: int) -> torch.Tensor:
-    """The bytes behind a read-only descriptor, as a tensor; takes `fd`. Writes to it would stay private."""
+    """Map the bytes behind a read-only descriptor as a tensor and close the descriptor.
+
+    Writes to the tensor stay private to the process.
+    """
     try:
         return torch.frombuffer(mmap.mmap(fd, total_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:

@@ -1,4 +1,4 @@
-"""Replica memory that a device copies to on its own: pinned in place, for as long as it is in use."""
+"""Pinning of replica memory to which a device copies directly, for as long as the memory is in use."""
 
 from __future__ import annotations
 
@@ -12,23 +12,34 @@ from gemini_hpc.train.device.memory import Slot
 
 
 class Pin(Protocol):
-    """Of one mapping."""
+    """A pinned mapping."""
 
     def release(self) -> None:
-        """Before the mapping ends; the device is done with it."""
+        """Unpin the mapping. Call before the mapping ends, when the device has finished its copies."""
 
 
 class Pins:
-    """Of mapped slots, each pinned once; they stay mapped until they are released here. For one thread at a time."""
+    """The pinned slots of a training, each pinned once.
+
+    Slots stay mapped until they are released here. Only one thread at a time may use this object.
+    """
 
     def __init__(self, pin: Callable[[torch.Tensor], Pin], refused: Callable[[str], None]) -> None:
-        """pin: raises RuntimeError; refused: told once, with the reason. After that nothing more is pinned."""
+        """Create an empty set of pins.
+
+        Args:
+            pin: Pins a mapping. Raises RuntimeError.
+            refused: Called once, with the reason, when `pin` fails. Nothing more is pinned after that.
+        """
         self._pin, self._refused = pin, refused
         self._pinned: dict[int, tuple[Slot, Pin]] = {}
         self.problem = ""
 
     def add(self, slots: Iterable[Slot]) -> bool:
-        """Pin those that are not. They must be populated. Whether all are."""
+        """Pin the slots that are not pinned yet. Return whether all are pinned now.
+
+        The slots must be populated.
+        """
         for slot in slots:
             at = slot.bytes.data_ptr()
             if at in self._pinned:
@@ -44,14 +55,14 @@ class Pins:
         return True
 
     def keep(self, slots: Iterable[Slot]) -> None:
-        """Release all others: the device is done with them."""
+        """Release all other slots. The device must have finished its copies to those."""
         kept = {slot.bytes.data_ptr() for slot in slots}
         for at in [at for at in self._pinned if at not in kept]:
             _, pin = self._pinned.pop(at)
             pin.release()
 
     def close(self) -> None:
-        """Release all."""
+        """Release all slots."""
         self.keep(())
 
 
@@ -59,5 +70,5 @@ def _of_training(device: torch.device | None) -> Callable[[torch.Tensor], Pin] |
     return (lambda memory: cuda.Pinned(memory, device.index)) if device is not None else None
 
 
-# How slots are pinned for copies from this device; None where the training has nothing on any. Tests bring others.
+# Makes the function that pins slots for copies from this device; None for state on no device. Tests replace it.
 of_training: Callable[[torch.device | None], Callable[[torch.Tensor], Pin] | None] = _of_training

@@ -1,9 +1,9 @@
-"""What the device has reached of what the host has launched.
+"""The progress of a device in the work that the host has launched.
 
-A host that launches work for a device runs ahead of it, often by a whole iteration. What is on the network now, which
-idle span has begun and whether the training waits are questions to the device. So a mark is enqueued where an
-iteration begins, before and behind each collective, and at either end of the optimizer's hook; who wants to know asks
-the marks, in the order in which the device comes to them. Nothing here waits for the device.
+A host that launches work for a device runs ahead of it, often by a whole iteration. Only the device knows which
+collective is on the network now, which idle span has begun and whether the training waits. So a mark is enqueued
+where an iteration begins, before and behind each collective, and at either end of the optimizer's hook. Readers query
+the marks in the order in which the device reaches them. No call here waits for the device.
 """
 
 from __future__ import annotations
@@ -16,53 +16,76 @@ from typing import Any, NamedTuple, Protocol
 from gemini_hpc.train.device.interface import Event
 
 _OTHERS = 8  # collectives after the next one that may be reached before it, on other streams
-_DRIFT_S = 5e-5  # of the device's clock against the host's, in an iteration: more than there is
-_STILL_S = 30.0
+_DRIFT_S = 5e-5  # bound on the drift between device and host clock within an iteration
+_STILL_S = 30.0  # a device that has not moved for so long is not waited for
 
 
 class Device(Protocol):
-    """Marks in the queue of work of a training's device. Calls come from the threads that launch. backend: torch's
-    name for it in process groups whose operations run on the device."""
+    """Marks in the queue of work of a training's device.
+
+    Calls come from the threads that launch work.
+
+    Attributes:
+        backend: torch's name for the device in process groups whose operations run on it.
+    """
 
     backend: str
 
     def capturing(self) -> bool:
-        """Whether this thread records a graph: no mark may be made or asked now."""
+        """Return whether this thread records a graph. No mark may be made or queried then."""
 
     def grouping(self) -> bool:
-        """Whether the training has a bracket open that gathers operations: they run together when it ends, and none
-        of their works can be asked."""
+        """Return whether the training has an open bracket that gathers operations.
+
+        The operations run together when the bracket ends. Until then none of their works can be queried.
+        """
 
     def here(self) -> Event:
-        """A mark behind all that this thread has launched on its current stream."""
+        """Record a mark behind all that this thread has launched on its current stream."""
 
     def end(self, work: Any) -> Event:
-        """A mark at the end of a collective that this thread has just launched: a `dist.Work`, or None where it runs
-        on the current stream. Raises RuntimeError for one that cannot be followed."""
+        """Record a mark at the end of a collective that this thread has just launched.
+
+        Args:
+            work: A `dist.Work`, or None where the collective runs on the current stream.
+
+        Raises:
+            RuntimeError: The collective cannot be followed.
+        """
 
 
 class After:
-    """A mark so long behind another: where nothing tells when an operation ends."""
+    """A mark a fixed time behind another, for operations whose end nothing reports."""
 
     def __init__(self, mark: Event, seconds: float, clock: Callable[[], float]) -> None:
         self._mark, self._seconds, self._clock = mark, seconds, clock
         self._seen_s: float | None = None
 
     def query(self) -> bool:
+        """Return whether the other mark was reached at least `seconds` ago."""
         if self._seen_s is None and self._mark.query():
             self._seen_s = self._clock()
         return self._seen_s is not None and self._clock() >= self._seen_s + self._seconds
 
     def seconds_since(self, earlier: Any) -> float:
+        """Return the seconds from an earlier mark to this one."""
         return self._mark.seconds_since(earlier) + self._seconds
 
 
 class Place(NamedTuple):
-    """Where the device is. lap: its iteration, counted from 0; behind: so many iterations before the host's newest;
-    launched: collectives of this one that it has begun; flying: those of any that have not ended; at_gate: it has
-    come to where the host is in its newest iteration, if that is the optimizer's hook (or has not moved for so long
-    that nobody should wait for it); passed_at: when it went on from the hook of its own (CLOCK_MONOTONIC), None
-    before."""
+    """The position of the device in the work that the host has launched.
+
+    Attributes:
+        lap: The device's iteration, counted from 0.
+        behind: Number of iterations from the device's to the host's newest.
+        launched: Number of collectives of the device's iteration that it has begun.
+        flying: Number of collectives of any iteration that have begun and not ended.
+        at_gate: The device has reached the host's position, where the host's is at the optimizer's hook of its newest
+            iteration. Also true while the host has not come to that hook, and where the device has not moved for so
+            long that waiting for it is useless.
+        passed_at: Time at which the device went on from the optimizer's hook of its iteration (CLOCK_MONOTONIC); None
+            before.
+    """
 
     lap: int
     behind: int
@@ -73,7 +96,7 @@ class Place(NamedTuple):
 
 
 class _Lap:
-    """One iteration as it was launched."""
+    """An iteration as the host launched it."""
 
     __slots__ = ("arrived", "at_gate", "begun_s", "count", "early", "mark", "ops", "passed", "passed_at")
 
@@ -81,8 +104,8 @@ class _Lap:
         self.mark = mark
         self.begun_s = 0.0
         self.ops: list[tuple[Event, Event]] = []
-        self.count = 0  # of them begun, without one missing
-        self.early: set[int] = set()  # numbers of those begun before an earlier one
+        self.count = 0  # of ops that have begun, without a gap
+        self.early: set[int] = set()  # numbers of ops that began before an earlier one
         self.arrived: Event | None = None
         self.passed: Event | None = None
         self.at_gate = False
@@ -90,49 +113,56 @@ class _Lap:
 
 
 class Front:
-    """Of one training, from the iteration that begins at `mark` on. Told by the threads that launch, in the order of
-    their launches; asked from any thread."""
+    """The device's position in a training, from the iteration that begins at `mark` on.
+
+    The threads that launch report to it in the order of their launches. Any thread may read it.
+    """
 
     def __init__(self, mark: Event, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._laps = deque([_Lap(mark)])
-        self._number = 0  # of the first of them
+        self._number = 0  # of the first lap, the device's
         self._begun = False
-        self._base, self._base_s = mark, 0.0  # a mark, and when the device came to it on the host's clock
+        self._base, self._base_s = mark, 0.0  # base mark and when the device came to it, host clock
         self._running: list[Event] = []
         self._ended_s = 0.0
         self._moved_s = clock()
-        self.waited_s: float | None = None  # at the optimizer, in the newest iteration that the device has ended
+        self.waited_s: float | None = None  # at the optimizer, in the last iteration the device ended
 
-    # ---- from the threads that launch ------------------------------------------------------------------
+    # ---- called by the threads that launch ------------------------------------------------------------------
 
     def step(self, mark: Event) -> None:
-        """The next iteration begins."""
+        """Record that the next iteration begins."""
         with self._lock:
-            self._advance()  # where nobody asks, what the device has done need not be remembered
+            self._advance()  # drops the laps that the device has ended, also where nobody polls
             self._laps.append(_Lap(mark))
 
     def launched(self, begun: Event, ended: Event) -> None:
-        """One more collective. ended: the same as begun for one that needs no network."""
+        """Record a collective of the newest iteration.
+
+        Args:
+            begun: Mark before the collective.
+            ended: Mark behind the collective; the same as `begun` for a collective that needs no network.
+        """
         with self._lock:
             self._laps[-1].ops.append((begun, ended))
 
     def arrived(self, mark: Event) -> None:
-        """The host has come to the optimizer; the first time in an iteration counts."""
+        """Record that the host has come to the optimizer. Only the first call in an iteration counts."""
         with self._lock:
             if self._laps[-1].arrived is None:
                 self._laps[-1].arrived = mark
 
     def passed(self, mark: Event) -> None:
-        """The host goes on to the optimizer's step."""
+        """Record that the host goes on to the optimizer's step."""
         with self._lock:
             self._laps[-1].passed = mark
 
-    # ---- from anywhere ---------------------------------------------------------------------------------
+    # ---- called by any thread ---------------------------------------------------------------------------------
 
     def look(self) -> Place:
-        """Where the device is now."""
+        """Poll the marks and return the device's position."""
         with self._lock:
             self._advance()
             lap, newest = self._laps[0], self._laps[-1]
@@ -141,8 +171,10 @@ class Front:
             return Place(self._number, behind, lap.count, len(self._running), at_gate, lap.passed_at)
 
     def caught_up(self) -> bool:
-        """Whether the device has come to the host's newest iteration, or has not moved for so long that nobody should
-        wait for it."""
+        """Return whether the device has reached the host's newest iteration.
+
+        Also return true where the device has not moved for so long that waiting for it is useless.
+        """
         return not self.look().behind or self._still()
 
     def _still(self) -> bool:
@@ -150,23 +182,26 @@ class Front:
 
     @property
     def quiet_since(self) -> float:
-        """When the last collective ended, or the iteration began, as of the last look."""
+        """Return when the last collective ended or the iteration began, as of the last poll."""
         return max(self._ended_s, self._laps[0].begun_s)
 
     @property
     def begun_s(self) -> float:
-        """When the device's iteration began, as of the last look."""
+        """Return when the device's iteration began, as of the last poll."""
         return self._laps[0].begun_s
 
     def host_s(self, mark: Event) -> float:
-        """When the device came to a mark that it has reached, on the host's clock."""
+        """Return when the device came to a mark that it has reached, on the host's clock."""
         with self._lock:
             self._advance()
             return self._at(mark, self._clock())
 
     def _at(self, mark: Event, now: float) -> float:
-        """Marks are seen late, by as much as nobody has looked; but never before they are reached. So where a mark
-        would lie in the future, the one that all are counted from was seen too late."""
+        """Return when the device came to a mark, on the host's clock.
+
+        Marks are seen late, by the time since the last poll, but never before they are reached. A result in the
+        future therefore shows that the base mark was seen too late. The base is then moved back.
+        """
         at = self._base_s + mark.seconds_since(self._base)
         if at > now:
             self._base_s -= at - now
@@ -215,7 +250,7 @@ class Front:
             lap.passed_at, self._moved_s = self._at(lap.passed, now), now
 
     def _next(self, now: float) -> None:
-        """The device has begun the next iteration."""
+        """Go on to the next iteration, which the device has begun."""
         over = self._laps.popleft()
         self._number += 1
         self._running += [

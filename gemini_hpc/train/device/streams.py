@@ -1,13 +1,14 @@
-"""Where CUDA is in what the training's threads have launched: events on its streams.
+"""Positions of CUDA in the work that the training's threads have launched, as events on its streams.
 
-It never waits for the device: events are read when they are complete.
+No call here waits for the device: events are read when they are complete.
 
-The end of an asynchronous operation is an event on a side stream of ours that is made to wait for it through the
-work's *future*. `work.wait()` would do that too, but it also tells torch's allocator that the caller has waited: the
-operation's tensors could be reused while NCCL still reads them. The future instead keeps the memory of its results
-from reuse until our side stream has come that far. DDP's buckets live on anyway, and FSDP2's collectives run on the
-current stream and have no work; results that are made anew each time (functional collectives) are freed that much
-later.
+The end of an asynchronous operation is an event on a side stream of ours. The side stream waits for the operation
+through the work's *future*. `work.wait()` would do the same, but would also tell torch's allocator that the caller
+has waited. The operation's tensors could then be reused while NCCL still reads them. The future instead keeps the
+memory of its results from reuse until our side stream has come that far.
+
+DDP's buckets live on anyway. FSDP2's collectives run on the current stream and have no work. Results that are made
+anew each time (functional collectives) are freed that much later.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from gemini_hpc.train.device.cuda import CudaEvent
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.progress import Device
 
-_cuda: Any = torch.cuda  # without types
+_cuda: Any = torch.cuda  # untyped
 
 
 class Streams:
-    """A `Device`: the current one of each thread that launches."""
+    """A `Device` that marks the current CUDA device of each thread that launches."""
 
     backend = "nccl"
 
@@ -34,15 +35,23 @@ class Streams:
         self._side: dict[int, Any] = {}
 
     def capturing(self) -> bool:
+        """Return whether the calling thread captures a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def grouping(self) -> bool:
+        """Return whether the training has an open bracket that gathers operations."""
         return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
     def here(self) -> Event:
+        """Record an event behind all that this thread has launched on its current stream."""
         return CudaEvent(torch.cuda.current_stream())
 
     def end(self, work: Any) -> Event:
+        """Record an event at the end of a collective that this thread has just launched.
+
+        Args:
+            work: A `dist.Work`, or None where the collective runs on the current stream.
+        """
         if work is None:
             return self.here()
         future = work.get_future()
@@ -60,6 +69,5 @@ def _of_training(on_device: bool) -> Callable[[], Device] | None:
     return Streams if nccl else None
 
 
-# What makes the device of a training, if its state is on one; None: its collectives are the host's. Tests bring
-# another.
+# Returns the factory of a training's device; None where the training's collectives run on the host. Tests replace it.
 of_training: Callable[[bool], Callable[[], Device] | None] = _of_training

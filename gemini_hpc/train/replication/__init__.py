@@ -1,1 +1,1 @@
-"""Bringing captured versions to their holders."""
+"""Replication: transfer of captured versions to their holders."""

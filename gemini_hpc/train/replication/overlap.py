@@ -1,4 +1,4 @@
-"""What of another rank's shard this rank has in its own tensors, and where that goes in a slot."""
+"""The parts of another rank's shard that this rank has in its own tensors, and their places in a slot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
 from gemini_hpc.train.state.ownership import Own
 
-GAP_BYTES = 63  # of padding between two tensors
+GAP_BYTES = 63  # largest padding between two tensors
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, from an offset in the part that is here, and where it goes: bytes `at` to `end` of the
-    slot."""
+    """A box of a tensor that is on this rank, and its place in a slot.
+
+    Attributes:
+        key: The tensor.
+        offset: Offset of the box in this rank's part of the tensor.
+        size: Size of the box.
+        at: First byte in the slot.
+        end: Byte behind the last one in the slot.
+    """
 
     key: str
     offset: tuple[int, ...]
@@ -27,14 +34,27 @@ class Piece(NamedTuple):
 
 
 def directory(memory: torch.Tensor) -> tuple[Layout, shard_manifest.Manifest]:
-    """Of a slot, all of which `memory` (uint8) is. Raises ValueError."""
+    """Read the layout and the manifest of a slot.
+
+    Args:
+        memory: All bytes of the slot (uint8).
+
+    Raises:
+        ValueError: The header or the manifest is invalid.
+    """
     layout = parse_header(memory[:HEADER_BYTES].numpy().tobytes(), memory.numel()).layout
     raw = memory[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes].numpy().tobytes()
     return layout, shard_manifest.unpack(raw, layout.tensor_bytes)
 
 
 def pieces(manifest: shard_manifest.Manifest, layout: Layout, own: Mapping[str, Own]) -> list[Piece]:
-    """Those of the manifest's that are here. own: what this rank shares, by key."""
+    """Return the manifest's pieces that this rank has.
+
+    Args:
+        manifest: The shard's manifest.
+        layout: The slot's layout.
+        own: The tensors that this rank shares with others, by key.
+    """
     found = (_match(manifest, piece, layout, own) for piece in manifest.pieces)
     return [piece for piece in found if piece is not None]
 
@@ -55,8 +75,21 @@ def _match(
 def pairs(
     wanted: Sequence[Piece], own: Mapping[str, Own], tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(to, from) of every piece; the gaps between neighbours become zeros, as at the shard's home. tensors: the parts
-    that are here, by key. Raises KeyError, ValueError, RuntimeError where the state is another one."""
+    """Return the (target, source) tensors of every piece.
+
+    Gaps between neighbouring pieces are set to zeros, as at the shard's home.
+
+    Args:
+        wanted: The pieces.
+        own: The tensors that this rank shares with others, by key.
+        tensors: This rank's parts of the tensors, by key.
+        memory: All bytes of the slot (uint8).
+
+    Raises:
+        KeyError: The state no longer matches the pieces.
+        ValueError: The state no longer matches the pieces.
+        RuntimeError: The state no longer matches the pieces.
+    """
     for (_, end), (start, _) in pairwise(sorted((piece.at, piece.end) for piece in wanted)):
         if 0 < start - end <= GAP_BYTES:
             memory[end:start].zero_()

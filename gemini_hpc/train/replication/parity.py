@@ -1,4 +1,4 @@
-"""The parity beside this rank's shard: the agent keeps and fills it, the rank says of which shards it is."""
+"""The parity beside this rank's shard. The agent keeps and fills it; the rank names the shards it covers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESERVE_S = 120.0
 
 
 class StripeParity:
-    """others: the other ranks of the stripe; homes: the node rank of every rank."""
+    """The parity memory that a rank has its agent keep, for the other shards of the stripe."""
 
     def __init__(
         self,
@@ -24,13 +24,30 @@ class StripeParity:
         blocks: int,
         step: Callable[[], int],
     ) -> None:
-        """blocks: of it; step: completed ones of this rank."""
+        """Create the parity; `reserve` has the agent take the memory.
+
+        Args:
+            me: This rank.
+            client: The connection to the agent.
+            others: The other ranks of the stripe.
+            homes: Node rank of every rank.
+            blocks: Number of parity blocks in each row of the stripe.
+            step: Returns the number of steps that this rank has completed.
+        """
         self._me, self._client, self._blocks, self._step = me, client, blocks, step
         self._others = tuple((rank, homes[rank]) for rank in sorted(others))
         self._bytes = 0
 
     def reserve(self, totals: Sequence[int]) -> None:
-        """Have the agent take the memory. totals: bytes of each rank's slot. Raises AgentLost, AgentRefused."""
+        """Have the agent take the parity's memory.
+
+        Args:
+            totals: Size of each rank's slot in bytes.
+
+        Raises:
+            AgentLost: The agent is gone.
+            AgentRefused: The agent refuses, or answers with another message.
+        """
         members = len(self._others) + 1
         rooms = (parity.block_bytes(totals[rank], members, self._blocks) for rank, _ in self._others)
         self._bytes = self._blocks * max(rooms)
@@ -39,8 +56,11 @@ class StripeParity:
             raise AgentRefused(f"the agent answered a registration of parity with {reply}")
 
     def again(self, exchange: Exchange) -> None:
-        """The agent is another one: what its predecessor had of it is gone, and others will not send it again, nor
-        that of the step that they may be ahead. Were that not said, they would wait for it to be sealed."""
+        """Register the parity with a new agent, which has nothing of its predecessor's parity.
+
+        Other ranks will not send that parity again, nor the parity of the step that they may be ahead. Without the
+        registration's `passed` they would wait for that step's version to be sealed.
+        """
         if self._bytes:
             exchange(self._wish(passed=self._step() + 1))
 

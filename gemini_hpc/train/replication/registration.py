@@ -1,4 +1,4 @@
-"""Who a rank is for its agent, and how it gets the memory of a shard from there."""
+"""A rank's identity for its agent, and the registration that gets the memory of a shard from the agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_hpc.wire import local
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this rank is, for the agent."""
+    """The identity of a rank for its agent."""
 
     set: str
     rank: int
@@ -23,8 +23,20 @@ class Identity:
 def register(
     client: AgentClient, me: Identity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
 ) -> Shard:
-    """Ask the agent for a shard's slots and map them. pushed: its home's agent fills them; total_bytes 0 then: as
-    large as they are now. Raises AgentLost, AgentRefused."""
+    """Ask the agent for a shard's slots and map them.
+
+    Args:
+        client: The connection to the agent.
+        me: This rank.
+        rank: The rank whose shard it is.
+        home: Node rank of the shard's home.
+        total_bytes: Size of a slot. 0 with `pushed`: as large as the slots are now.
+        pushed: The agent of the shard's home fills the slots.
+
+    Raises:
+        AgentLost: The agent is gone.
+        AgentRefused: The agent refuses, or answers with other slots than those wanted.
+    """
     reply, fds = client.request(
         local.Register(set=me.set, rank=rank, world=me.world, home=home, bytes=total_bytes, pushed=pushed),
         timeout_s=120.0,

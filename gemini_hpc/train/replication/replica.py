@@ -1,9 +1,11 @@
-"""Another rank's shard, filled with what this rank has as well.
+"""The shard of another rank, filled here with the state that this rank has as well.
 
-Where the state is replicated over nodes (DDP, HSDP), a holder of a shard has most of it in its own tensors. It copies
-these into its slot with the same version, beside its own copy; only the rest comes over the network, and the digest
-that was made at the shard's home. A copy that is not bit for bit what the home has does not count, and is told: the
-replicas have drifted apart, or memory has failed somewhere.
+Where the state is replicated over nodes (DDP, HSDP), a holder of a shard has most of it in its own tensors. The
+holder copies these into its slot with the same version, beside its own copy. Only the rest comes over the network,
+together with the digest made at the shard's home.
+
+A copy that differs from the home's by any bit does not count and is reported: the replicas have drifted apart, or
+memory has failed somewhere.
 """
 
 from __future__ import annotations
@@ -30,23 +32,34 @@ class _Writing:
 
     version: int
     index: int
-    grants: int  # see `Keeper.writing`
+    grants: int  # the keeper's count when the agent allowed writing, see `Keeper.writing`
     whole: bool = True
 
 
 class Replica:
-    """Of one shard of which this rank keeps the memory. From the thread that saves. differs(why): told when no more
-    of it is filled here, for good."""
+    """A shard whose memory this rank keeps, filled from this rank's own tensors.
+
+    Methods are called from the thread that saves.
+    """
 
     def __init__(
         self, set_name: str, client: AgentClient, keeper: Reserved, epoch: int, differs: Callable[[str], None]
     ) -> None:
+        """Create the replica.
+
+        Args:
+            set_name: Name of the training.
+            client: The connection to the agent.
+            keeper: The shard's memory on this node.
+            epoch: Epoch of this rank.
+            differs: Called with the reason when this rank stops filling the shard for good.
+        """
         self._pin: Callable[[Shard], None] | None = None
         self._set, self._client, self._keeper, self._epoch, self._differs = set_name, client, keeper, epoch, differs
         self._own: Mapping[str, Own] = {}
         self._since = 0
         self._given_up = False
-        self._shard: Shard | None = None  # for which `_pieces` are right
+        self._shard: Shard | None = None  # the shard to which `_pieces` apply
         self._pieces: list[Piece] = []
         self._writing: _Writing | None = None
         self._pairs: dict[int, tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
@@ -55,20 +68,25 @@ class Replica:
 
     @property
     def shards(self) -> list[Shard]:
-        """Memory that may be written to."""
+        """Return the shards whose memory may be written to."""
         shard = self._keeper.shard
         return [*self._keeper.former, *([shard] if shard is not None else [])]
 
     def pins(self, pin: Callable[[Shard], None] | None) -> None:
-        """How memory is pinned that a device copies to; None: by nobody."""
+        """Set the function that pins memory to which a device copies; None for no pinning."""
         self._pin = pin
 
     def follow(self, own: Mapping[str, Own], since: int) -> None:
-        """The state is dealt out anew with the version after `since`. own: what this rank shares, by key."""
+        """Adopt a new plan of the state.
+
+        Args:
+            own: The tensors that this rank shares with others, by key.
+            since: The last version of the old plan.
+        """
         self._own, self._since, self._shard = own, since, None
 
     def begin(self, job: Job, capture: Capture) -> bool:
-        """Whether this version is filled here. Asks the agent for a slot."""
+        """Ask the agent for a slot. Return whether this version is filled here."""
         self._writing = None
         if self._given_up or not self._own or not self._planned(capture):
             return False
@@ -78,7 +96,7 @@ class Replica:
             reply, _ = self._client.request(message)
         except AgentLost:
             return False
-        except AgentRefused as error:  # in a recovery round, say; or by an agent that knows no fills
+        except AgentRefused as error:  # during a recovery round, or an agent without fills
             if str(error).startswith(local.UNLIKE):
                 self._given_up = True
                 self._differs(f"the shard of rank {self._keeper.rank} is sent as a whole from now on: {error}")
@@ -88,7 +106,7 @@ class Replica:
         return self._writing is not None
 
     def copy(self, job: Job, capture: Capture) -> float:
-        """Fill the slot with what is here. Seconds that it took."""
+        """Fill the slot with this rank's pieces. Return the seconds that the copy took."""
         writing, shard = self._writing, self._shard
         if writing is None or shard is None:
             return 0.0
@@ -96,14 +114,19 @@ class Replica:
             with self._keeper.writing:
                 if self._keeper.grants == writing.grants:
                     return capture.bring(job, self._bound(job, shard, writing.index))
-                writing.whole = False  # the memory is another agent's now
+                writing.whole = False  # the memory now belongs to another agent
                 return 0.0
-        except (KeyError, ValueError, RuntimeError):  # a tensor is not what it was
+        except (KeyError, ValueError, RuntimeError):  # a tensor has changed its shape or is gone
             writing.whole = False
             return 0.0
 
     def end(self, job: Job, *, unchanged: bool) -> None:
-        """Tell the agent. unchanged: the tensors are what they were at step()."""
+        """Report to the agent the ranges that are filled.
+
+        Args:
+            job: The version.
+            unchanged: The tensors are the same as at step(). Otherwise no range is reported.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -114,10 +137,13 @@ class Replica:
         except (AgentLost, AgentRefused):
             return
 
-    # ---- what of the shard is here ---------------------------------------------------------------------
+    # ---- pieces of the shard on this rank ---------------------------------------------------------------------
 
     def _planned(self, capture: Capture) -> bool:
-        """Whether it is known, from a version that has come as a whole, what goes where."""
+        """Return whether the places of this rank's pieces are known and any piece is here.
+
+        The places come from a version that has arrived as a whole.
+        """
         shard = self._keeper.shard
         if shard is None:
             return False
@@ -141,7 +167,13 @@ class Replica:
         return False
 
     def _bound(self, job: Job, shard: Shard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(to, from) of every piece. Raises KeyError, ValueError, RuntimeError where the state is another one."""
+        """Return the (target, source) tensors of every piece.
+
+        Raises:
+            KeyError: The state no longer matches the pieces.
+            ValueError: The state no longer matches the pieces.
+            RuntimeError: The state no longer matches the pieces.
+        """
         tensors = job.memory
         ptrs = [tensors[piece.key].data_ptr() for piece in self._pieces]
         known = self._pairs.get(index)

@@ -32,7 +32,7 @@ from gemini_hpc.wire import local
 
 @dataclass
 class Counters:
-    """What happened to the versions so far."""
+    """Counts of versions by outcome, with the time and bytes they took."""
 
     saved: int = 0
     skipped: int = 0
@@ -41,14 +41,12 @@ class Counters:
     send_s: float = 0.0
     spilled_bytes: int = 0
     sent_bytes: int = 0
-    kept_bytes: int = 0  # that holders had, from an earlier version or from their own tensors
+    kept_bytes: int = 0  # not sent: holders had them, from an earlier version or from their own tensors
     reasons: dict[str, int] = field(default_factory=dict)
 
 
 class Replicator(Keeper):
-    """Takes jobs from the training, one at a time. `say(name, version, reason)` reports what the user should know;
-    it is called from this thread. `broken` is told of a shard that can no longer be protected at all. `catch_up` is
-    called with every version."""
+    """The thread that saves jobs of the training, one at a time."""
 
     def __init__(
         self,
@@ -65,7 +63,21 @@ class Replicator(Keeper):
         catch_up: Callable[[], None],
         pins: Pins | None = None,
     ) -> None:
-        """pins: for copies from a device into the own slots."""
+        """Create the thread; `start` starts it.
+
+        Args:
+            me: This rank.
+            client: The connection to the agent.
+            plan: Capture, manifest and layout of this rank's shard.
+            outboxes: Links to the other holders, by rank.
+            gate: Waits for seals.
+            pacer: Decides when chunks go.
+            max_repeated: With more than 1, a save waits until the last saved version is sealed.
+            say: Reports an event to the user as (name, version, reason). Called from this thread.
+            broken: Called with the reason when the shard can no longer be protected at all.
+            catch_up: Called with every version.
+            pins: Pins the own slots for copies from a device.
+        """
         super().__init__()
         self._me, self._client, self._outboxes, self._gate = me, client, outboxes, gate
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
@@ -76,32 +88,35 @@ class Replicator(Keeper):
         self._jobs: queue.SimpleQueue[Job | Plan | None] = queue.SimpleQueue()
         self._current: Job | None = None
         self._last_saved = 0
-        self._copied_s = 0.0  # that long it took the last time
-        self._refused: str | None = None  # why a holder does not take the version that is on its way
-        self._bereaved = False  # it had begun to take it
+        self._copied_s = 0.0  # duration of the last copy into the own slot
+        self._refused: str | None = None  # why a holder does not take the version under way
+        self._bereaved = False  # the holder had begun to take it
         self._sent: deque[int] = deque(maxlen=4)  # bytes, to one holder each
         self._base = 0  # the version that the slot being filled had before
-        self._kept: tuple[Range, ...] = ()  # since then unchanged
+        self._kept: tuple[Range, ...] = ()  # ranges of the slot unchanged since version _base
         self._replicas: Sequence[Replica] = ()
         self._own, self._sketches = plan.own, bool(plan.live)
         self._capture.watches_all = self._sketches
-        self._begun = self._before = 0  # the versions that were begun last
+        self._begun = self._before = 0  # the last version begun, and the one before
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
     def share(self, replicas: Sequence[Replica]) -> None:
-        """Before `start`: other ranks' shards that this one fills as far as it can."""
+        """Set the other ranks' shards that this rank fills as far as it can. Call before `start`."""
         self._replicas = replicas
         for replica in replicas:
             replica.pins(self.pin if self._pins is not None else None)
         self._capture.watches_all = bool(replicas) or self._sketches
 
     def pin(self, shard: Shard) -> None:
-        """For copies from a device. Takes some 0.1 s per GiB; not beside another call of this."""
+        """Pin a shard's slots for copies from a device.
+
+        Pinning takes some 0.1 s per GiB. Two calls must not run at the same time.
+        """
         if self._pins is not None:
             self._pins.add(shard.slots)
 
     def start(self, shard: Shard) -> None:
-        """The slots are there: begin to take jobs."""
+        """Begin to take jobs, with the slots of `shard`."""
         self.shard = shard
         for replica in self._replicas:
             replica.follow(self._own, 0)
@@ -109,27 +124,31 @@ class Replicator(Keeper):
 
     @property
     def copy_bytes(self) -> tuple[int, int]:
-        """The least and the most that one of the last copies took on the network; 0, 0: not known."""
+        """Return the least and the most bytes that a recent copy took on the network; (0, 0) if unknown."""
         sent = list(self._sent)
         return (min(sent), max(sent)) if len(sent) == self._sent.maxlen else (0, 0)
 
     @property
     def busy(self) -> bool:
-        """An earlier version is still on its way."""
+        """Return whether an earlier version is still under way."""
         return self._current is not None and not self._current.done.is_set()
 
     def submit(self, job: Job) -> None:
-        """Called by the training; at most one job waits behind the one in work."""
+        """Queue a job. The training calls this; at most one job waits behind the one in work."""
         self._current = job
         self._jobs.put(job)
 
     def follow(self, plan: Plan) -> None:
-        """All jobs from now on are of this plan; its slots are no smaller. Called by the training."""
+        """Adopt a plan for all later jobs. Its slots are no smaller. The training calls this."""
         plan.capture.watches_all = bool(self._replicas) or bool(plan.live)
         self._jobs.put(plan)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what is there, say goodbye to the other holders; False if that took longer than timeout_s."""
+        """Finish the queued jobs and say goodbye to the other holders.
+
+        Returns:
+            False if that took longer than timeout_s seconds.
+        """
         self._jobs.put(None)
         deadline = clock.monotonic() + timeout_s
         if self._thread.is_alive():
@@ -148,7 +167,7 @@ class Replicator(Keeper):
                 continue
             try:
                 self._save(job)
-            except Exception as error:  # our own failure must not reach the training
+            except Exception as error:  # a failure of ours must not reach the training
                 job.give_up()
                 self._broken(f"{type(error).__name__}: {error}")
                 return
@@ -191,7 +210,7 @@ class Replicator(Keeper):
         sketched = self._sketches and job.gaps is None and slot.has_manifest
         if sketched:
             self._sketch(job, slot_index, slot)
-        if job.ready is None:  # a device copies beside everything else
+        if job.ready is None:  # no device: a device's copies run beside everything else
             self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         if not job.start():
             self._abort(job, slot_index)
@@ -204,7 +223,7 @@ class Replicator(Keeper):
         if self._base:
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
         self._kept = tuple(largest(merged(found)))
-        # while ranks go on with different versions, a slot begun here would be lost to the version that its home has
+        # While ranks go on with different versions, a slot begun here would be missing for the home's version.
         together = not self._gate.degraded and self._gate.sealed >= (self._me.epoch, self._before)
         sharing = self._replicas if together else ()
         if not slot.has_manifest:
@@ -232,8 +251,10 @@ class Replicator(Keeper):
         return self._commit(job, slot_index, slot, began)
 
     def _sketch(self, job: Job, slot_index: int, slot: Slot) -> None:
-        """All but the tensors is known: nodes that have these as well are to know it, should all holders die before
-        this version is complete."""
+        """Send the agent the version's directory and small state, of which only the tensors are missing.
+
+        Nodes that have the tensors as well need them, should all holders die before this version is complete.
+        """
         layout = self._layout
         slot.put(layout.small_offset, job.small)
         self._client.post(
@@ -249,7 +270,7 @@ class Replicator(Keeper):
         )
 
     def _void(self, job: Job, slot_index: int, changed: Sequence[str]) -> None:
-        """These tensors changed too early."""
+        """Give the version up, because these tensors changed too early."""
         job.give_up()
         self._abort(job, slot_index)
         self.counters.void += 1
@@ -261,10 +282,10 @@ class Replicator(Keeper):
         )
 
     def _commit(self, job: Job, slot_index: int, slot: Slot, began: float) -> None:
-        """The own slot is complete: bring it to the other holders, and say so."""
+        """Bring the complete own slot to the other holders and report the copy to the agent."""
         used = self._layout.small_offset + len(job.small)
         self._pacer.begin(job.version)
-        if self._gate.degraded or job.urgent:  # nobody waits for it: the sooner it is there, the better
+        if self._gate.degraded or job.urgent:  # nobody waits, or it is urgent: send at once
             self._pacer.hurry()
         elif job.hurried:
             self._pacer.wait_for()
@@ -274,11 +295,11 @@ class Replicator(Keeper):
         job.arrived_at = clock.monotonic()
         self.counters.send_s += job.arrived_at - began
         if self._refused is not None:
-            # The holder's pair may not have begun this version, and then cannot show that it will never have it: were
-            # it complete here, nobody could ever abandon it, and no later one begin.
+            # The holder's slot pair may not have begun this version. The holder then cannot prove that the version
+            # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
             self._abort(job, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
-        slot.content = Content(self._me.epoch, job.version, used, told)  # "": the commit record has it, when it is so
+        slot.content = Content(self._me.epoch, job.version, used, told)  # digest "": the commit record will have it
         try:
             self._client.request(
                 local.Landed(
@@ -323,12 +344,17 @@ class Replicator(Keeper):
         return reply.slot, slot
 
     def _grow(self, small_bytes: int) -> None:
-        """The small state has outgrown its place: larger slots."""
+        """Get larger slots, because the small state has outgrown its place."""
         old = self._layout
         self._enlarge(Layout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes)))
 
     def _enlarge(self, layout: Layout) -> None:
-        """Raises AgentLost, AgentRefused."""
+        """Get slots of this layout from the agent.
+
+        Raises:
+            AgentLost: The agent is gone.
+            AgentRefused: The agent refuses.
+        """
         shard = register(self._client, self._me, self._me.rank, self._me.node_rank, layout.total)
         shard.populate()
         self.pin(shard)
@@ -336,7 +362,7 @@ class Replicator(Keeper):
         self._layout = layout
 
     def _abort(self, job: Job, slot_index: int) -> None:
-        with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it itself
+        with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it
             self._client.request(
                 local.Abort(set=self._me.set, rank=self._me.rank, version=job.version, slot=slot_index)
             )
@@ -348,7 +374,7 @@ class Replicator(Keeper):
             if version:
                 self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies", gone=True)
         if isinstance(error, VersionLost):
-            # a link that is broken for good is another matter: this may be the version to come back with
+            # Not for a link that is broken for good: this may be the version to resume from.
             self._refused, self._bereaved = f"rank {rank} has lost this version", True
 
     def _refuse(self, rank: int, version: int) -> None:
@@ -357,8 +383,13 @@ class Replicator(Keeper):
         self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
 
     def _spread(self, version: int, slot: Slot, used: int) -> str:
-        """Send the slot's used bytes to every holder that accepts them, one holder after the other (Algorithm 2,
-        lines 21 to 23). Return their digest, "" where the agents alone make it."""
+        """Send the slot's used bytes to every holder that accepts them, one holder after the other.
+
+        This is Algorithm 2, lines 21 to 23.
+
+        Returns:
+            The digest of the bytes; "" where the agents alone make it.
+        """
         pacer, accepting = self._pacer, self._offer(version, used)
         told = "" if all(box.free for _, _, box, _ in accepting) else digest(slot.view()[:used])
         for replica, rank, box, sizes in accepting:
@@ -383,7 +414,15 @@ class Replicator(Keeper):
         return told
 
     def _turn(self, replica: int, sent: int, left: int, total: int, sizes: Iterator[int] | None) -> int:
-        """Size of the chunk that goes next, `left` at most, when it may: `sent` bytes of `total` have gone."""
+        """Wait until the next chunk may go and return its size in bytes.
+
+        Args:
+            replica: Number of the replica.
+            sent: Bytes sent to this holder so far.
+            left: The most bytes that the chunk may have.
+            total: Bytes to send to this holder.
+            sizes: The announced sizes of the chunks; None where sizes are not announced.
+        """
         if sizes is None:
             return self._pacer.free_turn(replica, sent, min(left, total - sent), self._outstanding.backlog)
         size = next(sizes)
@@ -391,8 +430,11 @@ class Replicator(Keeper):
         return size
 
     def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, Iterator[int] | None]]:
-        """(replica, rank, box, sizes of the chunks if they are said beforehand) of each holder that takes this
-        version."""
+        """Offer the version to every holder.
+
+        Returns:
+            (replica, rank, box, chunk sizes if announced) of each holder that accepts the version.
+        """
         accepting = []
         self._refused, self._bereaved = None, False
         for replica, (rank, box) in enumerate(list(self._outboxes.items())):

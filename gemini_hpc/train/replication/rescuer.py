@@ -1,7 +1,7 @@
-"""Copies from this rank's live tensors, when the agent asks for them: all holders of a shard have died.
+"""Copies from this rank's live tensors, when the agent asks because all holders of a shard have died.
 
 Just-in-time checkpointing (EuroSys '24, section 3): a healthy rank blocked in a collective has whole state, that of
-the last completed step. A thread reads it beside the training, which changes nothing meanwhile.
+the last completed step. A thread reads the state beside the training, which changes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ Frozen = Callable[[], AbstractContextManager[Job | None]]
 
 
 class Rescuer:
-    """Of one rank. frozen: keeps the optimizers from changing tensors, and gives the job of the version that they
-    have, None while they are being changed; at_once: brings that version into the slots without regard for the
-    training's traffic; own: what this rank shares, and the capture, now."""
+    """The thread of a rank that copies live tensors for the agent."""
 
     def __init__(
         self,
@@ -42,6 +40,16 @@ class Rescuer:
         at_once: Callable[[Job], None],
         own: Callable[[], tuple[Mapping[str, Own], Capture]],
     ) -> None:
+        """Create the thread; `start` starts it.
+
+        Args:
+            me: This rank.
+            client: The connection to the agent.
+            frozen: Keeps the optimizers from changing tensors. Gives the job of the version that the tensors have;
+                None while they are being changed.
+            at_once: Brings a job's version into the slots without regard for the training's traffic.
+            own: Returns the tensors that this rank shares with others, and the capture, as of now.
+        """
         self._me, self._client, self._frozen, self._own = me, client, frozen, own
         self._at_once = at_once
         self._nodes: tuple[int, ...] = ()
@@ -54,14 +62,14 @@ class Rescuer:
         self._thread.start()
 
     def lives_on(self, nodes: tuple[int, ...]) -> None:
-        """The ranks of these nodes have all of this rank's shard as well, from the next version on."""
+        """Report the nodes whose ranks also have all of this rank's shard, from the next version on."""
         self._nodes = nodes
         if self._sock is not None:
             with suppress(AgentLost, AgentRefused):
                 self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=nodes))
 
     def close(self, timeout_s: float) -> bool:
-        """Whether the thread has ended."""
+        """Stop the thread. Return whether it has ended within `timeout_s` seconds."""
         self._closed.set()
         sock = self._sock
         if sock is not None:
@@ -77,7 +85,7 @@ class Rescuer:
                 self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=self._nodes))
                 reply, fds = self._client.request(local.OpenRescue(set=self._me.set, rank=self._me.rank))
             except AgentRefused:
-                return  # an agent that knows nothing of it, or of another round
+                return  # an agent without rescue, or of another round
             except AgentLost:
                 self._closed.wait(_RETRY_S)
                 continue
@@ -96,7 +104,7 @@ class Rescuer:
             self._closed.wait(_RETRY_S)
 
     def _serve(self, sock: socket.socket) -> None:
-        """Until the agent hangs up."""
+        """Answer the agent's requests until it hangs up."""
         while not self._closed.is_set():
             sock.settimeout(None)
             data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 1)
@@ -114,7 +122,7 @@ class Rescuer:
                     self._standing(sock, job, message.wait_s)
 
     def _standing(self, sock: socket.socket, job: Job, wait_s: float) -> None:
-        """Until the agent says that it has what it wants, or for so long."""
+        """Answer the agent's requests about the job until `GoOn`, for at most `wait_s` seconds."""
         deadline = clock.monotonic() + wait_s
         while (left_s := deadline - clock.monotonic()) > 0:
             sock.settimeout(left_s)
@@ -140,7 +148,7 @@ class Rescuer:
                     os.close(fd)
 
     def _copy(self, job: Job, order: local.CopyLive, fds: list[int]) -> str:
-        """Fill in the tensors of a slot; why not, or ""."""
+        """Fill in the tensors of a slot. Return the reason for a failure, or ""."""
         if len(fds) != 1 or order.version != job.version:
             return f"this rank stands at version {job.version}"
         try:

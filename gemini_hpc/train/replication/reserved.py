@@ -9,7 +9,7 @@ from gemini_hpc.train.replication.registration import Identity, register
 
 
 class Reserved(Keeper):
-    """The memory of `rank`'s shard. This rank keeps it for the agent's successor, and does nothing else."""
+    """The memory of `rank`'s shard, which this rank only keeps for the agent's successor."""
 
     def __init__(self, me: Identity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
         super().__init__()
@@ -17,8 +17,14 @@ class Reserved(Keeper):
         self._grown = 0
 
     def catch_up(self) -> None:
-        """The agent may have made larger slots: keep these too. From the thread that saves, now and then. Raises
-        AgentLost, AgentRefused."""
+        """Keep the larger slots too, if the agent has made any.
+
+        The thread that saves calls this with every version.
+
+        Raises:
+            AgentLost: The agent is gone.
+            AgentRefused: The agent refuses.
+        """
         page = self._client.page
         if self.shard is None or page is None:
             return
@@ -33,14 +39,14 @@ class Reserved(Keeper):
 
     @property
     def landed(self) -> int:
-        """The newest version that has come; 0 for none."""
+        """Return the newest version that has arrived; 0 for none."""
         shard = self.shard
         return max(slot.known().version for slot in shard.slots) if shard is not None else 0
 
     def start(self, shard: Shard | None) -> None:
-        """The slots are there."""
+        """Keep the slots of `shard`."""
         self.shard = shard
 
     def join(self, timeout_s: float) -> bool:
-        """There is no thread to end."""
+        """Return True: no thread has to end."""
         return True

@@ -1,1 +1,1 @@
-"""The training state: found, named, captured into slots, restored."""
+"""The training state: finding, naming, capture into slots and restoring."""

@@ -1,11 +1,12 @@
-"""DDP's gradient buckets after a resume: why a resumed run could differ in its last bits, and what we do.
+"""DDP's gradient buckets after a resume: a cause of different last bits, and its remedy.
 
-DDP reduces its first synchronised backward pass in one bucket and then, once, rebuilds its buckets in the order in
-which gradients arrived. A ring all-reduce of three or more ranks adds the ranks' numbers in an order that depends
-on an element's place in its bucket; so the first iteration of a fresh process rounds differently from the same
-iteration of the uninterrupted run. Therefore: the order of arrival of the first backward pass is part of the captured
-state, and at resume one backward pass of zeros in that order makes DDP rebuild the same buckets before training
-goes on.
+DDP reduces its first synchronised backward pass in one bucket. Then it rebuilds its buckets once, in the order in
+which gradients arrived. A ring all-reduce of three or more ranks adds the ranks' numbers in an order that depends on
+an element's place in its bucket. So the first iteration of a fresh process rounds differently from the same iteration
+of the uninterrupted run.
+
+Therefore the order of arrival of the first backward pass is part of the captured state. At resume, one backward pass
+of zeros in that order makes DDP rebuild the same buckets before training goes on.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from torch.utils.hooks import RemovableHandle
 
 
 def rebuilds(ddp: DistributedDataParallel) -> bool:
-    """True where DDP rebuilds its buckets in a way that `replay` can repeat."""
+    """Return whether DDP rebuilds its buckets in a way that `replay` can repeat."""
     return not (ddp.find_unused_parameters or ddp.static_graph or getattr(ddp, "mixed_precision", None) is not None)
 
 
 def _reduced(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that DDP reduces, in its order (the order of `named_parameters`, each once)."""
+    """Return the parameters that DDP reduces, in its order (that of `named_parameters`, each once)."""
     ignored = ddp.parameters_to_ignore
     return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
 
 
 def _sparse(ddp: DistributedDataParallel) -> set[int]:
-    """Return the ids of the parameters for which DDP expects sparse gradients, by the rule of its constructor: the
-    first module that has a parameter decides."""
+    """Return the ids of the parameters for which DDP expects sparse gradients.
+
+    The rule is that of DDP's constructor: the first module that has a parameter decides.
+    """
     first: dict[int, torch.nn.Module] = {}
     for module in ddp.module.modules():
         for p in module.parameters(recurse=False):
@@ -41,7 +44,7 @@ def _sparse(ddp: DistributedDataParallel) -> set[int]:
 
 
 def _nothing(p: torch.Tensor, *, sparse: bool) -> torch.Tensor:
-    """Return a gradient of zeros; sparse: one without any rows, as an embedding would give it."""
+    """Return a gradient of zeros, or a sparse one without any rows, as an embedding would give it."""
     if not sparse:
         return torch.zeros_like(p)
     rows = torch.empty((1, 0), dtype=torch.int64, device=p.device)
@@ -50,7 +53,7 @@ def _nothing(p: torch.Tensor, *, sparse: bool) -> torch.Tensor:
 
 
 class ArrivalOrder:
-    """Records in which order a DDP module's gradients arrive in its first synchronised backward pass."""
+    """A recorder of the order in which a DDP module's gradients arrive in its first synchronised backward pass."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
@@ -73,19 +76,27 @@ class ArrivalOrder:
                 self._order = list(self._seen)
 
     def stop(self) -> None:
-        """Take the hooks away (no effect on what has been recorded)."""
+        """Remove the hooks. The recorded order stays."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     @property
     def order(self) -> list[int]:
-        """Parameter indices in order of arrival; empty until a whole pass has been seen."""
+        """Return the parameter indices in order of arrival; empty before a whole pass was recorded."""
         return self._order
 
     def replay(self, order: list[int]) -> bool:
-        """Collective over the module's process group: make DDP rebuild its buckets as after a backward pass with
-        this order of arrival. Gradients are left as they were. False where it does not apply."""
+        """Make DDP rebuild its buckets as after a backward pass with this order of arrival.
+
+        The call is collective over the module's process group. It leaves gradients as they were.
+
+        Args:
+            order: Parameter indices in order of arrival.
+
+        Returns:
+            False where the order does not apply to this module.
+        """
         if not rebuilds(self.ddp) or sorted(order) != list(range(len(self._params))):
             return False
         self.stop()

@@ -1,9 +1,9 @@
-"""What of the training state this rank keeps, and how it gets from the tensors into a slot.
+"""The tensors of the training state that this rank keeps, and their way into a slot.
 
 Between `step()` and the first optimizer pre-hook after it, parameters and optimizer tensors are expected not to
-change; in that time a background thread copies them. The expectation is checked, by version counters, addresses and a
-few elements of each tensor: one that changed before its copy was made voids the version, and is copied at `step()`
-from then on (it becomes eager).
+change. A background thread copies them in that time. Version counters, addresses and a few elements of each tensor
+check the expectation. A tensor that changed before its copy was made voids the version. Such a tensor becomes eager:
+from then on it is copied at `step()`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from gemini_hpc.train.state.sample import OTHERS, PARAMETERS, Turns, few, same_b
 from gemini_hpc.train.state.source import Source
 from gemini_hpc.train.state.tree import Leaf, local
 
-_TURNS = 32  # of pieces that were not copied again, one in so many is compared in each version
+_TURNS = 32  # one in so many of the pieces not copied again is compared in each version
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
 
 
 class Bound:
-    """The sources as they were found at a step(), in lists, which the next one can compare at once: a training has
-    thousands of them."""
+    """The sources as found at a step(), in lists that the next step() can compare at once.
+
+    Lists are needed because a training has thousands of sources.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.eager = [source for source in sources if source.eager]
         sampled = [source for source in sources if not source.eager]
         self.views = [source.views for source in sources]
-        self.watch: list[tuple[Source, torch.Tensor]] = []  # and what counts its changes
+        self.watch: list[tuple[Source, torch.Tensor]] = []  # a source and the tensor that counts its changes
         self._wholes: list[Any] = []
         self._parts: list[torch.Tensor | None] = []
         self._bases: list[torch.Tensor] = []
@@ -57,7 +59,7 @@ class Bound:
             if source.whole is not source.base:
                 self._wholes.append(source.whole)
                 self._parts.append(source.base)
-                if not source.eager:  # what changes a DTensor is counted there, not within
+                if not source.eager:  # changes through a DTensor are counted at the DTensor, not at its local part
                     self.watch.append((source, source.whole))
         self._watched = [tensor for _, tensor in self.watch]
         found = [(s, s.base, s.whole) for s in sampled if s.may_stay and s.base is not None and s.whole is not None]
@@ -65,7 +67,7 @@ class Bound:
         self._frozen_counts: list[int] = []
         still = {id(each[0]) for each in self._frozen}
         for source in sampled:
-            if id(source) not in still:  # also one that was frozen when it was bound last
+            if id(source) not in still:  # also a source that was frozen when bound last
                 source.since, source.token = 0, ()
         self._owners = [source for source in sampled for _ in source.views]
         self._flats = [flat for source in sampled for flat in source.flats]
@@ -77,16 +79,19 @@ class Bound:
         self._others = Turns(fews, others, OTHERS)
         every = [source for source in sources for _ in source.views]
         self._pieces = [number for number, source in enumerate(every) if not source.eager]
-        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: where it is, samples of it
+        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: address, samples of its copies
 
     def holds(self) -> bool:
-        """Whether each tensor still has the memory that it had."""
+        """Return whether each tensor still has the memory that it had."""
         parts = [whole._local_tensor for whole in self._wholes]
         return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
 
     def mark(self, version: int) -> None:
-        """Say of every tensor with which version it changed last. Only of parameters that are not trained is it
-        believed where nothing has counted a change."""
+        """Record for every tensor with which version it changed last.
+
+        A version counter without a change proves nothing, except for parameters that are not trained. All other
+        tensors count as changed.
+        """
         counts = [count for _, base, whole in self._frozen for count in (base._version, whole._version)]
         thawed = [whole.requires_grad for _, _, whole in self._frozen]
         if counts == self._frozen_counts and not any(thawed):
@@ -98,12 +103,19 @@ class Bound:
                 source.token, source.since = token, version
 
     def samples(self, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A few elements of what has its turn in this version: of parameters, and of optimizer tensors."""
+        """Return a few elements of the parameters, and of the optimizer tensors, whose turn it is in this version."""
         return self._parameters.of(version).read(), self._others.of(version).read()
 
     def other(self, job: Job, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Names of those that had other elements when the job was made than their copies in slot `index` have now. If
-        that is most of the parameters that had their turn, all of them were swapped."""
+        """Return the names of tensors whose copies have other elements than the job's samples.
+
+        If most of the parameters whose turn it was differ, all parameters were swapped and all are returned.
+
+        Args:
+            job: The job, with the samples taken when it was made.
+            index: The slot with the copies.
+            copies: The copies in the slot, by piece.
+        """
         where = copies[0].data_ptr() if copies else 0
         known = self._targets.get(index)
         if known is None or known[0] != where:
@@ -117,13 +129,13 @@ class Bound:
         return [self._owners[number].key for number in found]
 
     def counts(self) -> list[int]:
-        """The version counters of all that is watched."""
+        """Return the version counters of all watched tensors."""
         return [tensor._version for tensor in self._watched]
 
 
 @dataclass
 class Job:
-    """One version on its way into a slot. `left` is set when the training may change its tensors again."""
+    """A version under way into a slot. `left` is set when the training may change its tensors again."""
 
     version: int
     small: bytes | bytearray
@@ -133,12 +145,12 @@ class Job:
     digests: list[str] | None
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
     lifted: Sequence[Seen] = ()  # at step()
-    leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
-    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of these, by key: as they were at step()
-    unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had
-    all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
-    gaps: Gaps | None = None  # in the small state, as long as they are not filled
-    ready: Event | None = None  # of a training with state on a device: where that has come to step()
+    leaves: Sequence[Leaf] = ()  # all leaves of this rank, also those that other ranks keep
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the leaves by key, as at step()
+    unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had already
+    all_counts: Sequence[int] | None = None  # version counters of the leaves at step(); None: not needed
+    gaps: Gaps | None = None  # in the small state, until they are filled
+    ready: Event | None = None  # with state on a device: the device's position at step()
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     saved: bool = True
@@ -148,36 +160,44 @@ class Job:
     cancelled: bool = False
     hurried: bool = False  # the training waits for this version
     wanted: bool = False  # the training waits for its tensors
-    urgent: bool = False  # all that is left of the training may hang on this version: it goes at once
+    urgent: bool = False  # all that is left of the training may depend on this version: it goes at once
     moment: Moment = UNCOUNTED  # of the training, at step()
     taken_at: float = field(default_factory=clock.monotonic)
-    copied_at: float = 0.0  # in the own slot; 0.0: not yet
-    arrived_at: float = 0.0  # at all holders; 0.0: not yet
+    copied_at: float = 0.0  # time the own slot was complete; 0.0: not yet
+    arrived_at: float = 0.0  # time it had arrived at all holders; 0.0: not yet
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     @property
     def hopeless(self) -> bool:
-        """No use to wait for it. Where another is gone that may be dead, the wait is for Slurm to end the job."""
+        """Return whether waiting for this version is useless.
+
+        A version lost with another rank or agent, which may be dead, is still waited for: Slurm is expected to end
+        the job.
+        """
         return not self.saved and not self.bereaved
 
     def start(self) -> bool:
-        """From the copying thread: True if the copy may begin."""
+        """Start the copy, from the copying thread. Return whether it may begin."""
         with self.lock:
             self.started = not self.cancelled
             return self.started
 
     def cancel(self) -> bool:
-        """From the training: True if the copy had not begun, and never will."""
+        """Cancel the copy, from the training. Return whether it had not begun, and so never will."""
         with self.lock:
             self.cancelled = not self.started
             return self.cancelled
 
     def as_it_was(self) -> bool:
-        """Whether nothing has counted a change of any tensor since step()."""
+        """Return whether no tensor's version counter has changed since step()."""
         return self.all_counts is not None and self.all_counts == [leaf.tensor._version for leaf in self.leaves]
 
     def give_up(self, *, bereaved: bool = False) -> None:
-        """This version will not be complete. bereaved: because another rank or agent is gone, which may be dead."""
+        """Record that this version will not be complete.
+
+        Args:
+            bereaved: The reason is that another rank or agent is gone, which may be dead.
+        """
         self.bereaved = bereaved
         self.saved = False
         self.left.set()
@@ -196,8 +216,14 @@ class Capture:
     def __init__(
         self, manifest: Manifest, leaves: Sequence[Leaf], entries: Sequence[Entry], blocks: Sequence[Block]
     ) -> None:
-        """blocks: as dealt, by entry, those of lifted tensors last; the manifest's pieces are the same ones in this
-        order."""
+        """Create the sources of the pieces.
+
+        Args:
+            manifest: The manifest. Its pieces are the blocks, in the same order.
+            leaves: The tensors of this rank.
+            entries: The entries of the leaves.
+            blocks: The blocks that this rank keeps, by entry; those of lifted tensors last.
+        """
         self.manifest = manifest
         self._planned = {leaf.key for leaf in leaves if leaf.optimizer != LIFTED}
         self._sources: list[Source] = []
@@ -207,7 +233,7 @@ class Capture:
         self.eager_since: dict[str, str] = {}
         self.watches_all = False
         self.lock = threading.Lock()
-        self._leaves: Sequence[Leaf] | None = None  # that were bound last
+        self._leaves: Sequence[Leaf] | None = None  # bound last
         self._late: list[Leaf] = []
         self._bound: Bound | None = None
         self._memory: tuple[Sequence[Leaf], list[int], Mapping[str, torch.Tensor]] = ((), [], {})
@@ -236,23 +262,26 @@ class Capture:
 
     @property
     def on_device(self) -> bool:
-        """Whether state is there."""
+        """Return whether state is on a device."""
         return self._copies is not None
 
     def learn_from(self, former: Capture) -> None:
-        """What had to be copied at step() before the state was dealt out anew."""
+        """Make the tensors eager that were eager in the capture of the former plan."""
         for key in former.eager_since.keys() & self._by_key.keys():
             self.make_eager([key], former.eager_since[key])
 
     @property
     def keys(self) -> list[str]:
-        """Names of the tensors of which this rank keeps something."""
+        """Return the names of the tensors of which this rank keeps pieces."""
         return [source.key for source in self._all]
 
     def bind(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], dict[str, str]]:
-        """Find the planned tensors among the present ones. Returns those that are not in the plan, which have to go
-        with the small state, and what is wrong with planned ones, by name, which are gone or have another shape:
-        without them no version can be captured."""
+        """Find the planned tensors among the present ones.
+
+        Returns:
+            The tensors that are not in the plan, which have to go with the small state. Beside them, by name, the
+            faults of planned tensors that are gone or have another shape. With faults no version can be captured.
+        """
         bound = self._bound
         if self._leaves is leaves and bound is not None and bound.holds():
             return self._late, {}
@@ -278,15 +307,15 @@ class Capture:
         return self._late, {}
 
     def defers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the small state is on the device, which must not be waited for."""
+        """Return whether a tensor of the small state is on the device, which must not be waited for."""
         return self._copies is not None and self._copies.holds(tensor)
 
     def mark(self) -> Event | None:
-        """Return where the training's device is now, None where it has none."""
+        """Return an event at the present position of the training's device; None without a device."""
         return self._copies.mark() if self._copies is not None else None
 
     def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> Job:
-        """Begin the capture of a version: eager tensors are copied now, the others are noted."""
+        """Begin the capture of a version: copy eager tensors now, record the others."""
         with torch.no_grad(), self.lock:
             bound = self._bound
             if bound is None:
@@ -307,17 +336,20 @@ class Capture:
         return job
 
     def _memory_of(self, leaves: Sequence[Leaf]) -> Mapping[str, torch.Tensor]:
-        """Return what lies here of each leaf, by key. It stays what it is where the training puts other memory behind
-        a parameter, as encoders that follow others do (`p.data = ...`)."""
+        """Return the local tensor of each leaf, by key.
+
+        These tensors keep their memory where the training puts other memory behind a parameter, as encoders that
+        follow others do (`p.data = ...`).
+        """
         ptrs = [local(leaf.tensor).data_ptr() for leaf in leaves]
         if self._memory[0] is not leaves or self._memory[1] != ptrs:
             self._memory = leaves, ptrs, {leaf.key: local(leaf.tensor).detach() for leaf in leaves}
         return self._memory[2]
 
-    # ---- from the copying thread -----------------------------------------------------------------------
+    # ---- called by the copying thread -----------------------------------------------------------------------
 
     def _target(self, index: int, area: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the pieces in a slot's tensor area (kept by slot index)."""
+        """Return views of the pieces in a slot's tensor area. The views are cached by slot index."""
         kept = self._targets.get(index)
         if kept is not None and kept[0] == area.data_ptr():
             return kept[1]
@@ -331,7 +363,10 @@ class Capture:
         return views
 
     def unchanged(self, base: int) -> frozenset[int]:
-        """Numbers of the pieces that are what they were in version `base`, while a job has not `left`."""
+        """Return the numbers of the pieces that are the same as in version `base`.
+
+        The answer holds while a job has not `left`.
+        """
         return frozenset(
             number
             for source in self._all
@@ -340,27 +375,46 @@ class Capture:
         )
 
     def ranges(self, pieces: Iterable[int]) -> list[Range]:
-        """Where these pieces are in the tensor area."""
+        """Return the ranges of these pieces in the tensor area."""
         found = (self.manifest.pieces[number] for number in pieces)
         return merged(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
 
     def copy(self, job: Job, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
-        """Copy everything that the job noted into the tensor area of slot `index`; without: numbers of pieces that
-        are there. How long that took, see `bring`."""
+        """Copy all tensors of the job into the tensor area of slot `index`.
+
+        Args:
+            job: The job.
+            index: The slot.
+            area: The slot's tensor area.
+            without: Numbers of pieces that the slot already has.
+
+        Returns:
+            The duration in seconds, see `bring`.
+        """
         targets, pieces = self._target(index, area), enumerate(self.pieces(job))
         job.unchanged = without
         return self.bring(job, [(targets[number], piece) for number, piece in pieces if number not in without])
 
     def clean(self, area: torch.Tensor) -> None:
-        """Zeros between the pieces: what a holder makes itself of this shard has them, too."""
+        """Set the bytes between the pieces to zero.
+
+        A holder that fills this shard from its own tensors has zeros there, too.
+        """
         at = 0
         for piece in self.manifest.pieces:
             area[at : piece.at].zero_()
             at = piece.at + self.manifest.nbytes(piece)
 
     def bring(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """Copy from the second of each pair, a part of the training's state, into the first, in host memory. How long
-        that took, in seconds, without the wait for a device to come to step()."""
+        """Copy from the second of each pair into the first.
+
+        Args:
+            job: The job.
+            pairs: (target, source) tensors. Targets are in host memory, sources are parts of the training's state.
+
+        Returns:
+            The duration in seconds, without the wait for a device to reach step().
+        """
         began = clock.monotonic()
         if self._copies is not None and job.ready is not None:
             return self._fetch(job, pairs)
@@ -378,8 +432,10 @@ class Capture:
         return clock.monotonic() - began
 
     def read(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """As `bring`, from a thread beside the one that saves, on a stream of its own: those of the training may be
-        blocked for ever."""
+        """Copy as `bring` does, from a thread beside the one that saves.
+
+        The copies run on a stream of their own, because the training's streams may be blocked forever.
+        """
         copies = host_copy.of_training(self.device) if job.ready is not None else None
         if copies is not None and job.ready is not None:
             copies.bring(job.ready, pairs)
@@ -389,7 +445,7 @@ class Capture:
                 target.copy_(view)
 
     def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
-        """These, the samples, and what the small state lacks, to host memory."""
+        """Copy these pairs, the samples, and the missing tensors of the small state to host memory."""
         assert self._copies is not None and job.ready is not None
         gaps, job.gaps = job.gaps, None
         content = [torch.empty_like(gaps.content, device="cpu")] if gaps is not None else []
@@ -407,28 +463,37 @@ class Capture:
         return took_s
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
-        """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
+        """Return, after `copy`, the names of tensors whose copy cannot be trusted. Make these eager from now on."""
         bad = self._moved(job) + self._torn(job, index, area)
         return self.make_eager(bad, "changed before its copy was made")
 
     def moved(self, job: Job) -> list[str]:
-        """The same for copies that the device makes later, in order with what it is given from here on: what has
-        changed since step(), or has other memory."""
+        """Return the names of tensors that have changed since step(), or have other memory, and make these eager.
+
+        This is the first check for copies that the device makes later, in order with the work it gets from here on.
+        """
         return self.make_eager(self._moved(job) + self._replaced(job), "changed before its copy was made")
 
     def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
-        """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
+        """Return the names of tensors whose copies by the device differ, and make these eager.
+
+        This is the second check, after the device has made the copies. It compares samples and, in an audited
+        version, all bytes.
+        """
         if job.ready is not None:
             self._fetch(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
     def pieces(self, job: Job) -> list[torch.Tensor]:
-        """The job's tensors, in the order of the manifest's pieces."""
+        """Return the job's tensors, in the order of the manifest's pieces."""
         return [view for views in job.views for view in views]
 
     def _moved(self, job: Job) -> list[str]:
-        """Return the names of what has been written since. What has other memory since was copied from what it had,
-        which is as it was unless its samples say otherwise."""
+        """Return the names of tensors that were written since step().
+
+        A tensor that got other memory was copied from its old memory. The old memory is unchanged unless its samples
+        differ.
+        """
         bound = job.bound
         counts = bound.counts()
         lifted = [seen.source.key for seen in job.lifted if seen.moved()]
@@ -438,7 +503,7 @@ class Capture:
         return lifted + [source.key for (source, _), now, then in pairs if now != then]
 
     def _replaced(self, job: Job) -> list[str]:
-        """Return the names of what has other memory since."""
+        """Return the names of tensors that have other memory since step()."""
         if job.bound.holds():
             return []
         return [
@@ -463,8 +528,11 @@ class Capture:
         return bad
 
     def _stale(self, job: Job, targets: Sequence[torch.Tensor]) -> list[str]:
-        """Of the pieces that were not copied again, as nothing has counted a change, one in some is compared whole in
-        each version: collectives, for one, write without being counted."""
+        """Return the names of uncopied pieces whose copy in the slot is stale.
+
+        These pieces were not copied again, because no version counter changed. Some are compared whole in each
+        version: collectives, for one, write without being counted.
+        """
         if not job.unchanged or self._copies is not None:
             return []
         turn = job.version % _TURNS
@@ -479,7 +547,7 @@ class Capture:
     # ---- at the pre-hook -------------------------------------------------------------------------------
 
     def audit(self, job: Job) -> list[str]:
-        """Names of tensors that have changed since `step()` without an optimizer; they are eager from now on."""
+        """Return the names of tensors that have changed since `step()` without an optimizer, and make these eager."""
         if job.digests is None:
             return []
         bad = [
@@ -490,7 +558,7 @@ class Capture:
         return self.make_eager(bad, "changed between step() and the optimizer")
 
     def make_eager(self, keys: Sequence[str], why: str) -> list[str]:
-        """Copy these at `step()` from now on."""
+        """Copy these tensors at `step()` from now on."""
         with self.lock:
             if keys:
                 self._bound = None

@@ -22,7 +22,7 @@ def _default() -> dist.ProcessGroup:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors for this group's collectives must live."""
+    """Return the device on which tensors for this group's collectives must be."""
     if _CPU in group._device_types or not torch.cuda.is_available():
         return _CPU
     return torch.device("cuda", torch.cuda.current_device())
@@ -35,7 +35,10 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Collective: what every rank gave, in rank order. From the training's main thread only."""
+    """Return the data of every rank, in rank order.
+
+    The call is collective, and only the training's main thread may make it.
+    """
     group = group if group is not None else _default()
     device = _device(group)
     lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
@@ -48,16 +51,21 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def gather_word(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Collective: one 64-bit number from every rank."""
+    """Return a 64-bit number from every rank, in rank order. The call is collective."""
     group = group if group is not None else _default()
     parts = _gather(torch.tensor([value], dtype=torch.int64, device=_device(group)), group)
     return [int(part.item()) for part in parts]
 
 
 def own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of our own, of the ranks of a group (None: of all). Collective over these ranks only.
+    """Make a gloo group of our own, of the ranks of a group.
 
-    torch.distributed does not know of it. `dist.new_group` counts on every rank of the world to make the same groups.
+    The call is collective over these ranks only, and torch.distributed does not know the new group. `dist.new_group`
+    instead requires every rank of the world to make the same groups.
+
+    Args:
+        within: The group whose ranks take part; None for all ranks.
+        timeout: Timeout of the new group's collectives.
     """
     base = within if within is not None else _default()
     number = next(_made.setdefault(base, itertools.count()))
@@ -70,8 +78,13 @@ def own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.Proc
 
 
 class TorchRanks:
-    """The ranks of a process group of torch.distributed, by default of the default one; a single rank, where there is
-    none. A `client.session.Ranks`. members: the number of each of them in the world."""
+    """The ranks of a torch.distributed process group, as `client.session.Ranks`.
+
+    The default is the default group; without torch.distributed, a single rank.
+
+    Attributes:
+        members: Rank of each member in the world.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -82,5 +95,5 @@ class TorchRanks:
             self.members = dist.get_process_group_ranks(self.group)
 
     def all(self, data: bytes) -> list[bytes]:
-        """Collective: what every rank gave, by rank."""
+        """Return the data of every rank, by rank. The call is collective."""
         return gather_bytes(data, self.group)

@@ -1,8 +1,8 @@
-"""The state of DDP's communication hooks: what PowerSGD remembers of gradients, how far post-local SGD has come.
+"""The state of DDP's communication hooks: PowerSGD's memory of gradients, the progress of post-local SGD.
 
-A hook's state mostly is an object without a `state_dict`. Then its attributes are captured and put back one by one,
-but for process groups, streams and functions, which each launch makes itself. Much of it has the shape of DDP's
-buckets, so it is put back only where these are the same.
+A hook's state is mostly an object without a `state_dict`. Its attributes are then captured and put back one by one.
+Process groups, streams and functions are left out, because each launch makes them itself. Much of the state has the
+shape of DDP's buckets, so it is put back only where the buckets are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gemini_hpc.train.state.buckets import rebuilds
 
 _MADE_ANEW = (dist.ProcessGroup, torch.Stream, torch.Event, nn.Module, type, ModuleType)
 _OF_TORCH = (
-    "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # its flags hold for one backward pass
+    "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # flags that apply to one backward pass only
 )
 
 
@@ -99,11 +99,11 @@ def _class(held: Any) -> str:
 
 
 class CommHooks:
-    """The communication hooks of all DDP modules of a training, which may be registered at any time."""
+    """The communication hooks of all DDP modules of a training. Hooks may be registered at any time."""
 
     def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
         self._ddps = list(ddps)
-        self._kept: dict[tuple[str, Any], bool] = {}  # by hook and attribute: whether it can be captured
+        self._kept: dict[tuple[str, Any], bool] = {}  # by hook and attribute: can it be captured
 
     def _hooks(self) -> dict[str, tuple[DistributedDataParallel, Any]]:
         return {
@@ -138,7 +138,7 @@ class CommHooks:
         return self._kept[name, key]
 
     def left_out(self) -> dict[str, str]:
-        """Return what is not captured, by the hook whose state it belongs to, and why."""
+        """Return the hook states that are not captured, each with the reason."""
         self.capture()
         found = {}
         for name, (ddp, held) in self._hooks().items():
@@ -151,7 +151,7 @@ class CommHooks:
         return found
 
     def restore(self, saved: Mapping[str, Any], *, same_world: bool) -> list[str]:
-        """Put captured state back. Return what begins anew, and why, in words."""
+        """Put captured state back. Return a sentence for each state that begins anew, with the reason."""
         left, hooks = [], self._hooks()
         for name, state in saved.items():
             ddp, held = hooks.get(name, (None, None))
@@ -169,5 +169,5 @@ class CommHooks:
 
 
 def _buckets(ddp: DistributedDataParallel) -> tuple[int, ...]:
-    """Return what decides how parameters are dealt into buckets."""
+    """Return the settings by which DDP deals parameters into buckets."""
     return ddp.bucket_bytes_cap, *getattr(ddp, "bucket_bytes_cap_list", ())

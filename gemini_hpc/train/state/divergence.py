@@ -1,11 +1,12 @@
-"""Whether replicated tensors are still the same on all ranks that have them.
+"""Detection of replicated tensors that are no longer the same on all ranks that have them.
 
-Ranks keep parts of a replicated tensor (of DDP, or of a part that HSDP has twice) for each other,
-which is right only while it is the same everywhere. That it
-was so in the first `step()` says little: a training with local steps averages its replicas now and then only, and a
-parameter that DDP does not reduce drifts apart. So the ranks compare a few elements again in each round of words.
+Ranks keep parts of a replicated tensor (of DDP, or of a part that HSDP has twice) for each other. This is right only
+while the tensor is the same everywhere. Equality in the first `step()` proves little: a training with local steps
+averages its replicas only now and then. A parameter that DDP does not reduce drifts apart. So the ranks compare a few
+elements again in each round of words.
 
-What a round says was sampled when the one before began: reading a device's memory must not hold up the training.
+The words of a round describe samples taken when the round before began, because reading a device's memory must not
+hold up the training.
 """
 
 from __future__ import annotations
@@ -19,17 +20,26 @@ from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.ownership import Entry
 from gemini_hpc.train.state.sample import few
 
-_GROUPS = 8  # of ranks, in one round
-_TENSORS = 256  # of a group, in one round
+_GROUPS = 8  # groups of ranks compared in one round
+_TENSORS = 256  # tensors of a group compared in one round
 _NOTHING = -(1 << 62)
 
 
 class Divergence:
-    """Of one rank. Every rank makes one from the same entries and asks it in the same rounds."""
+    """The comparison of replicated tensors on a rank.
+
+    Every rank makes one from the same entries and calls it in the same rounds.
+    """
 
     def __init__(self, gathered: Sequence[Sequence[Entry]], alone: frozenset[str], rank: int) -> None:
-        """gathered: the shared entries of all ranks (of those lifted out of the small state, ranks may have seen
-        different versions last); alone: keys that are each rank's own."""
+        """Find the groups of ranks that have the same tensors.
+
+        Args:
+            gathered: The shared entries of all ranks. Entries lifted out of the small state are ignored, because
+                ranks may have seen different versions of them last.
+            alone: Keys of tensors that are each rank's own.
+            rank: This rank.
+        """
         holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for number, part in enumerate(gathered):
             for entry in part:
@@ -48,12 +58,17 @@ class Divergence:
 
     @property
     def count(self) -> int:
-        """Words in a round."""
+        """Return the number of words in a round."""
         return 2 * min(_GROUPS, len(self._groups))
 
     def words(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-        """For the round that starts now: of each group of ranks two words, equal but for the sign where all of them
-        have the same. tensors: as they are now, for the next round."""
+        """Return this rank's words for the round that starts now, and sample for the next round.
+
+        Each group of ranks has two words. They are equal but for the sign where all its ranks have the same samples.
+
+        Args:
+            tensors: The present tensors by key, sampled for the next round.
+        """
         said = self._digests()
         self._look(tensors)
         return [word for digest in said for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
@@ -78,14 +93,14 @@ class Divergence:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def _turn(self, number: int) -> list[tuple[tuple[int, ...], list[str]]]:
-        """The groups that have their turn in this round."""
+        """Return the groups that have their turn in this round."""
         if len(self._groups) <= _GROUPS:
             return self._groups
         first = number * _GROUPS % len(self._groups)
         return (self._groups + self._groups)[first : first + _GROUPS]
 
     def _digests(self) -> list[int]:
-        """Of what was looked at last, by group; 0 for those of which this rank is none."""
+        """Return the digests of the last samples, by group; 0 for groups without this rank."""
         if not self._samples:
             return [0] * min(_GROUPS, len(self._groups))
         stream = torch.cuda.Stream(self._device) if self._event is not None else None  # type: ignore[no-untyped-call]
@@ -105,6 +120,10 @@ class Divergence:
 
     @staticmethod
     def differs(words: Sequence[int]) -> bool:
-        """What the round came to: of each word the largest of all ranks."""
+        """Return whether the round has found a difference.
+
+        Args:
+            words: The largest value of each word over all ranks.
+        """
         pairs = zip(words[::2], words[1::2], strict=True)
         return any(high != -low for high, low in pairs if high != _NOTHING)

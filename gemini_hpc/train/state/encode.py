@@ -1,9 +1,8 @@
 """Typed binary encoding of plain Python state: scheduler dicts, RNG tuples, loader positions. No pickle.
 
-Every value is one tag byte and a payload; sizes are 4-byte (counts) or 8-byte (bytes) little-endian words.
-What comes out equals what went in, bit for bit for floats and arrays, with the same types. The decoder never
-runs code that the data names and never allocates more than the data's own length asks for: hostile bytes end
-in ValueError.
+Every value is one tag byte and a payload. Sizes are 4-byte (counts) or 8-byte (bytes) little-endian words. Decoding
+returns the encoded value, bit for bit for floats and arrays, with the same types. The decoder never runs code that
+the data names. It never allocates more than the data's own length asks for. Hostile bytes end in ValueError.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _QUANTIZED = ("torch.q", "torch.quint", "torch.bits")
 
 
 class UnknownTypeError(TypeError):
-    """A value that has no encoding; the message names where it is and what it is."""
+    """A value that has no encoding; the message gives its place and its type."""
 
 
 class Lifted(NamedTuple):
-    """A tensor that lies elsewhere in the slot, under this name; see `lifted`."""
+    """A reference to a tensor that lies elsewhere in the slot, under this name; see `lifted`."""
 
     key: str
     dtype: str
@@ -57,7 +56,7 @@ class Lifted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What this rank has of a DTensor of this shape, cut like that; see `sharded`."""
+    """A rank's part of a DTensor with this shape and these placements; see `sharded`."""
 
     tensor: torch.Tensor | Lifted
     shape: tuple[int, ...]
@@ -65,22 +64,35 @@ class Part(NamedTuple):
 
 
 def encode(value: Any, where: str = "state") -> bytes:
-    """Bytes of `value`. Raises UnknownTypeError naming the object path below `where` and its type."""
+    """Return the encoded bytes of `value`.
+
+    Args:
+        value: The value.
+        where: Name of the value in error messages.
+
+    Raises:
+        UnknownTypeError: A value in it has no encoding. The message has its path below `where` and its type.
+    """
     out: list[bytes] = []
     _put(out, value, where, 0)
     return b"".join(out)
 
 
 class Gaps(NamedTuple):
-    """Where encoded bytes have zeros for now: what belongs there, one tensor after the other as it was, and the
-    (offset, size) of each."""
+    """The places in encoded bytes that have zeros for now, and the content for them.
+
+    Attributes:
+        data: The encoded bytes.
+        content: The missing bytes, one tensor after the other.
+        places: (offset, size) in `data` of each tensor.
+    """
 
     data: bytearray
-    content: torch.Tensor  # uint8, on the device of the tensors
+    content: torch.Tensor  # uint8, on the tensors' device
     places: list[tuple[int, int]]
 
     def fill(self, content: torch.Tensor) -> None:
-        """Put the content in, which is on the host by now."""
+        """Put the content, now on the host, into its places."""
         brought, at = content.numpy().data, 0
         for offset, size in self.places:
             self.data[offset : offset + size] = brought[at : at + size]
@@ -90,8 +102,21 @@ class Gaps(NamedTuple):
 def encode_around(
     value: Any, defers: Callable[[torch.Tensor], bool], where: str = "state"
 ) -> tuple[bytes | bytearray, Gaps | None]:
-    """As `encode`, but tensors that `defers` names, all on one device, are copied there, and that is not waited for:
-    the bytes have gaps that are to be filled. Raises UnknownTypeError."""
+    """Encode a value without waiting for tensors that are on a device.
+
+    Those tensors are copied on the device, and the bytes have gaps to be filled later.
+
+    Args:
+        value: The value.
+        defers: Returns whether a tensor is deferred. All deferred tensors are on the same device.
+        where: Name of the value in error messages.
+
+    Returns:
+        The bytes, and the gaps in them or None.
+
+    Raises:
+        UnknownTypeError: A value in it has no encoding.
+    """
     out = _Around(defers)
     _put(out, value, where, 0)
     if not out.deferred:
@@ -102,9 +127,17 @@ def encode_around(
 
 
 def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
-    """The value that `encode` was given. Tensors that came from a CUDA device go back to the current one where
-    there is one. enums: False gives `CLASS.NAME` for a member, to who has not the training's classes. Raises
-    ValueError for anything that `encode` cannot have made."""
+    """Return the value that `encode` was given.
+
+    Tensors that came from a CUDA device go to the current one, if there is one.
+
+    Args:
+        data: The encoded bytes.
+        enums: False decodes an enum member to the text `CLASS.NAME`, for readers without the training's classes.
+
+    Raises:
+        ValueError: `encode` cannot have made these bytes.
+    """
     reader = _Reader(memoryview(data), enums)
     try:
         value = reader.value(0)
@@ -119,7 +152,7 @@ def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
 
 
 class _Around(list[bytes]):
-    """Parts of encoded bytes, with zeros for tensors that are put in later."""
+    """Parts of encoded bytes, with zeros for tensors that are filled in later."""
 
     def __init__(self, defers: Callable[[torch.Tensor], bool]) -> None:
         self.defers = defers
@@ -236,8 +269,11 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
 
 
 def _enum_class(name: str) -> type[enum.Enum] | None:
-    """Return the enum class of this module and name, None for what is none here. Nothing is imported, and no code of
-    a module or class runs: the name may come from damaged or hostile bytes."""
+    """Return the enum class of this module and name; None if this process has no such class.
+
+    Nothing is imported, and no code of a module or class runs, because the name may come from damaged or hostile
+    bytes.
+    """
     parts = name.split(".")
     for split in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:split]))
@@ -254,7 +290,7 @@ def _enum_class(name: str) -> type[enum.Enum] | None:
 
 
 def _has_name(value: enum.Enum) -> bool:
-    """Return whether a reader can find this member by its names; a combination of flags has none."""
+    """Return whether a reader can find this member by its names. A combination of flags has no name."""
     cls = type(value)
     known = _enum_class(f"{cls.__module__}.{cls.__qualname__}") is cls
     return known and cls.__members__.get(value.name or "") is value
@@ -298,7 +334,7 @@ def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
 
 
 class GeneratorState(bytes):
-    """State of a `torch.Generator`, as decoded. `restore(generator)` puts it into one."""
+    """The decoded state of a `torch.Generator`. `restore(generator)` puts it into a generator."""
 
     def restore(self, generator: torch.Generator) -> None:
         """Set the generator's state."""
@@ -380,7 +416,7 @@ class _Reader:
         if not len(payload):
             result = torch.empty(shape, dtype=dtype, device="cpu")
         else:
-            # memory of its own, which can be resized
+            # a copy: its memory is its own and can be resized
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).clone().view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
 
@@ -408,7 +444,7 @@ class _Reader:
             raise ValueError(f"encoded state has an array of shape {shape} in {len(payload)} bytes")
         if not len(payload):
             return np.empty(shape, dtype)
-        found = np.empty(shape, dtype)  # memory of its own, which can be resized
+        found = np.empty(shape, dtype)  # its memory is its own and can be resized
         found.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
         return found
 

@@ -1,4 +1,4 @@
-"""Capture the state that a module hands out by `get_extra_state()`: the scales of FP8 layers, for instance."""
+"""Capture of the state that a module gives by `get_extra_state()`: the scales of FP8 layers, for instance."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from gemini_hpc.train.state import sharded
 
-KEY = "_extra_state"  # what follows the module's name, as in torch's state_dict()
+KEY = "_extra_state"  # follows the module's name, as in torch's state_dict()
 
 
 def given_by(module: nn.Module) -> bool:
-    """Return whether the module hands out such state and takes it back."""
+    """Return whether the module gives such state and takes it back."""
     kind = type(module)
     return (
         kind.get_extra_state is not nn.Module.get_extra_state
@@ -28,7 +28,16 @@ def capture(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def restore(modules: Mapping[str, nn.Module], saved: Mapping[str, Any], likes: Sequence[DTensor]) -> None:
-    """Hand saved state back. likes: DTensors of the training. Raises ValueError where other modules had some."""
+    """Give saved state back to the modules.
+
+    Args:
+        modules: The modules with extra state, by name.
+        saved: The saved state, by the same names.
+        likes: DTensors of the training.
+
+    Raises:
+        ValueError: Other modules had extra state in the saved run.
+    """
     if differ := sorted(modules.keys() ^ saved.keys()):
         raise ValueError(f"the saved run and this one differ in what get_extra_state() hands out: {differ[0]}")
     for name, module in modules.items():

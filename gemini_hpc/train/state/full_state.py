@@ -1,4 +1,4 @@
-"""A version of the tier in one process: its tensors whole, by name, and its small state. With torch."""
+"""A version of the tier in one process: its whole tensors by name, and its small state. Needs torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 @dataclass
 class Whole:
-    """tensors: by key; what was one rank's own is `rank3:KEY`. rows: what is known of each. small: of rank 0; an
-    MPI program has none."""
+    """A version with whole tensors.
+
+    Attributes:
+        tensors: Tensors by key. A single rank's own tensor has a key such as `rank3:KEY`.
+        rows: The manifest's row of each tensor.
+        aliases: Other names of tied tensors.
+        small: The small state of rank 0. An MPI program has none.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
@@ -41,8 +47,14 @@ class Whole:
 
 @contextmanager
 def opened(where: str, manifest: version.Manifest) -> Iterator[list[Saved]]:
-    """All shards of a version, by rank. Only their directories and small states are read now, tensors when they are
-    asked for, each checked against its digest. Raises OSError, ValueError, also when a tensor is read."""
+    """Open all shards of a version and yield them by rank.
+
+    Only directories and small states are read now. Tensors are read on demand, each checked against its digest.
+
+    Raises:
+        OSError: A file cannot be read, now or when a tensor is read.
+        ValueError: A file is missing or damaged, now or when a tensor is read.
+    """
     with ExitStack() as files:
         shards = []
         for file in manifest.files:
@@ -72,7 +84,12 @@ def _raw(reader: Reader, manifest: Manifest, piece: Piece) -> torch.Tensor:
 
 
 def read(where: str, manifest: version.Manifest) -> Whole:
-    """Of the version's directory `where`. Raises OSError, ValueError where a tensor is damaged or not whole."""
+    """Read the version from its directory `where`.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A tensor is damaged or not whole.
+    """
     with opened(where, manifest) as shards:
         return _join(shards)
 
@@ -113,7 +130,7 @@ def _join(shards: Iterable[Saved]) -> Whole:
 
 
 def put_back(whole: Whole) -> None:
-    """What was lifted out of small states: into rank 0's, which is the one that is kept."""
+    """Put the tensors lifted out of small states back into rank 0's, the only one that is kept."""
     keys = [key for key, row in whole.rows.items() if row.optimizer == LIFTED]
     found = {key: whole.tensors.pop(key) for key in keys}
     for key in keys:
@@ -126,7 +143,7 @@ def put_back(whole: Whole) -> None:
 
 
 def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> None:
-    """What appeared after the first step is in each rank's small state."""
+    """Add a tensor that appeared after the first step, which is in each rank's small state."""
     if tuple(tensor.shape) != row.shape:
         raise ValueError(
             f"{row.key} appeared in mid-training, and this version has only parts of it, without their places: "
@@ -137,8 +154,11 @@ def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> Non
 
 
 def _covered(boxes: set[Box], ndim: int) -> int:
-    """Elements in any of the boxes. Those of an MPI program may overlap: they are marked on the grid of all their
-    edges, which has not more cells than the tensor has elements."""
+    """Return the number of elements in any of the boxes.
+
+    The boxes of an MPI program may overlap. They are marked on the grid of all their edges, which has no more cells
+    than the tensor has elements.
+    """
     edges = [
         np.unique([at for offset, size in boxes for at in (offset[dim], offset[dim] + size[dim])])
         for dim in range(ndim)
@@ -152,21 +172,30 @@ def _covered(boxes: set[Box], ndim: int) -> int:
 
 
 def flat(whole: Whole) -> dict[str, torch.Tensor]:
-    """Tensors and nothing else, buffers too, by key."""
+    """Return only the tensors, buffers included, by key."""
     return {**whole.tensors, **(_buffers(whole.small) if whole.small else {})}
 
 
 def _buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those that a `state_dict` has, which other programs expect; old versions do not say which these are."""
+    """Return the buffers that a `state_dict` has, which other programs expect.
+
+    Old versions do not record which buffers are left out of it.
+    """
     left_out = set(small.get("transient", ()))
     return {name: _plain(tensor) for name, tensor in small["buffers"].items() if name not in left_out}
 
 
 def as_state(whole: Whole) -> dict[str, Any]:
-    """The usual form of a checkpoint: `model` by the names of parameters, buffers and extra state, as
-    `Module.load_state_dict` takes it; `optimizer` by parameter name, as `set_optimizer_state_dict` of
-    torch.distributed.checkpoint takes it; `extra` by module; `stateful` by name; `own` what was a single rank's. Of
-    an MPI program, its arrays by key. `torch.load` takes all of it with `weights_only`."""
+    """Return the version in the usual form of a checkpoint.
+
+    - `model`: by the names of parameters, buffers and extra state, as `Module.load_state_dict` takes it.
+    - `optimizer`: by parameter name, as `set_optimizer_state_dict` of torch.distributed.checkpoint takes it.
+    - `extra`: by module.
+    - `stateful`: by name.
+    - `own`: the tensors of single ranks.
+
+    For an MPI program: its arrays by key. `torch.load` takes all of it with `weights_only`.
+    """
     if not whole.small:
         return dict(whole.tensors)
     stateful = _plain(whole.small["stateful"])
@@ -209,13 +238,18 @@ def as_state(whole: Whole) -> dict[str, Any]:
 
 
 def _name(fqn: str) -> str:
-    """Of a parameter, as other programs have it: without `model.`."""
+    """Return a parameter's name as other programs have it, without `model.`."""
     return fqn.partition(".")[2]
 
 
 def _groups(small: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Each optimizer's `param_groups`, with the names of their parameters; old versions have none of these. Raises
-    ValueError."""
+    """Return each optimizer's `param_groups`, with the names of their parameters.
+
+    Old versions have no such names.
+
+    Raises:
+        ValueError: The names are damaged.
+    """
     optimizers: list[list[dict[str, Any]]] = _plain(small["groups"])
     for found, packed in zip(optimizers, small.get("members", ()), strict=False):
         for group, known in zip(found, groups.unpack(packed), strict=True):
@@ -232,8 +266,10 @@ _KEPT = (type(None), bool, float, complex, str, torch.dtype, torch.device)
 
 
 def _plain(value: Any) -> Any:
-    """What torch.load takes without being allowed to run anything: bytes and arrays become tensors; sets, ranges and
-    the like lists; times and what else there is, text."""
+    """Return a value in a form that torch.load takes without permission to run anything.
+
+    Bytes and arrays become tensors. Sets, ranges and the like become lists. Times and all other values become text.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, io.BytesIO):
@@ -268,7 +304,7 @@ def _plain(value: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """The same for a key, which cannot be a list or a tensor."""
+    """Return a key in the form of `_plain`. A key cannot be a list or a tensor."""
     if isinstance(value, np.generic):
         value = _scalar(value) if value.dtype.kind not in "SmM" else repr(value)
     if isinstance(value, tuple):
@@ -280,11 +316,11 @@ def _key(value: Any) -> Any:
 
 def _scalar(value: Any) -> Any:
     plain = value.item() if value.dtype.kind not in "mM" else str(value)
-    return str(value) if isinstance(plain, np.generic) else _plain(plain)  # of more bits than Python's numbers
+    return str(value) if isinstance(plain, np.generic) else _plain(plain)  # more bits than Python's numbers have
 
 
 def _array(value: np.ndarray[Any, Any]) -> Any:
-    """A tensor; nested lists of what torch has no type for."""
+    """Return a tensor; nested lists for element types that torch lacks."""
     native = value.astype(value.dtype.newbyteorder("="))
     try:
         return torch.from_numpy(np.array(native))

@@ -1,4 +1,4 @@
-"""Which parameter is in which group of an optimizer, by name: without it no other program can load the groups."""
+"""The parameters of each group of an optimizer, by name: without them no other program can load the groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
-    """params: by their names in the model; param_names: as the optimizer was given them, where it was."""
+    """A parameter group.
+
+    Attributes:
+        params: Names of the parameters in the model.
+        param_names: Names that the optimizer was given, if any.
+    """
 
     params: list[str]
     param_names: list[str] = []
@@ -21,8 +26,11 @@ _decoder = msgspec.msgpack.Decoder(list[Group])
 
 
 class Members:
-    """The groups of one optimizer, packed. They go with every version and hardly ever change, so they are named anew
-    only where a group has other parameters than at the last call."""
+    """The packed groups of an optimizer.
+
+    The groups go with every version and hardly ever change. They are packed anew only where a group has other
+    parameters than at the last call.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -30,7 +38,11 @@ class Members:
         self._packed = b""
 
     def pack(self, names: Mapping[int, str]) -> bytes:
-        """names: of parameters, by `id`; others are left out."""
+        """Return the packed groups.
+
+        Args:
+            names: Names of parameters, by `id`. Other parameters are left out.
+        """
         groups = self._optimizer.param_groups
         if not self._packed or not _same([group["params"] for group in groups], self._known):
             self._known = [list(group["params"]) for group in groups]
@@ -49,7 +61,11 @@ def _same(groups: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> bo
 
 
 def unpack(data: bytes) -> list[Group]:
-    """Inverse of `Members.pack`. Raises ValueError."""
+    """Unpack the result of `Members.pack`.
+
+    Raises:
+        ValueError: The data is damaged.
+    """
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:

@@ -1,7 +1,7 @@
-"""Name what the `state_dict()` of a module or an optimizer has and the capture has not.
+"""Entries of a module's or an optimizer's `state_dict()` that the capture does not have.
 
-Parameters, buffers, extra state and an optimizer's `state` are captured where they lie. A class may hand out more in
-a `state_dict` of its own. That cannot be put back alone: `load_state_dict` takes all or nothing.
+Parameters, buffers, extra state and an optimizer's `state` are captured where they lie. A class may return more in a
+`state_dict` of its own. Such entries cannot be put back alone: `load_state_dict` takes all or nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _address(tensor: torch.Tensor) -> int:
     here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     try:
         return here.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # of a class that is made of other tensors
+    except (RuntimeError, NotImplementedError):  # a class that is made of other tensors
         return 0
 
 
@@ -37,9 +37,13 @@ def _plain_name(name: str) -> str:
 
 
 def of_module(root: nn.Module, prefix: str, names: Collection[str], captured: Collection[int]) -> list[str]:
-    """Return the names, below `prefix`, of what only the module's own `state_dict()` has.
+    """Return the names of entries that only the module's own `state_dict()` has.
 
-    names: what is captured; what stands below such a name belongs to it. captured: addresses of captured memory.
+    Args:
+        root: The module.
+        prefix: Prefix of the names in `root`.
+        names: Captured names. An entry below such a name belongs to it.
+        captured: Addresses of captured memory.
     """
     if not any(map(_has_a_way_of_its_own, root.modules())):
         return []
@@ -66,9 +70,13 @@ def _has_a_way_of_its_own(module: nn.Module) -> bool:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, captured: Collection[int]) -> list[str]:
-    """Return the keys of what only the optimizer's own `state_dict()` has. captured: as above.
+    """Return the keys of entries that only the optimizer's own `state_dict()` has.
 
-    An optimizer without state is not asked: `state_dict` of torch.distributed.checkpoint would make it step.
+    An optimizer without state is not queried: `state_dict` of torch.distributed.checkpoint would make it step.
+
+    Args:
+        optimizer: The optimizer.
+        captured: Addresses of captured memory.
     """
     kind: Any = type(optimizer)
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
@@ -82,9 +90,9 @@ def of_optimizer(optimizer: torch.optim.Optimizer, captured: Collection[int]) ->
 
 
 def _known(value: Any, captured: Collection[int]) -> bool:
-    """Return whether nothing is in there but captured tensors, or another optimizer's state."""
+    """Return whether a value has only captured tensors in it, or another optimizer's state."""
     if isinstance(value, Mapping) and all(key in value for key in _USUAL):
-        return True  # an optimizer inside this one is looked at by itself
+        return True  # an optimizer inside this one is checked by itself
     return all(isinstance(leaf, torch.Tensor) and _address(leaf) in captured for leaf in _leaves(value))
 
 

@@ -1,8 +1,10 @@
-"""What belongs to a parameter and is no part of its memory: the `quant_state` of bitsandbytes' 4-bit weights.
+"""State of a parameter outside its memory: the `quant_state` of bitsandbytes' 4-bit weights.
 
-Its scales and codes are captured beside the packed values, under `KEY.quant_state.absmax`; plain values (block size,
-type) go with the small state and have to be the same at the resume. It is found by its shape, not by its class: an
-attribute of the parameter, or of its module where FSDP2 has put a parameter of its own into the place.
+Scales and codes are captured beside the packed values, under `KEY.quant_state.absmax`. Plain values (block size,
+type) go with the small state and have to be the same at the resume.
+
+The state is found by its shape, not by its class. It is an attribute of the parameter, or of its module where FSDP2
+has put a parameter of its own into the place.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ from gemini_hpc.train.state.modules import UnsupportedStateError
 
 _NAME = "quant_state"
 _DEEP = 4
-_MODULES = "weight"  # the parameter that a module's own one belongs to
+_MODULES = "weight"  # a module's quant_state belongs to its parameter of this name
 
 
 class Hidden:
-    """As it was found; there may be none yet."""
+    """The `quant_state` of a parameter as it was found; there may be none yet."""
 
     def __init__(self, fqn: str, holders: tuple[Mapping[str, Any], ...]) -> None:
-        """fqn: the parameter's; holders: its attributes, and its module's. Raises UnsupportedStateError."""
+        """Find the state and its tensors.
+
+        Args:
+            fqn: Name of the parameter.
+            holders: Attributes of the parameter and of its module.
+
+        Raises:
+            UnsupportedStateError: The state has a value that cannot be captured.
+        """
         self._holders = holders
         self._state = _state(holders)
         self._seen: list[tuple[Mapping[str, Any], list[Any]]] = []
@@ -56,13 +66,13 @@ class Hidden:
                 self._about[path] = value
 
     def holds(self) -> bool:
-        """Whether it is the same, with the same tensors and values."""
+        """Return whether the state is the same object, with the same tensors and values."""
         return _state(self._holders) is self._state and all(
             len(values) == len(seen) and all(map(is_, values.values(), seen)) for values, seen in self._seen
         )
 
     def recipe(self) -> Recipe | None:
-        """What has to be the same at the resume; None where there is nothing."""
+        """Return the values that have to be the same at the resume; None without a state."""
         if self._state is None:
             return None
         inner = dict.fromkeys(self.tensors)
@@ -88,7 +98,16 @@ def _holders(parameter: torch.Tensor, module: nn.Module | None, key: str) -> Ite
 
 
 def of(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) -> Hidden | None:
-    """What belongs to the parameter that is this module's under this key; None where nothing can. Raises
-    UnsupportedStateError."""
+    """Return the state outside the memory of a parameter; None where there can be none.
+
+    Args:
+        fqn: Name of the parameter.
+        parameter: The parameter.
+        module: The module that has the parameter.
+        key: Name of the parameter in the module.
+
+    Raises:
+        UnsupportedStateError: The state has a value that cannot be captured.
+    """
     holders = tuple(_holders(parameter, module, key))
     return Hidden(fqn, holders) if holders else None

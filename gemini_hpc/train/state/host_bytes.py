@@ -1,6 +1,6 @@
-"""The bytes of tensors in host memory, read so that no trace is left.
+"""The bytes of tensors in host memory, read without a trace.
 
-`Tensor.numpy()` makes the tensor's storage unresizable for good, also when it is called on a view. The training's own
+`Tensor.numpy()` makes the tensor's storage unresizable for good, also when called on a view. The training's own
 tensors are therefore read by their address.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a row, on the host: the tensor's own memory where that is so already."""
+    """Return the elements in a row on the host: the tensor's own memory where it has that form."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
@@ -24,7 +24,7 @@ def copied(tensor: torch.Tensor) -> bytes:
 
 
 def shown(tensor: torch.Tensor, to: Callable[[memoryview], object]) -> None:
-    """Call `to` with the tensor's elements, which it must not keep."""
+    """Call `to` with the tensor's elements. `to` must not keep them."""
     line = _line(tensor)
     if line.nbytes:
         to(memoryview((ctypes.c_ubyte * line.nbytes).from_address(line.data_ptr())).cast("B").toreadonly())

@@ -1,9 +1,12 @@
-"""Tensors that are made of other tensors (`__tensor_flatten__`): quantized optimizer states, MX and float8 weights.
+"""Tensors made of other tensors (`__tensor_flatten__`): quantized optimizer states, MX and float8 weights.
 
-Such a tensor is captured by its inner tensors, down to plain ones, under `KEY.INNER`, and comes back by a copy into
-them. Where the training has not made it yet (optimizer state, before the first step) it is made from a recipe in the
-small state: its class, which the script must have imported, and what that says of itself. DTensors are no such
-tensors; one whose local part is one is captured by that, as this rank's own.
+Such a tensor is captured by its inner tensors, down to plain ones, under `KEY.INNER`, and restored by a copy into
+them. Where the training has not made the tensor yet (optimizer state, before the first step), it is made from a
+recipe in the small state. The recipe has its class, which the script must have imported, and the class's own
+description.
+
+DTensors are no such tensors. A DTensor whose local part is such a tensor is captured by that part, as this rank's
+own.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def composed(tensor: torch.Tensor) -> bool:
-    """Whether this is made of other tensors, and can say of which."""
+    """Return whether the tensor is made of other tensors and can name them."""
     kind = type(_here(tensor))
     if kind in (torch.Tensor, torch.nn.Parameter):
         return False
@@ -35,7 +38,10 @@ def composed(tensor: torch.Tensor) -> bool:
 
 
 def parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that it is made of, each with its path in it; what can say nothing more is told as it is."""
+    """Yield the innermost tensors that a tensor is made of, each with its path in it.
+
+    A part that cannot name its own parts is yielded as it is.
+    """
     here = _here(tensor)
     for name in here.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         inner = getattr(here, name)
@@ -46,7 +52,15 @@ def parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[
 
 
 class Made(NamedTuple):
-    """One tensor that is made of others, and those that it was made of. whole: the same, or the DTensor around it."""
+    """A tensor that is made of others, with those others.
+
+    Attributes:
+        whole: The tensor, or the DTensor around it.
+        tensor: The tensor.
+        names: Names of the inner tensors.
+        about: The class's description of the tensor.
+        inner: The inner tensors, by `names`.
+    """
 
     whole: torch.Tensor
     tensor: torch.Tensor
@@ -55,7 +69,7 @@ class Made(NamedTuple):
     inner: list[torch.Tensor]
 
     def holds(self) -> bool:
-        """Whether it is made of the same tensors, in the same way."""
+        """Return whether the tensor is made of the same tensors, in the same way."""
         names, about = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = [getattr(self.tensor, name) for name in names]
         same = tuple(names) == self.names and all(map(is_, found, self.inner)) and about == self.about
@@ -63,7 +77,7 @@ class Made(NamedTuple):
 
 
 def levels(tensor: torch.Tensor) -> Iterator[Made]:
-    """It, and those of its inner tensors that are made of others again."""
+    """Yield the tensor, and those of its inner tensors that are made of others again."""
     here = _here(tensor)
     names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
     found = [getattr(here, name) for name in names]
@@ -74,14 +88,21 @@ def levels(tensor: torch.Tensor) -> Iterator[Made]:
 
 
 def recipes(small: Mapping[str, Any]) -> dict[tuple[int, str, str], Recipe]:
-    """Those in a small state, by (optimizer or -1, parameter, name or ""). Raises ValueError."""
+    """Return the recipes in a small state, by (optimizer or -1, parameter, name or "").
+
+    Raises:
+        ValueError: The recipes are damaged.
+    """
     packed = small.get("made")
     found = encode.decode(packed) if packed else {}
     return found if isinstance(found, dict) else {}
 
 
 def recipe(tensor: torch.Tensor) -> Recipe:
-    """How to make it of its parts, in values that `encode` takes, as far as its class keeps to such."""
+    """Return the recipe that makes a tensor of its parts.
+
+    The recipe consists of values that `encode` takes, as far as the class of the tensor uses only such values.
+    """
     here = _here(tensor)
     names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(here, name) for name in names}
@@ -96,7 +117,7 @@ def recipe(tensor: torch.Tensor) -> Recipe:
 
 
 def paths(made: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Of the parts that a recipe asks for."""
+    """Yield the paths of the parts that a recipe needs."""
     for name, below in made["inner"].items():
         if below is None:
             yield f"{above}{name}"
@@ -105,7 +126,16 @@ def paths(made: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
-    """Such a tensor of these parts, by their paths. owner: the parameter whose state it is. Raises ValueError."""
+    """Make a tensor of its parts by a recipe.
+
+    Args:
+        made: The recipe.
+        part: Returns the part at a path.
+        owner: The parameter whose state the tensor is.
+
+    Raises:
+        ValueError: The class is unknown here or cannot rebuild the tensor.
+    """
     found = _make(made, part, "")
     if made["sharded"] and isinstance(owner, DTensor):
         mesh, placements = owner.device_mesh, owner.placements
@@ -121,7 +151,7 @@ def _make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: s
     }
     try:
         found = kind.__tensor_unflatten__(inner, made["about"], torch.Size(made["size"]), tuple(made["stride"]))
-    except Exception as error:  # of somebody's class
+    except Exception as error:  # raised by a foreign class
         raise ValueError(
             f"cannot rebuild a {made['class']} from its parts: {type(error).__name__}: {error}"
         ) from None
@@ -131,7 +161,10 @@ def _make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: s
 
 
 def _class(name: str) -> Any:
-    """A class of tensors that this process has imported; nothing is imported because saved state says so."""
+    """Return a class of tensors that this process has imported.
+
+    Nothing is imported because saved state names it.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -1,4 +1,4 @@
-"""Who keeps what of the training state, and where it lies in a slot: decided from what all ranks have."""
+"""The plan of a rank: its part of the training state and the layout of its slots, decided from all ranks' state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ LEAST_SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one rank. packed: the manifest; alone: keys that are several ranks', each with a content of its own;
-    frozen_bytes: of what is not trained, and mostly stays; own: what this rank has of tensors that others have as
-    well, or the rest of; live: other ranks that have all tensors of this rank's shard."""
+    """The plan of a rank.
+
+    Attributes:
+        capture: The capture of this rank's part.
+        packed: The packed manifest.
+        layout: The layout of a slot.
+        alone: Keys that several ranks have, each with its own content.
+        frozen_bytes: Bytes of tensors that are not trained and mostly stay the same.
+        own: This rank's part of each tensor that other ranks share, whole or in parts.
+        live: Other ranks that have all tensors of this rank's shard.
+        since: The last version of an earlier plan.
+    """
 
     capture: Capture
     packed: bytes
@@ -38,7 +47,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Draft:
-    """What one rank has, before a plan. small_bytes: of the small state without what is lifted out of it."""
+    """A rank's state before a plan.
+
+    Attributes:
+        leaves: The tensors.
+        rows: Their rows in the manifest.
+        entries: Their entries for the other ranks.
+        small_bytes: Size of the small state without the tensors lifted out of it.
+    """
 
     leaves: list[Leaf]
     rows: list[shard_manifest.Row]
@@ -57,8 +73,21 @@ class Draft:
         unlifted: Collection[str] = (),
         closely: bool = False,
     ) -> Draft:
-        """lifting: large tensors get places of their own, but those `unlifted`; closely: fingerprints are of whole
-        tensors. Raises UnsupportedStateError, UnknownTypeError."""
+        """Make a draft of the present state.
+
+        Args:
+            tree: The state.
+            leaves: Parameters and optimizer tensors.
+            odd: Optimizer state that is no tensor, by (optimizer, parameter, name).
+            world: Number of ranks.
+            lifting: Large tensors of the small state get places of their own.
+            unlifted: Names of large tensors that stay in the small state.
+            closely: Fingerprints cover whole tensors.
+
+        Raises:
+            UnsupportedStateError: A tensor cannot be captured.
+            UnknownTypeError: A value of the small state cannot be encoded.
+        """
         packed = tree.pack_small(odd, [], world, (lambda name, _: lifting and name not in unlifted))
         every = [*leaves, *tree.lifted_leaves(packed.lifted)]
         described = [tree.describe(leaf, world, closely=closely) for leaf in every]
@@ -66,13 +95,18 @@ class Draft:
 
     @property
     def shared(self) -> list[Entry]:
-        """What other ranks have as well, or the rest of."""
+        """Return the entries that other ranks have as well, or have other parts of."""
         return [entry for entry, row in zip(self.entries, self.rows, strict=True) if row.shared]
 
 
 def small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
-    """Room for small state that is `first_bytes` now. kept_bytes: the capacity that the saved run had: used again
-    where it fits, so that the agent finds memory of the same size."""
+    """Return the room in bytes for a small state of `first_bytes` now.
+
+    Args:
+        first_bytes: Present size of the small state.
+        kept_bytes: The capacity in the saved run. It is used again where it fits, so that the agent finds memory of
+            the same size.
+    """
     if kept_bytes >= LEAST_SMALL_BYTES and first_bytes * 5 // 4 <= kept_bytes:
         return kept_bytes
     wanted = max(LEAST_SMALL_BYTES, 2 * first_bytes)
@@ -90,17 +124,24 @@ def lay_out(
     least_bytes: int = 0,
     apart: frozenset[str] = frozenset(),
 ) -> Plan:
-    """This rank's part of what all ranks have: the capture of it, its manifest, the layout of a slot.
+    """Return this rank's plan: the capture of its part, the manifest and the layout of a slot.
 
-    gathered: the shared entries of all ranks, by rank; kept_capacity: see `small_capacity`; least_bytes: of the slot;
-    apart: keys that each rank keeps for itself, whatever they look like now.
+    Args:
+        draft: This rank's draft.
+        gathered: The shared entries of all ranks, by rank.
+        rank: This rank.
+        mode: The way shared tensors are dealt out.
+        aliases: Other names of tied tensors.
+        kept_capacity: The saved run's capacity, see `small_capacity`.
+        least_bytes: The least size of the slot.
+        apart: Keys that each rank keeps for itself, even if they look equal now.
     """
     rows, entries = list(draft.rows), list(draft.entries)
     alone = ownership.unequal(gathered) | apart
     dealt = ownership.deal([[e for e in part if e.key not in alone] for part in gathered], mode)
     shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
     blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[rank]]
-    for i in sorted(set(range(len(rows))) - set(shared)):  # a local part that stands for itself
+    for i in sorted(set(range(len(rows))) - set(shared)):  # a local part, captured as this rank's own tensor
         size = entries[i].size
         rows[i] = msgspec.structs.replace(rows[i], shared=False, shape=size)
         entries[i] = msgspec.structs.replace(entries[i], offset=(0,) * len(size))
@@ -108,7 +149,7 @@ def lay_out(
     blocks = [b for b in blocks if math.prod(b.size)]
     still = (leaf.may_stay and not leaf.tensor.requires_grad for leaf in draft.leaves)
     frozen = {i for i, stays in enumerate(still) if stays}
-    # what stays as it is, is one range of bytes; what is lifted comes last; all else stays in order
+    # frozen tensors come first, in one range of bytes; lifted ones come last; all others stay in order
     blocks.sort(key=lambda b: (rows[b.entry].optimizer == LIFTED, b.entry not in frozen))
     frozen_bytes = sum(math.prod(b.size) * entries[b.entry].itemsize for b in blocks if b.entry in frozen)
     pieces = shard_manifest.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
@@ -130,8 +171,10 @@ def _live(
     entries: Sequence[Entry],
     gathered: Sequence[Sequence[Entry]],
 ) -> frozenset[int]:
-    """Other ranks that have all of these blocks in tensors of their own. What is lifted out of the small state is
-    changed by forward passes: nobody has it as it was."""
+    """Return the other ranks that have all of these blocks in tensors of their own.
+
+    Tensors lifted out of the small state are changed by forward passes, so no other rank has them as they were.
+    """
     boxes = {(entries[b.entry].key, entries[b.entry].offset, entries[b.entry].size) for b in blocks}
     if not boxes or any(not rows[b.entry].shared or rows[b.entry].optimizer == LIFTED for b in blocks):
         return frozenset()

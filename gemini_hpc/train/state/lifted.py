@@ -1,8 +1,8 @@
 """Large tensors within the small state: a buffer, an average of weights that is no module, an optimizer's history.
 
-Each of them is lifted out of the small state and captured as a parameter is: it has a place of its own in the slot
-and need not be copied inside `step()`. The small state says where it was. One that appears after the first `step()`
-stays in the small state until the ranks plan anew.
+Each such tensor is lifted out of the small state and captured as a parameter is. It has a place of its own in the
+slot and need not be copied inside `step()`. The small state keeps a reference at its place. A tensor that appears
+after the first `step()` stays in the small state until the ranks plan anew.
 """
 
 from __future__ import annotations
@@ -26,30 +26,35 @@ _LIFTED_FROM = (BUFFERS, "stateful", "odd", "loose", *_EARLY)
 
 
 def early(name: str) -> bool:
-    """Return whether what is known by this name, no buffer, changes before the optimizer steps."""
+    """Return whether the tensor of this name, no buffer, changes before the optimizer steps."""
     return name.partition(".")[0] in _EARLY
 
 
 def name_of(path: Sequence[Any]) -> str:
-    """Under which a tensor there is known: a buffer by its own name."""
+    """Return the name of the tensor at a path. A buffer has its own name."""
     return ".".join(map(str, path[1:] if path[0] == BUFFERS else path))
 
 
 class Lift:
-    """One walk through a small state. wants: of (name, tensor), whether it has a place in the slot."""
+    """A walk through a small state that lifts large tensors out of it."""
 
     def __init__(self, wants: Callable[[str, torch.Tensor], bool]) -> None:
+        """Create a walk.
+
+        Args:
+            wants: Returns whether the tensor (name, tensor) has a place in the slot.
+        """
         self._wants = wants
         self.found: dict[str, torch.Tensor] = {}
-        self.left: dict[str, torch.Tensor] = {}  # as large, and without a place
+        self.left: dict[str, torch.Tensor] = {}  # as large, but without a place
 
     def out_of(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """The small state without them."""
+        """Return the small state without the lifted tensors."""
         return {name: self._walk(value, (name,)) if name in _LIFTED_FROM else value for name, value in small.items()}
 
     def _walk(self, value: Any, path: tuple[Any, ...]) -> Any:
         kind = type(value)
-        if len(path) > MAX_DEPTH:  # the encoder says so
+        if len(path) > MAX_DEPTH:  # the encoder reports it
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path) if value.numel() * value.element_size() >= LEAST_BYTES else value
@@ -95,7 +100,7 @@ def _liftable(tensor: torch.Tensor) -> bool:
 
 
 def put_back(saved: Any, loaded: Mapping[str, torch.Tensor]) -> Any:
-    """A decoded small state with the tensors that were lifted out of it."""
+    """Return a decoded small state with the lifted tensors put back."""
     if isinstance(saved, Lifted):
         return loaded[saved.key]
     if type(saved) is Part:
@@ -110,7 +115,7 @@ def put_back(saved: Any, loaded: Mapping[str, torch.Tensor]) -> Any:
 
 
 def all_in(saved: Any) -> Iterable[Lifted]:
-    """Those that were lifted out of a decoded small state."""
+    """Yield the references to lifted tensors in a decoded small state."""
     if isinstance(saved, Lifted):
         yield saved
     elif type(saved) is Part:
@@ -124,7 +129,11 @@ def all_in(saved: Any) -> Iterable[Lifted]:
 
 
 def room_for(lifted: Lifted) -> torch.Tensor:
-    """Memory for it, where it was: on a device if there is one. Raises ValueError."""
+    """Return memory for a lifted tensor, on a device if it was on a device and there is one.
+
+    Raises:
+        ValueError: The element type is unknown.
+    """
     device = "cuda" if lifted.cuda and torch.cuda.is_available() else "cpu"
     return torch.empty(lifted.shape, dtype=dtype_of(lifted.dtype), device=device)
 
@@ -142,11 +151,11 @@ class Seen(NamedTuple):
     samples: list[torch.Tensor]
 
     def moved(self) -> bool:
-        """Whether it has been written since."""
+        """Return whether the tensor was written since step() or has other memory."""
         return self.base._version != self.changes or self.base.data_ptr() != self.ptr
 
     def torn(self, targets: Sequence[torch.Tensor]) -> bool:
-        """Whether its copies differ from what it was."""
+        """Return whether the copies in `targets` differ from the samples taken at step()."""
         first, flats = self.source.first_piece, self.source.flats
         return any(
             not torch.equal(few(targets[first + i], flat=flat), sample)
@@ -155,27 +164,40 @@ class Seen(NamedTuple):
 
 
 class LiftedSources:
-    """The lifted tensors of a plan, and those of which this rank keeps pieces. Buffers change in the forward pass,
-    and are copied at step(); the others mostly change right before it."""
+    """The lifted tensors of a plan, and the sources of those of which this rank keeps pieces.
+
+    Buffers change in the forward pass and are copied at step(). The others mostly change right before step().
+    """
 
     def __init__(
         self, planned: Mapping[str, torch.Tensor], sources: Sequence[Source], shared: frozenset[str]
     ) -> None:
-        """planned: all of them, by name; shared: names of those that other ranks' small states refer to."""
+        """Create the sources.
+
+        Args:
+            planned: All lifted tensors, by name.
+            sources: The sources of which this rank keeps pieces.
+            shared: Names of the tensors to which other ranks' small states refer.
+        """
         self._planned = {name: (tensor.shape, tensor.dtype) for name, tensor in planned.items()}
         self.sources, self._shared = sources, shared
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this name, shape and type has a place."""
+        """Return whether a tensor of this name, shape and type has a place."""
         return self._planned.get(name) == (tensor.shape, tensor.dtype)
 
     def missed(self, found: Mapping[str, torch.Tensor]) -> set[str]:
-        """Names of those that are not there any more, or not in that shape."""
+        """Return the names of planned tensors that are gone or have another shape."""
         return self._planned.keys() - found.keys()
 
     def bind(self, found: Mapping[str, torch.Tensor]) -> list[str]:
-        """As they are at this step(). Of one that is not there an old copy is kept, to which nothing refers. Returns
-        the names of those to which another rank may refer: a version without them cannot be right."""
+        """Bind the sources to the tensors of this step().
+
+        A tensor that is gone keeps its old copy, to which nothing refers.
+
+        Returns:
+            The names of missing tensors to which another rank may refer. A version without them cannot be right.
+        """
         gone = []
         for source in self.sources:
             tensor = found.get(source.key)
@@ -191,7 +213,7 @@ class LiftedSources:
         return gone
 
     def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[Seen]]:
-        """What is to be copied, by source, and what has to be looked at again when it has been."""
+        """Return the tensors to copy, by source, and the records to check after the copy."""
         seen = []
         for source in self.sources:
             assert source.base is not None

@@ -11,8 +11,11 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class _EpochSampler:
-    """Indices of one epoch for one rank: the same permutation on every rank, dealt round robin. What stands before
-    `start` in it is dealt already; of the rest this rank leaves out its first `skip`."""
+    """The indices of an epoch for a rank.
+
+    Every rank has the same permutation, dealt round robin. The part before `start` is dealt already. Of the rest,
+    this rank leaves out its first `skip`.
+    """
 
     def __init__(self, size: int, *, seed: int, rank: int, world: int, shuffle: bool) -> None:
         self.size, self.world, self.shuffle = size, world, shuffle
@@ -37,16 +40,20 @@ class _EpochSampler:
 
 
 class StatefulLoader:
-    """Batches of `dataset`, shuffled anew in every epoch, dealt to `world` ranks.
+    """Batches of `dataset`, shuffled anew in every epoch and dealt to `world` ranks.
 
-    `for batch in loader` gives one epoch (the rest of the current one after a restore); `loader.forever()` goes on
-    through the epochs. The state is (epoch, batches that the training loop has taken): prefetched batches do not
-    count. It says which samples those were: with another batch size or world the rest of the epoch is dealt anew,
-    and no sample is read twice. Shuffling depends on (seed, epoch) only and uses generators of its own, so the global
-    ones are untouched and the order is the same whether or not a run was interrupted. Each epoch drops the up to
-    `world - 1` samples that do not divide evenly, and the last incomplete batch unless `drop_last=False`.
+    `for batch in loader` gives one epoch (the rest of the current one after a restore). `loader.forever()` goes on
+    through the epochs.
 
-    Random augmentation in workers is seeded from (seed, epoch): a resumed epoch starts fresh workers, whose random
+    The state is (epoch, batches that the training loop has taken): prefetched batches do not count. The state also
+    records which samples those batches had. With another batch size or world the rest of the epoch is dealt anew, and
+    no sample is read twice.
+
+    Shuffling depends on (seed, epoch) only and uses generators of its own. So the global ones are untouched, and the
+    order is the same in an interrupted run. Each epoch drops the up to `world - 1` samples that do not divide evenly,
+    and the last incomplete batch unless `drop_last=False`.
+
+    Random augmentation in workers is seeded from (seed, epoch). A resumed epoch starts fresh workers, whose random
     streams are those of the epoch's start.
     """
 
@@ -87,13 +94,13 @@ class StatefulLoader:
             )
         self._epoch = 0
         self._start = 0  # samples of this epoch that were dealt to all ranks with another batch size or world
-        self._taken = 0  # batches since
+        self._taken = 0  # batches taken after _start
         self._restored = 0
         self._before_batch: Callable[[], None] | None = None
         self._between: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """Return the number of batches of a whole epoch on this rank."""
         return _batches(len(self._sampler), self._batch_size, drop_last=self._loader.drop_last)
 
     @property
@@ -104,20 +111,23 @@ class StatefulLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
+        """Return the epoch of the next batch."""
         return self._epoch + (self._taken >= self._all)
 
     @property
     def dealt_anew(self) -> bool:
-        """Return whether the rest of this epoch is dealt in another batch size, or to another number of ranks."""
+        """Return whether the rest of this epoch is dealt in another batch size or to another number of ranks."""
         return self._start > 0
 
     def before_next_batch(self, call: Callable[[], None]) -> None:
-        """Run `call` once, just before the next batch is made (the checkpointer restores the RNG there)."""
+        """Run `call` once, just before the next batch is made. The checkpointer restores the RNG there."""
         self._before_batch = call
 
     def between_batches(self, call: Callable[[], None]) -> None:
-        """Run `call` whenever a batch is asked for, before it is read: what was done with the one before is done."""
+        """Run `call` at every request for a batch, before the batch is read.
+
+        The training has then finished with the batch before.
+        """
         self._between = call
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,7 +138,7 @@ class StatefulLoader:
         self._sampler.epoch, self._sampler.start = epoch, self._start
         self._sampler.skip = self._taken * self._batch_size
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
-        if not self._loader.num_workers:  # then what makes the batch may draw from this process's generators
+        if not self._loader.num_workers:  # then the batch is made in this process and may draw from its generators
             self._call_before_batch()
         for batch in self._begin():
             if self._restored != started:
@@ -144,7 +154,10 @@ class StatefulLoader:
         self._epoch, self._start, self._taken = epoch, start, taken
 
     def _begin(self) -> Iterator[Any]:
-        """Return an iterator of torch's loader, which draws a number for itself where its generator is."""
+        """Return an iterator of torch's loader.
+
+        The loader draws a number where its generator is, so its default device must be the host.
+        """
         on_host = torch.get_default_device().type == "cpu"
         with nullcontext() if on_host else torch.device("cpu"):
             return iter(self._loader)
@@ -155,12 +168,12 @@ class StatefulLoader:
             call()
 
     def forever(self) -> Iterator[Any]:
-        """All batches from the current position on, without an end."""
+        """Yield all batches from the current position on, without an end."""
         while True:
             yield from self
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, epoch and batches taken from it, and what these batches were."""
+        """Return the position (epoch, batches taken) and the settings that these batches had."""
         return {
             "epoch": self._epoch,
             "batches": self._taken,
@@ -174,17 +187,26 @@ class StatefulLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position. With another batch size or world the rest of the epoch is dealt anew. Raises ValueError
-        where it is another loader's (seed differs), and in mid-epoch of other data."""
+        """Go to a position.
+
+        With another batch size or world the rest of the epoch is dealt anew.
+
+        Raises:
+            ValueError: The state is another loader's (its seed differs), or a position within an epoch of other data.
+        """
         if state["seed"] != self._seed:
             raise ValueError(f"the captured loader was seeded with {state['seed']}, this one with {self._seed}")
         self._go_to(*self._position(state))
         self._restored += 1
 
     def _position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return (epoch, start, batches since) in this loader's terms. Raises ValueError."""
+        """Return (epoch, start, batches since) in this loader's terms.
+
+        Raises:
+            ValueError: The position is within an epoch of other data.
+        """
         epoch, taken, sampler = int(state["epoch"]), int(state["batches"]), self._sampler
-        if "batch_size" not in state:  # of a release that counted batches only
+        if "batch_size" not in state:  # written by a release that counted batches only
             return epoch, 0, taken
         start, batch_size, world, samples = (int(state[key]) for key in ("start", "batch_size", "world", "samples"))
         if (batch_size, world, samples, state["shuffle"]) == (
@@ -199,7 +221,7 @@ class StatefulLoader:
         if taken >= _batches((samples - start) // world, batch_size, drop_last=bool(state["drop_last"])):
             return epoch + 1, 0, 0
         dealt = start + taken * batch_size * world
-        in_order = not sampler.shuffle and not state["shuffle"]  # then others may follow
+        in_order = not sampler.shuffle and not state["shuffle"]  # then other samples may be appended
         if (samples, state["shuffle"]) != (sampler.size, sampler.shuffle) and not (
             in_order and dealt <= sampler.size
         ):
@@ -221,13 +243,15 @@ def _data(samples: int, shuffle: int) -> str:
 
 
 def counted_in(loader: Any) -> dict[str, int]:
-    """Return what the position of another loader may count, as far as it shows: the `batch_size`, and the number of
-    samples. A `StatefulLoader` looks at that itself."""
+    """Return the units in which another loader's position may count: `batch_size` and number of samples.
+
+    Only values that the loader shows are returned. A `StatefulLoader` compares its own.
+    """
     found: dict[str, int] = {}
     if loader is None or isinstance(loader, StatefulLoader):
         return found
     for name, read in (("batch_size", lambda: loader.batch_size), ("samples", lambda: len(loader.dataset))):
-        with suppress(Exception):  # of somebody's class: it has no such thing
+        with suppress(Exception):  # a foreign class may lack these attributes
             value = read()
             if type(value) is int:
                 found[name] = value

@@ -1,4 +1,4 @@
-"""Where a model keeps its parameters and buffers, under stable names, and whether one was replaced since.
+"""The parameters and buffers of a model's modules, under stable names, and detection of replaced ones.
 
 Semi-private parts of torch that this needs (a module's dicts, names of wrappers' children) are used here only.
 """
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_hpc.train.state import extra_state
 
-# wrappers whose only child carries no name of its own in the user's model
+# wrappers whose only child has no name of its own in the user's model
 _TRANSPARENT = {
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
@@ -29,11 +29,21 @@ UNNAMED = frozenset(_TRANSPARENT.values())
 
 
 class UnsupportedStateError(TypeError):
-    """The training has state that cannot be captured; the message names it and what to do."""
+    """The training has state that cannot be captured; the message names it and the remedy."""
 
 
 class Slot(NamedTuple):
-    """Where a module keeps a tensor: another one is there after an assignment. `replicated`: the module is DDP's."""
+    """The place where a module keeps a tensor.
+
+    After an assignment the place has another tensor.
+
+    Attributes:
+        fqn: Name of the tensor.
+        holder: The module's dict that has the tensor.
+        key: Key in the dict.
+        replicated: The module belongs to a DDP module.
+        module: The module.
+    """
 
     fqn: str
     holder: Mapping[str, Any]
@@ -43,7 +53,7 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What is there now."""
+        """Return the tensor in this place now."""
         try:  # a script module's dict has no get()
             found: torch.Tensor | None = self.holder[self.key]
         except KeyError:
@@ -52,14 +62,14 @@ class Slot(NamedTuple):
 
 
 def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Module, str, bool]]:
-    """(module, what stands before the names in it, whether DDP keeps it equal)."""
+    """Yield each module with the prefix of its names, and whether DDP keeps it equal."""
     if type(m).__name__ == "FullyShardedDataParallel":
         raise UnsupportedStateError(
             f"{prefix or 'the model'} is a FullyShardedDataParallel (FSDP1), whose flat parameters have no "
             "stable names: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     yield m, prefix, replicated
-    # fully_shard() makes a class of its own of a wrapper's
+    # fully_shard() derives a new class from a wrapper's
     unnamed = {_TRANSPARENT.get(kind.__name__) for kind in type(m).__mro__}
     for key, child in m._modules.items():
         if child is not None:
@@ -68,7 +78,7 @@ def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Modu
 
 
 def _ignored(root: nn.Module, prefix: str) -> set[str]:
-    """Names that DDP was told to leave alone."""
+    """Return the names that DDP is set to ignore."""
     return {
         f"{where}{name}"
         for m, where, _ in _walk(root, prefix, False)
@@ -78,16 +88,23 @@ def _ignored(root: nn.Module, prefix: str) -> set[str]:
 
 
 class Modules:
-    """What the modules of a training have, as it was found last."""
+    """The parameters, buffers and extra state of a training's modules, as found last."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        """roots: by what stands before their names. Raises UnsupportedStateError."""
+        """Find everything in the modules.
+
+        Args:
+            roots: Modules by the prefix of their names.
+
+        Raises:
+            UnsupportedStateError: A module cannot be captured.
+        """
         self.roots = dict(roots)
         self.reshard()
         self.parameters: list[Slot] = []
         self.buffers: list[Slot] = []
-        self.transient: set[str] = set()  # of the buffers, what `Module.state_dict` leaves out
-        self.with_extra: dict[str, nn.Module] = {}  # those with extra state, by its names
+        self.transient: set[str] = set()  # names of buffers that `Module.state_dict` leaves out
+        self.with_extra: dict[str, nn.Module] = {}  # modules with extra state, by its names
         self._modules: dict[str, nn.Module] = {}
         self._dicts: list[Mapping[str, Any]] = []
         self._fixed: list[Mapping[str, Any]] = []
@@ -96,11 +113,15 @@ class Modules:
         self.find()
 
     def reshard(self) -> None:
-        """See the function."""
+        """Call the function `reshard` for these modules."""
         reshard(self.roots.values())
 
     def find(self) -> None:
-        """Look at all of it. Raises UnsupportedStateError."""
+        """Find everything anew.
+
+        Raises:
+            UnsupportedStateError: A module cannot be captured.
+        """
         self.parameters, self.buffers, self.transient, self._modules = [], [], set(), {}
         self.with_extra = {}
         fixed: list[Mapping[str, Any]] = []
@@ -125,8 +146,10 @@ class Modules:
         self._values = [value for held in fixed for value in held.values()]
 
     def holds(self) -> bool:
-        """Whether there are the same modules with the same parameters, and buffers under the same names: a buffer is
-        read where it is kept, so that another one may be there at any time."""
+        """Return whether the modules have the same parameters, and buffers under the same names.
+
+        A buffer is read from its place each time, so it may be replaced at any time.
+        """
         return (
             list(map(len, self._dicts)) == self._sizes
             and all(map(is_, chain.from_iterable(held.values() for held in self._fixed), self._values))
@@ -134,7 +157,7 @@ class Modules:
         )
 
     def put(self, fqn: str, value: torch.Tensor | None, *, persistent: bool) -> bool:
-        """Make this the buffer of that name; False where there is no module for it."""
+        """Set the buffer of that name. Return False if no module can take it."""
         where, dot, key = fqn.rpartition(".")
         module = self._modules.get(where + dot)
         if module is None or (hasattr(module, key) and key not in module._buffers):
@@ -147,8 +170,10 @@ class Modules:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Free what FSDP2 has gathered for a forward and would use again in the next: values that are loaded go into the
-    sharded parameters."""
+    """Free the parameters that FSDP2 has gathered for a forward pass and would reuse in the next.
+
+    Loaded values go into the sharded parameters.
+    """
     for root in roots:
         for m in root.modules():
             if isinstance(m, FSDPModule):
@@ -156,12 +181,12 @@ def reshard(roots: Iterable[nn.Module]) -> None:
 
 
 def same(found: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]) -> bool:
-    """Whether these are the same tensors."""
+    """Return whether these are the same tensor objects."""
     return len(found) == len(known) and all(map(is_, found, known))
 
 
 def gathered(tensor: torch.Tensor, known: torch.Tensor | None) -> bool:
-    """Whether a tensor is what FSDP2 puts in the place of a sharded parameter for the time of a forward."""
+    """Return whether FSDP2 has put the tensor in place of a sharded parameter for a forward pass."""
     if tensor is known or not isinstance(known, DTensor) or tensor.shape != known.shape:
         return False
     if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Optimizers that work inside others, and have the state."""
+"""Optimizers that work inside other optimizers and have the state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 
 
 def with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Those given, each followed by the optimizers inside it that have a state of their own: the `optim` of
-    ZeroRedundancyOptimizer, the base of a wrapper such as SAM. Accelerate's wrapper has that of the one inside it."""
+    """Return the given optimizers, each followed by those inside it that have state of their own.
+
+    Examples are the `optim` of ZeroRedundancyOptimizer and the base of a wrapper such as SAM. Accelerate's wrapper
+    shares the state of its inner optimizer.
+    """
     found: list[torch.optim.Optimizer] = []
 
     def take(optimizer: torch.optim.Optimizer) -> None:
@@ -26,7 +29,7 @@ def with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optim
 
 
 def shares_state(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
-    """Whether it is one of them, or has one's state."""
+    """Return whether the optimizer is one of the others, or has the state of one."""
     return any(optimizer is other or optimizer.state is other.state for other in others)
 
 

@@ -1,7 +1,7 @@
-"""Who keeps which part of the training state: decided once, the same on every rank, balanced by bytes.
+"""Ownership of the parts of the training state: decided once, equal on every rank, balanced by bytes.
 
-Sharded state stays with the rank that has it. What several ranks have alike (replicated parameters and their
-optimizer state) is cut into blocks of rows and dealt out, so that nothing is sent twice.
+Sharded state stays with the rank that has it. State that several ranks have alike (replicated parameters and their
+optimizer state) is cut into blocks of rows and dealt out. So nothing is sent twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 Ownership = Literal["split", "full"]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 _BLOCKS_PER_RANK = 32  # a dealt block is at most 1/32 of a rank's fair share: greedy dealing ends within that of it
-# Every rank keeps what is so small, such as an optimizer's count of steps, or it would need others' shards for that.
+# Every rank keeps tensors this small, such as an optimizer's count of steps: it would need others' shards otherwise.
 _EVERYWHERE_BYTES = 64
 _LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs balance
 
@@ -25,8 +25,14 @@ _LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor as one rank has it: the box (offset, size) of the global tensor `key` of `shape`.
 
-    lifted: out of the small state. print: fingerprint of the content, where others that have the same box are assumed
-    to have the same in it.
+    Attributes:
+        key: Name of the global tensor.
+        shape: Shape of the global tensor.
+        offset: Offset of the box.
+        size: Size of the box.
+        itemsize: Bytes of an element.
+        print: Fingerprint of the content, where other ranks with the same box are assumed to have the same content.
+        lifted: The tensor was lifted out of the small state.
     """
 
     key: str
@@ -39,19 +45,19 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the box."""
+        """Return the number of bytes of the box."""
         return math.prod(self.size) * self.itemsize
 
 
 class Own(NamedTuple):
-    """A tensor that a rank shares with others: what part of it the rank has, and its type."""
+    """A tensor that a rank shares with others: the part that the rank has, and its type."""
 
     entry: Entry
     dtype: str
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """A box that one rank keeps; `entry` is its index in the list that the rank gave."""
+    """A box that one rank keeps. `entry` is its index in the rank's list of entries."""
 
     entry: int
     offset: tuple[int, ...]
@@ -59,8 +65,11 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
-    """Keys that cannot be one global tensor: shapes or item sizes differ between ranks, or the fingerprints of one
-    box, or the boxes overlap partly or leave gaps. They have to be kept by each rank for itself."""
+    """Return the keys that cannot be one global tensor. Each rank has to keep those for itself.
+
+    Shapes or item sizes differ between ranks, or fingerprints of the same box differ, or boxes overlap partly or
+    leave gaps.
+    """
     seen: dict[str, Entry] = {}
     prints: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
     boxes: dict[str, set[_Box]] = {}
@@ -73,7 +82,9 @@ def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
                 bad.add(entry.key)
             if entry.bytes:
                 boxes.setdefault(entry.key, set()).add((entry.offset, entry.size))
-    tiled: dict[tuple[tuple[int, ...], frozenset[_Box]], bool] = {}  # layers of a model are cut alike
+    tiled: dict[
+        tuple[tuple[int, ...], frozenset[_Box]], bool
+    ] = {}  # layers of a model are cut alike: check each pattern once
     for key, found in boxes.items():
         what = seen[key].shape, frozenset(found)
         if what not in tiled:
@@ -84,12 +95,12 @@ def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
 
 
 def printed(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
-    """Keys that rest on what several ranks have in one box being the same."""
+    """Return the keys for which several ranks are assumed to have the same content in the same box."""
     return frozenset(entry.key for part in entries for entry in part if entry.print)
 
 
 def _tiles(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
-    """Whether the boxes fill the shape without overlap."""
+    """Return whether the boxes fill the shape without overlap."""
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
     low = np.array([offset for offset, _ in boxes], dtype=np.int64).reshape(len(boxes), -1)
@@ -101,9 +112,13 @@ def _tiles(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
 
 
 def deal(entries: Sequence[Sequence[Entry]], mode: Ownership = "split") -> list[list[Block]]:
-    """For every rank the blocks that it keeps, in the order of its entries. `entries[r]` is what rank r has.
+    """Return for every rank the blocks that it keeps, in the order of its entries.
 
-    Pure, so that all ranks come to the same result from the same gathered lists.
+    The function is pure, so all ranks come to the same result from the same gathered lists.
+
+    Args:
+        entries: `entries[r]` is the list of rank r.
+        mode: "split" deals shared tensors out; "full" lets every rank keep all of its own.
     """
     if mode == "full":
         return [[Block(i, e.offset, e.size) for i, e in enumerate(mine) if e.bytes] for mine in entries]
@@ -144,7 +159,11 @@ def deal(entries: Sequence[Sequence[Entry]], mode: Ownership = "split") -> list[
 
 
 def _cut(entry: Entry, block_bytes: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(bytes, offset, size) of blocks of whole rows, as equal as they get, none much above `block_bytes`."""
+    """Cut an entry into blocks of whole rows, as equal as possible, none much above `block_bytes`.
+
+    Returns:
+        (bytes, offset, size) of each block.
+    """
     dim = next((d for d, n in enumerate(entry.size) if n > 1), None)
     parts = -(-entry.bytes // block_bytes)
     if dim is None or parts < 2:

@@ -1,7 +1,7 @@
-"""Bringing the training back to a saved version: shards from the agent, tensors through DCP's loader.
+"""Restoring of a training to a saved version: shards from the agent, tensors through DCP's loader.
 
-The saved boxes are described as `torch.distributed.checkpoint` metadata and read from memory, so that DCP's stock
-load planner does the resharding when the new run is cut differently.
+The saved boxes are described as `torch.distributed.checkpoint` metadata and read from memory. So DCP's stock load
+planner does the resharding when the new run is cut differently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 @dataclass(frozen=True)
 class Saved:
-    """One shard, in memory or in a file. raw: the bytes of one of its pieces."""
+    """A shard in memory or in a file. `raw` returns the bytes of one of its pieces."""
 
     header: Header
     manifest: Manifest
@@ -49,7 +49,15 @@ class Saved:
 
     @classmethod
     def read(cls, memory: torch.Tensor, total_bytes: int) -> Saved:
-        """Parse the used bytes of a slot of `total_bytes`. Raises ValueError."""
+        """Parse the used bytes of a slot.
+
+        Args:
+            memory: The used bytes.
+            total_bytes: Size of the slot.
+
+        Raises:
+            ValueError: The bytes are damaged, or there are too few.
+        """
         header = parse_header(memory[:HEADER_BYTES].numpy().tobytes(), total_bytes)
         layout = header.layout
         if memory.numel() < header.used_bytes:
@@ -61,12 +69,24 @@ class Saved:
         return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.nbytes(piece)], small)
 
     def tensor(self, piece: Piece) -> torch.Tensor:
-        """A piece, of its own type and size. Raises ValueError, OSError where it cannot be read."""
+        """Return a piece with its own type and size.
+
+        Raises:
+            ValueError: The piece is damaged.
+            OSError: The piece cannot be read.
+        """
         dtype = dtype_of(self.manifest.rows[piece.row].dtype)
         return self.raw(piece).view(dtype).view(piece.size)
 
     def small(self, *, enums: bool = True) -> dict[str, Any]:
-        """The decoded small state; enums: see `encode.decode`. Raises ValueError."""
+        """Return the decoded small state.
+
+        Args:
+            enums: See `encode.decode`.
+
+        Raises:
+            ValueError: The small state is missing or damaged.
+        """
         if not self.small_raw:
             raise ValueError(
                 "the version is from torch.distributed.checkpoint or an MPI program: arrays only, no training state"
@@ -78,12 +98,12 @@ class Saved:
         return value
 
     def key(self, row: Row) -> str:
-        """Name of a row among all shards: what is not shared is named after its rank."""
+        """Return the name of a row among all shards. A tensor that is not shared is named after its rank."""
         return row.key if row.shared else f"rank{self.manifest.rank}:{row.key}"
 
 
 class MemoryReader(StorageReader):
-    """DCP reads its chunks from mapped memory."""
+    """A storage reader from which DCP reads its chunks of mapped memory."""
 
     def __init__(self, shards: Iterable[Saved]) -> None:
         super().__init__()
@@ -98,7 +118,7 @@ class MemoryReader(StorageReader):
                 if (first.shape, first.dtype) != (row.shape, row.dtype):
                     raise ValueError(f"shards disagree about {row.key}")
                 if piece.offset in chunks:
-                    continue  # kept by several ranks whole: any copy will do
+                    continue  # several ranks keep all of it: any copy will do
                 chunks[piece.offset] = piece.size
                 self._at[key, piece.offset] = saved, piece
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
@@ -112,7 +132,7 @@ class MemoryReader(StorageReader):
         self.metadata = Metadata(state_dict_metadata=entries)
 
     def missing(self, key: str, tensor: torch.Tensor) -> str:
-        """Why `tensor` cannot be filled from here; empty where it can."""
+        """Return the reason why `tensor` cannot be filled from here; empty if it can."""
         known = self.metadata.state_dict_metadata.get(key)
         if not isinstance(known, TensorStorageMetadata):
             return "is not in the saved state"
@@ -125,23 +145,33 @@ class MemoryReader(StorageReader):
         return "" if covered == math.prod(size) else f"has {covered} of {math.prod(size)} elements in the saved state"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata of all shards."""
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the shards need no preparation."""
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
         return plans
 
     def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-        """A chunk. Raises ValueError, OSError where it cannot be read."""
+        """Return a chunk.
+
+        Raises:
+            ValueError: The chunk is damaged.
+            OSError: The chunk cannot be read.
+        """
         saved, piece = self._at[key, offset]
         return saved.tensor(piece)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the planned chunks into their targets."""
         for item in plan.items:
             offset = tuple(item.storage_index.offset or ())
             view = self.piece(item.storage_index.fqn, offset)
@@ -156,9 +186,11 @@ class MemoryReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | Path) -> bool:  # type: ignore[override]
+        """Return False: memory has no checkpoint ids."""
         return False
 
     def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: the reader has no state to reset."""
         pass
 
 
@@ -177,7 +209,10 @@ def _overlap(a: Box, b: Box) -> int:
 
 
 def enough_alone(saved: Saved, tree: StateTree) -> bool:
-    """Whether this rank's own shard holds everything that this rank needs (sharded state, same world)."""
+    """Return whether this rank's own shard has everything that this rank needs.
+
+    The shard has it if the state is sharded and the world is the same.
+    """
     manifest = saved.manifest
     kept = [0] * len(manifest.rows)
     for piece in manifest.pieces:
@@ -194,11 +229,13 @@ def enough_alone(saved: Saved, tree: StateTree) -> bool:
 
 
 def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, Any]) -> None:
-    """Give each optimizer exactly the state tensors that the saved run had (with any content). Running a step of the
-    optimizer would do less well: it also makes state for parameters that had none."""
+    """Give each optimizer exactly the state tensors that the saved run had, with any content.
+
+    Running a step of the optimizer would do less well: it also makes state for parameters that had none.
+    """
     params = {p.fqn: p.tensor for p in tree.params}
     wanted: dict[tuple[int, str], dict[str, Row | None]] = {}
-    composed: dict[tuple[int, str, str], dict[str, Row]] = {}  # parts of tensors that are made of others
+    composed: dict[tuple[int, str, str], dict[str, Row]] = {}  # parts of tensors made of others
     made = {where: recipe for where, recipe in inner.recipes(small).items() if where[0] >= 0}
     parts = {
         (i, owner, f"{name}.{path}"): (name, path) for (i, owner, name), m in made.items() for path in inner.paths(m)
@@ -254,7 +291,11 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
 
 
 def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: torch.Tensor) -> torch.Tensor:
-    """What is there, if it is made in this way, of such parts; else a new one. Raises ValueError."""
+    """Return the present tensor if it is made in this way, of such parts; else a new one.
+
+    Raises:
+        ValueError: The saved state lacks a part.
+    """
     if isinstance(old, torch.Tensor) and inner.composed(old) and inner.recipe(old) == made:
         here = {path: (tuple(part.shape), part.dtype) for path, part in inner.parts(old)}
         if here == {path: (row.shape, dtype_of(row.dtype)) for path, row in rows.items()}:
@@ -271,16 +312,30 @@ def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: t
 
 
 def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_world: bool) -> dict[str, Any]:
-    """Collective only as far as DDP's buckets are replayed. Fill parameters and optimizer state from `shards` and put
-    the small state of `own` back, all but the generators. Returns the small state. Raises ValueError where the saved
-    state does not fit this training."""
+    """Fill parameters and optimizer state from `shards`, and put the small state of `own` back.
+
+    The generators are not put back. The call is collective only as far as DDP's buckets are replayed.
+
+    Args:
+        tree: The state of this training.
+        own: The shard whose small state is put back.
+        shards: The shards to read from.
+        rank: This rank.
+        same_world: The saved run had as many ranks.
+
+    Returns:
+        The small state.
+
+    Raises:
+        ValueError: The saved state does not fit this training.
+    """
     small = own.small()
     tree.reshard()
     for recorder, order in zip(tree.ddps, small["buckets"], strict=False):
         recorder.replay(order)
     rows = {row.key: row for row in own.manifest.rows}
     if not same_world:
-        # an optimizer that shards by parameter has other ones on other ranks
+        # an optimizer that shards by parameter has other parameters on other ranks
         steps = [tree.stepped_by(number) for number in range(len(tree.optimizers))]
         rows = {key: row for key, row in rows.items() if _is_mine(row, steps)}
         for saved in shards:
@@ -293,7 +348,7 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
         small = _with_lifted(small, reader, own)
         make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
         leaves, _ = tree.leaves()
-        rounds: list[dict[str, torch.Tensor]] = []  # what was tied in the saved run, and is not here, is read twice
+        rounds: list[dict[str, torch.Tensor]] = []  # tensors tied in the saved run, but not here, are read twice
         problems = []
         for leaf in leaves:
             if leaf.key in late:
@@ -317,12 +372,21 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
 
 
 def counts(small: Mapping[str, Any], world: int) -> dict[str, int]:
-    """Return what the loader's position may have counted in, by a small state that is one of `world` ranks'."""
+    """Return the units in which the loader's position may count.
+
+    Args:
+        small: The small state of one of the ranks.
+        world: Number of ranks of that run.
+    """
     return {**small.get("counted", {}), "ranks": world}
 
 
 def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: Saved) -> dict[str, Any]:
-    """The small state of `own` with the tensors that lie elsewhere. Raises ValueError."""
+    """Return the small state of `own` with the lifted tensors put back.
+
+    Raises:
+        ValueError: A lifted tensor is missing.
+    """
     loaded: dict[str, torch.Tensor] = {}
     targets: dict[str, torch.Tensor] = {}
     for wanted in lifted.all_in(small):
@@ -342,9 +406,13 @@ def _is_mine(row: Row, steps: Sequence[set[str]]) -> bool:
 
 
 def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
-    """Raises ValueError, also for what DCP makes a BaseException of."""
+    """Read the targets through DCP.
+
+    Raises:
+        ValueError: A chunk cannot be read, also where DCP raises a BaseException for it.
+    """
     try:
-        with warnings.catch_warnings():  # it warns that it loads without collectives, which is the point
+        with warnings.catch_warnings():  # DCP warns that it loads without collectives, which is intended
             warnings.simplefilter("ignore", UserWarning)
             state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
@@ -373,7 +441,7 @@ def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:
 
 
 def _source(reader: MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[str, str]:
-    """(key among the shards, why it cannot be read or empty)."""
+    """Return the leaf's key among the shards, and the reason why it cannot be read or an empty text."""
     if not local(leaf.tensor).numel():
         return leaf.key, ""
     names = [leaf.key, f"rank{rank}:{leaf.key}", f"rank{own.manifest.rank}:{leaf.key}"]
@@ -383,7 +451,7 @@ def _source(reader: MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[st
 
 
 def _find(reader: MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
-    """The first of the names under which there is something, and why `tensor` cannot be filled with it or empty."""
+    """Return the first name with a saved tensor, and the reason why `tensor` cannot be filled from it or ""."""
     known = [name for name in names if name in reader.metadata.state_dict_metadata]
     if not known:
         return names[0], "is not in the saved state"

@@ -11,8 +11,10 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """States of all generators that this process uses; NumPy's only if it has been imported, CUDA's only if it has
-    been initialised. Plain values for `encode`."""
+    """Return the states of all generators that this process uses, as plain values for `encode`.
+
+    NumPy's is included only if NumPy has been imported, CUDA's only if CUDA has been initialised.
+    """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": (version, array.array("Q", words).tobytes(), gauss),
@@ -27,7 +29,10 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Inverse of `capture`. A generator that this process has, but the state has not, is left as it is."""
+    """Restore the generators to a captured state.
+
+    A generator of this process that is not in the state stays as it is.
+    """
     version, words, gauss = state["python"]
     numbers = array.array("Q")
     numbers.frombytes(words)

@@ -1,5 +1,8 @@
-"""A few elements of each tensor, spread over it: cheap enough for every version, and enough to see that a tensor was
-written as a whole behind the version counter's back (through `.data`, as public EMA classes swap weights)."""
+"""Samples of tensors: a few elements of each, spread over it.
+
+Samples are cheap enough for every version. They are enough to see that a tensor was written as a whole behind the
+version counter's back (through `.data`, as public EMA classes swap weights).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ from collections.abc import Iterable, Sequence
 import torch
 
 MOST = 8
-# Tensors take turns, as each costs a microsecond. Weights are what is swapped for an evaluation, all of them at once.
-PARAMETERS, OTHERS = 512, 128  # that are sampled for one version
+# Tensors take turns, as each costs a microsecond. Weights may be swapped for an evaluation, all of them at once.
+PARAMETERS, OTHERS = 512, 128  # tensors of each kind that are sampled for one version
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
-    """A one-dimensional view, as integers, of about MOST elements, less than twice as many. flat: spread over all
-    dimensions (of a contiguous view), else along the longest one. Tensors of one shape are sampled at the same
-    places."""
+    """Return a one-dimensional view, as integers, of about MOST elements, less than twice as many.
+
+    Tensors of the same shape are sampled at the same places.
+
+    Args:
+        view: The tensor, or a view of it.
+        flat: Spread the samples over all dimensions (for a contiguous view); else along the longest one.
+    """
     line = view.detach()
     if flat or not view.numel():
         line = line.reshape(-1)
@@ -32,12 +40,15 @@ def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
         if line.element_size() == 16:
             line = torch.view_as_real(line)[:, 0]
         return line.view(_AS_INTEGERS[line.element_size()])
-    except RuntimeError:  # bits of a kind that cannot be seen as integers, a conjugated view: not sampled
+    except RuntimeError:  # no integer view (odd bits, a conjugated view): not sampled
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and type are the same, bit for bit (a zero has a sign, a NaN is itself)."""
+    """Return whether two tensors of the same shape and type are equal, bit for bit.
+
+    A zero has a sign here, and a NaN equals itself.
+    """
     try:
         if a.element_size() == 16:
             return torch.equal(*(torch.view_as_real(t).view(torch.int64) for t in (a, b)))
@@ -48,10 +59,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Places:
-    """Where some tensors are sampled. Those of one device and element size are read together."""
+    """The sampled places of some tensors. Those of the same device and element size are read together."""
 
     def __init__(self, fews: Sequence[torch.Tensor], members: Iterable[int]) -> None:
-        """fews: of each tensor; members: numbers of those that count."""
+        """Group the places.
+
+        Args:
+            fews: The sampled view of each tensor, see `few`.
+            members: Numbers of the tensors to sample.
+        """
         self._kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number in members:
             line = fews[number]
@@ -61,11 +77,16 @@ class Places:
         self._lines = [[fews[number] for number in numbers] for numbers in self._kinds.values()]
 
     def read(self) -> list[torch.Tensor]:
-        """What is there now, by kind."""
+        """Return the present elements, by device and type."""
         return [torch.cat(lines) for lines in self._lines]
 
     def differing(self, read: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers of the tensors of which `targets`, the samples of copies in host memory, are not what was read."""
+        """Return the numbers of the tensors whose copies differ from the elements read.
+
+        Args:
+            read: The elements, as `read` returned them.
+            targets: Samples of the copies in host memory, by number of the tensor.
+        """
         found = []
         for numbers, taken in zip(self._kinds.values(), read, strict=True):
             then, now = taken.cpu(), torch.cat([targets[number] for number in numbers])
@@ -78,16 +99,22 @@ class Places:
 
 
 class Turns:
-    """The places of one version after the other, of some of the tensors."""
+    """The places sampled for each version, where tensors take turns."""
 
     def __init__(self, fews: Sequence[torch.Tensor], members: Sequence[int], most: int) -> None:
-        """most: of the members that have their turn in one version."""
+        """Deal the members into turns.
+
+        Args:
+            fews: The sampled view of each tensor.
+            members: Numbers of the tensors that take turns.
+            most: The most members whose turn it is in one version.
+        """
         self._fews, self._members = fews, members
         self._every = max(1, -(-len(members) // most))
         self._made: dict[int, Places] = {}
 
     def of(self, version: int) -> Places:
-        """Those of this version."""
+        """Return the places of this version."""
         turn = version % self._every
         if turn not in self._made:
             self._made[turn] = Places(self._fews, self._members[turn :: self._every])

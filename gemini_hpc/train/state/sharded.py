@@ -1,7 +1,8 @@
 """DTensors in the state of an object that is no module, an EMA of sharded parameters for instance.
 
-Each rank keeps its part. It comes back into a DTensor like the one that the object has now, or else like a parameter
-of the same shape that is cut alike; so on as many ranks as it was saved from.
+Each rank keeps its part. At the resume the part goes into a DTensor like the one that the object has now. Otherwise a
+parameter of the same shape and placements serves as the model. So such state can only be loaded on as many ranks as
+it was saved from.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from gemini_hpc.train.state.encode import Part
 
 
 def parts(state: Any) -> Any:
-    """The state with parts in place of its DTensors, in mappings, lists and tuples; itself where it has none. Those
-    elsewhere stay, and the encoder refuses them."""
+    """Return the state with parts in place of its DTensors, in mappings, lists and tuples.
+
+    A state without DTensors is returned itself. DTensors elsewhere stay, and the encoder refuses them.
+    """
     if isinstance(state, DTensor):
         return Part(state._local_tensor, tuple(state.shape), str(state.placements))
     if isinstance(state, Mapping):
@@ -30,7 +33,7 @@ def parts(state: Any) -> Any:
 
 
 def has_parts(saved: Any) -> bool:
-    """Whether there are parts of DTensors in a decoded state."""
+    """Return whether a decoded state has parts of DTensors."""
     if isinstance(saved, Part):
         return True
     values = saved.values() if isinstance(saved, Mapping) else saved if isinstance(saved, (list, tuple)) else ()
@@ -38,16 +41,29 @@ def has_parts(saved: Any) -> bool:
 
 
 class Wholes:
-    """Makes DTensors of parts. likes: those of the training, whose mesh may serve."""
+    """A builder of DTensors from their parts."""
 
     def __init__(self, likes: Iterable[DTensor]) -> None:
+        """Index the training's DTensors.
+
+        Args:
+            likes: DTensors of the training, whose mesh may serve for the restored ones.
+        """
         self._likes: dict[tuple[tuple[int, ...], str], DTensor] = {}
         for like in likes:
             self._likes.setdefault((tuple(like.shape), str(like.placements)), like)
 
     def of(self, saved: Any, now: Any, where: str) -> Any:
-        """The saved state with DTensors in place of their parts; `now`: the object's state at present. Raises
-        ValueError where nothing like it is there, or something whose part has another shape."""
+        """Return the saved state with DTensors in place of their parts.
+
+        Args:
+            saved: The saved state.
+            now: The object's present state.
+            where: Name of the state in error messages.
+
+        Raises:
+            ValueError: No DTensor here matches a part, or the matching one has a local part of another shape.
+        """
         if isinstance(saved, Part):
             return self._one(saved, now, where)
         if isinstance(saved, Mapping):

@@ -1,4 +1,4 @@
-"""A tensor of which a rank keeps pieces, as it was found last."""
+"""A tensor of which a rank keeps pieces, as found last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemini_hpc.train.state.sample import few, same_bits
 
 
 class StateChangedError(Exception):
-    """The training state no longer has the shape that was planned."""
+    """The training state no longer has the planned shape."""
 
 
 @dataclass
@@ -26,17 +26,21 @@ class Source:
     may_stay: bool = False  # see `Leaf.may_stay`
     eager: bool = False  # copied at step()
     ptr: int = -1
-    base: torch.Tensor | None = None  # its part in this process
-    whole: torch.Tensor | None = None  # the same, or the DTensor around it
+    base: torch.Tensor | None = None  # the tensor's part in this process
+    whole: torch.Tensor | None = None  # the same tensor, or the DTensor around it
     views: list[torch.Tensor] = field(default_factory=list)
-    flats: list[bool] = field(default_factory=list)  # whether each is contiguous
-    fews: list[torch.Tensor] = field(default_factory=list)  # where each is sampled
+    flats: list[bool] = field(default_factory=list)  # is each view contiguous
+    fews: list[torch.Tensor] = field(default_factory=list)  # the sampled places of each view
     staging: list[torch.Tensor] = field(default_factory=list)
-    since: int = 0  # the version with which it changed last, as far as that can be told
-    token: tuple[int, ...] = ()  # as it was then
+    since: int = 0  # the version with which the tensor changed last; 0: unknown
+    token: tuple[int, ...] = ()  # its version counters at that version
 
     def bind(self, here: torch.Tensor) -> None:
-        """From now on it is this tensor. Raises StateChangedError where that has another shape or type."""
+        """Use this tensor from now on.
+
+        Raises:
+            StateChangedError: The tensor has another shape or type.
+        """
         if not self.fits(here):
             raise StateChangedError(self.misfit(here))
         self.ptr, self.base, self.token = here.data_ptr(), here, ()
@@ -52,20 +56,26 @@ class Source:
         self.fews = [few(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
 
     def is_at(self, here: torch.Tensor) -> bool:
-        """Whether it has the memory of this tensor, maybe by another object."""
+        """Return whether the source has the memory of this tensor, maybe through another object."""
         base = self.base
         return base is not None and self.ptr == here.data_ptr() and base.stride() == here.stride()
 
     def fits(self, here: torch.Tensor) -> bool:
-        """Whether it can be this tensor."""
+        """Return whether this tensor has the planned shape and type."""
         return here.shape == self.shape and here.dtype == self.dtype
 
     def misfit(self, here: torch.Tensor) -> str:
-        """Why it cannot be this one."""
+        """Return the reason why this tensor does not fit."""
         return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
 
     def stage(self, version: int, *, compare: bool) -> None:
-        """Copy it now. compare: see whether it has changed."""
+        """Copy the tensor into staging memory now.
+
+        Args:
+            version: The version.
+            compare: Copy only pieces that have changed, and leave `since` as it is if none has. Pieces on a device
+                count as changed.
+        """
         if not self.staging:
             self.staging, self.since = [view.contiguous().clone() for view in self.views], version
             return

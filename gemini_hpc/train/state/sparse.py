@@ -1,6 +1,7 @@
-"""Sparse parameters that are not trained: captured by the dense tensors that they are made of, under `KEY.values`.
+"""Sparse parameters that are not trained: captured by the dense tensors they are made of, under `KEY.values`.
 
-One that is trained gets other indices with each step, in other numbers than were planned: it is not captured.
+A trained sparse parameter gets other indices with each step, in other numbers than planned. Such a parameter is not
+captured.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ _COMPRESSED = {
 
 
 class Sparse:
-    """One of them, as it was found."""
+    """A sparse parameter that is not trained, as found."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self.tensors = _parts(tensor)  # by their paths below the parameter
+        self.tensors = _parts(tensor)  # by path below the parameter
         self._recipe = _recipe(tensor)
 
     def holds(self) -> bool:
-        """Whether it is made of the same memory, and nobody trains it."""
+        """Return whether the parameter is made of the same memory and is not trained."""
         if self._tensor.requires_grad or _recipe(self._tensor) != self._recipe:
             return False
         now = _parts(self._tensor)
         return all(_place(now[name]) == _place(found) for name, found in self.tensors.items())
 
     def recipe(self) -> Recipe:
-        """What has to be the same at the resume."""
+        """Return the values that have to be the same at the resume."""
         return self._recipe
 
 
 def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     here = tensor.detach()
-    if here.layout == torch.sparse_coo:  # the public names want it coalesced, which would make another one
+    if here.layout == torch.sparse_coo:  # the public methods require a coalesced tensor, a new object
         return {"indices": here._indices(), "values": here._values()}
     return {name: getattr(here, name)() for name in (*_COMPRESSED[here.layout], "values")}
 
@@ -55,6 +56,6 @@ def _recipe(tensor: torch.Tensor) -> Recipe:
 
 
 def of(tensor: torch.Tensor) -> Sparse | None:
-    """What it is made of, if it is such a parameter."""
+    """Return the parts of a sparse parameter that is not trained; None for any other tensor."""
     known = tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
     return Sparse(tensor) if known and not tensor.requires_grad and not tensor.is_meta else None

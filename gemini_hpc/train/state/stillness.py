@@ -1,4 +1,4 @@
-"""Find weights that change although no optimizer steps, as where a fused backward pass (LOMO) writes them."""
+"""Detection of weights that change although no optimizer steps, as where a fused backward pass (LOMO) writes them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from gemini_hpc.train.state.sample import few
 
-_LOOKS = 100  # each waits for the device
+_LOOKS = 100  # comparisons made at most, because each waits for the device
 _SAMPLED = 16
 
 
 class Stillness:
-    """Compares a few elements of some weights between two `step()` calls with no optimizer step in between."""
+    """A comparison of a few elements of some weights between two `step()` calls without an optimizer step."""
 
     def __init__(self) -> None:
         self._seen: list[torch.Tensor] = []
@@ -24,8 +24,10 @@ class Stillness:
         self._seen = []
 
     def broken(self, weights: Iterable[torch.Tensor]) -> bool:
-        """Return whether the weights differ from those of the call before, `forget` aside. Where they never do, after
-        100 looks nobody looks any more."""
+        """Return whether the weights differ from those of the call before (`forget` restarts the comparison).
+
+        After 100 comparisons without a difference no more are made.
+        """
         if self._looks == _LOOKS:
             return False
         trained = [weight for weight in weights if weight.requires_grad and weight.numel() and _plain(weight)]

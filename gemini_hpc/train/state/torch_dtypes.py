@@ -10,12 +10,16 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return the type's name in a manifest: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of `dtype_name`. Raises ValueError for an unknown name."""
+    """Return the type of a name, the inverse of `dtype_name`.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     try:
         return _DTYPES[name]
     except KeyError:

@@ -1,6 +1,6 @@
 """The training state as a tree: stable names for parameters and optimizer tensors, and the small state beside them.
 
-Semi-private parts of torch that this needs (`_local_tensor`, wrappers' child names) are used here only.
+A DTensor's semi-private `_local_tensor` is used in this room only; wrappers' child names are used in `modules` only.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _PRINT_SAMPLES = 4096
 
 
 class NotGivenError(Exception):
-    """An object of the training's has not given its state this time; the message names it."""
+    """An object of the training failed to give its state this time; the message names the object."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state goes out and comes back as plain values."""
+    """An object whose state goes out and comes back as plain values."""
 
     def state_dict(self) -> Any:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state back."""
+        """Restore a state."""
 
 
 class Param(NamedTuple):
-    """A parameter (or buffer) under its name; `replicated`: it belongs to a DDP module."""
+    """A parameter (or buffer) under its name. `replicated`: it belongs to a DDP module."""
 
     fqn: str
     tensor: torch.Tensor
@@ -59,25 +59,45 @@ class Param(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor of the training state, found now. `tensor` may be a DTensor; optimizer: as in a manifest's row."""
+    """A tensor of the training state, as found now.
+
+    Attributes:
+        key: Name of the tensor.
+        tensor: The tensor; may be a DTensor.
+        owner: The parameter to which it belongs.
+        optimizer: Index of the optimizer, or a special value, as in a manifest's row.
+        name: Name in the optimizer's state.
+        eager: The tensor must not be read behind the training's back.
+        still: The tensor belongs to a parameter that is not trained.
+    """
 
     key: str
     tensor: torch.Tensor
     owner: Param
     optimizer: int
     name: str
-    eager: bool = False  # not to be read behind the training's back
-    still: bool = False  # it belongs to a parameter that nobody trains
+    eager: bool = False
+    still: bool = False
 
     @property
     def may_stay(self) -> bool:
-        """Whether `requires_grad` says that nobody trains it: of a parameter, not of what one is made of."""
+        """Return whether `requires_grad` shows that the tensor is not trained.
+
+        The flag counts for a parameter, and for tensors marked `still`. It does not count for the tensors that
+        another parameter is made of.
+        """
         return self.still or (self.optimizer == PARAMETER and self.tensor is self.owner.tensor)
 
 
 class Packed(NamedTuple):
-    """The small state as bytes; the tensors that were lifted out of it, and those that could be, by name; its gaps,
-    where it has any."""
+    """The small state as bytes.
+
+    Attributes:
+        data: The bytes.
+        lifted: Tensors lifted out of it, by name.
+        unplanned: Tensors that could be lifted out of it, by name.
+        gaps: Its gaps, if any.
+    """
 
     data: bytes | bytearray
     lifted: dict[str, torch.Tensor]
@@ -86,22 +106,25 @@ class Packed(NamedTuple):
 
 
 def nothing_lifted(name: str, tensor: torch.Tensor) -> bool:
-    """For small states that keep their tensors."""
+    """Return False: for small states that keep their tensors."""
     return False
 
 
 def nothing_deferred(tensor: torch.Tensor) -> bool:
-    """For small states that are complete at once."""
+    """Return False: for small states that are complete at once."""
     return False
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies in this process."""
+    """Return the part of a tensor that lies in this process."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory says it all. That may be so of a class of its own, unless it is made of other tensors."""
+    """Return whether the tensor's memory is all of its state.
+
+    A class of its own may qualify, unless it is made of other tensors.
+    """
     made_of_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not made_of_others and tensor.layout == torch.strided and not tensor.is_quantized
 
@@ -116,12 +139,16 @@ def _unsupported(name: str, here: torch.Tensor) -> UnsupportedStateError:
 def _beside(
     fqn: str, tensor: torch.Tensor, module: nn.Module | None, key: str
 ) -> hidden.Hidden | sparse.Sparse | None:
-    """Tensors that make a parameter beside its own memory, or in its place. Raises UnsupportedStateError."""
+    """Return the tensors that make a parameter beside its own memory, or in its place.
+
+    Raises:
+        UnsupportedStateError: They cannot be captured.
+    """
     return sparse.of(tensor) or hidden.of(fqn, tensor, module, key)
 
 
 def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
-    """DDP modules in the model; or the one around it, where the bare module was given."""
+    """Return the DDP modules in the model, or the one around it if the bare module was given."""
     inside = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if inside:
         return inside
@@ -129,19 +156,19 @@ def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 class _OptimizerState:
-    """The tensors of an optimizer, as they were found last."""
+    """The tensors of an optimizer, as found last."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, owners: Mapping[int, Param]) -> None:
         self.leaves: list[Leaf] = []
         self._optimizer = optimizer
         self._odd: list[tuple[tuple[int, str, str], dict[str, Any], str]] = []
-        self._loose: list[Any] = []  # names under which it keeps something that is no parameter's
+        self._loose: list[Any] = []  # names of state that belongs to no parameter
         self._known: list[tuple[Any, dict[str, Any] | None, tuple[str, ...], list[Any]]] = []
-        self.made: dict[tuple[int, str, str], inner.Recipe] = {}  # of tensors that are made of others
+        self.made: dict[tuple[int, str, str], inner.Recipe] = {}  # of tensors made of others
         self._parts = _Parts()
         for parameter, values in optimizer.state.items():
             owner = owners.get(id(parameter))
-            if owner is None:  # of no parameter of ours, and of any kind
+            if owner is None:  # belongs to no parameter of ours; the key may be of any kind
                 self._known.append((parameter, None, (), []))
                 if not isinstance(parameter, torch.Tensor):
                     self._loose.append(parameter)
@@ -160,7 +187,7 @@ class _OptimizerState:
                     self._odd.append(((number, owner.fqn, name), values, name))
 
     def holds(self) -> bool:
-        """Whether it has the same tensors under the same names."""
+        """Return whether the optimizer has the same tensors under the same names."""
         state = self._optimizer.state
         if len(state) != len(self._known):
             return False
@@ -176,27 +203,27 @@ class _OptimizerState:
         return self._parts.hold()
 
     def loose(self) -> dict[Any, Any]:
-        """What it keeps beside the state of parameters, as it is now."""
+        """Return the present state that belongs to no parameter."""
         return {key: self._optimizer.state[key] for key in self._loose}
 
     def odd(self) -> dict[tuple[int, str, str], Any]:
-        """What is no tensor, as it is now."""
+        """Return the present state that is no tensor."""
         return {key: values[name] for key, values, name in self._odd}
 
 
 class _Parts:
-    """Tensors that are made of others, with those others as they were found."""
+    """Tensors made of others, with those others, as found."""
 
     def __init__(self) -> None:
         self._found: list[inner.Made] = []
 
     def of(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Those of one tensor, by their paths in it."""
+        """Return the parts of a tensor, by their paths in it, and remember them."""
         self._found += inner.levels(tensor)
         return list(inner.parts(tensor))
 
     def hold(self) -> bool:
-        """Whether each is made of the same tensors, in the same way."""
+        """Return whether each tensor is made of the same parts, in the same way."""
         return all(map(inner.Made.holds, self._found))
 
 
@@ -205,10 +232,13 @@ def _alike(value: Any, kept: torch.Tensor | None) -> bool:
 
 
 class StateTree:
-    """Names and finds everything that a training has to get back.
+    """The names and places of everything that a training has to get back.
 
     All tensors are found anew whenever one was replaced. At construction an FSDP2 model has to be sharded.
-    Raises UnsupportedStateError or TypeError for arguments that cannot work.
+
+    Raises:
+        UnsupportedStateError: The training has state that cannot be captured.
+        TypeError: An argument cannot work.
     """
 
     def __init__(
@@ -226,13 +256,13 @@ class StateTree:
         self.found_anew = 0  # how often something was replaced
         self._by_id: dict[int, Param] = {}
         self._names: dict[int, str] = {}
-        self._stepped: list[torch.Tensor] = []  # what the optimizers have in their groups
+        self._stepped: list[torch.Tensor] = []  # parameters in the optimizers' groups
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
         self._parts = _Parts()  # of parameters
-        self._places: dict[str, tuple[nn.Module | None, str]] = {}  # of those with tensors beside their memory
+        self._places: dict[str, tuple[nn.Module | None, str]] = {}  # of parameters with tensors outside their memory
         self._beside: dict[str, hidden.Hidden | sparse.Sparse] = {}
-        self._made: bytes | None = None  # as it goes into the small state
+        self._made: bytes | None = None  # recipes as encoded for the small state
         self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
         ddps = find_ddp(model)
@@ -241,7 +271,7 @@ class StateTree:
             root = ddps[0]
         self.ddps = [ArrivalOrder(ddp) for ddp in ddps]
         self.comm_hooks = CommHooks(ddps)
-        self.begins_anew: list[str] = []  # of the state that was restored last
+        self.begins_anew: list[str] = []  # sentences about the last restore: state that begins anew
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
         self._find()
         self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
@@ -298,17 +328,23 @@ class StateTree:
         self._states, self._leaves, self._flags = [], [], []
 
     def reshard(self) -> None:
-        """Before values are loaded: what FSDP2 has gathered for an earlier forward would be used in the next one."""
+        """Free what FSDP2 has gathered for an earlier forward pass. Call before values are loaded.
+
+        The next forward pass would use the gathered values otherwise.
+        """
         self._modules.reshard()
 
     def stepped_by(self, number: int) -> set[str]:
-        """Names of the parameters in an optimizer's groups."""
+        """Return the names of the parameters in an optimizer's groups."""
         groups = self.optimizers[number].param_groups
         return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
 
     def refresh(self) -> None:
-        """Find everything anew where a module, a parameter or a group of an optimizer was replaced. Raises
-        UnsupportedStateError."""
+        """Find everything anew where a module, a parameter or a group of an optimizer was replaced.
+
+        Raises:
+            UnsupportedStateError: There is state that cannot be captured.
+        """
         if self._modules.holds() and same(_grouped(self.optimizers), self._stepped):
             return
         self._modules.find()
@@ -317,25 +353,32 @@ class StateTree:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """By name, as they are now."""
+        """Return the present buffers by name."""
         return {slot.fqn: tensor for slot in self._modules.buffers if (tensor := slot.tensor) is not None}
 
     @property
     def transient(self) -> set[str]:
-        """Names of buffers that `Module.state_dict` leaves out."""
+        """Return the names of buffers that `Module.state_dict` leaves out."""
         return self._modules.transient & self.buffers.keys()
 
     @property
     def with_extra(self) -> list[str]:
-        """Return the names of what modules keep in their own way and hand out as extra state."""
+        """Return the names of modules' extra state."""
         return list(self._modules.with_extra)
 
     # ---- tensors ---------------------------------------------------------------------------------------
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
-        """All parameters and optimizer tensors as they are now; beside them, the optimizer state that is no tensor,
-        by (optimizer, parameter, name). The list is the same as at the last call where its tensors are. Raises
-        UnsupportedStateError."""
+        """Return all present parameters and optimizer tensors, and the optimizer state that is no tensor.
+
+        The list is the same object as at the last call if its tensors are the same.
+
+        Returns:
+            The tensors, and the other state by (optimizer, parameter, name).
+
+        Raises:
+            UnsupportedStateError: There is state that cannot be captured.
+        """
         self.refresh()
         states = self._states
         held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
@@ -373,20 +416,25 @@ class StateTree:
 
     @property
     def with_hidden(self) -> list[str]:
-        """Names of parameters whose memory does not say what they are."""
+        """Return the names of parameters that have state outside their memory."""
         self.leaves()
         found = self._beside.items()
         return [fqn for fqn, beside in found if isinstance(beside, hidden.Hidden) and beside.tensors]
 
     def _recipes(self) -> dict[str, inner.Recipe]:
-        """Of parameters, by name."""
+        """Return the recipes of parameters, by name."""
         found = {p.fqn: inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
         kept = ((fqn, beside.recipe()) for fqn, beside in self._beside.items())
         return found | {fqn: recipe for fqn, recipe in kept if recipe is not None}
 
     def handed_out(self) -> dict[str, Callable[[], list[str]]]:
-        """Return, by module and optimizer, what finds the names of what it hands out in its `state_dict()` beside
-        what is captured. Raises UnsupportedStateError."""
+        """Return, by module and optimizer, a function that finds uncaptured entries of its `state_dict()`.
+
+        The functions return the names of these entries.
+
+        Raises:
+            UnsupportedStateError: There is state that cannot be captured.
+        """
         leaves, _ = self.leaves()
         captured = handed_out.memory([*(leaf.tensor for leaf in leaves), *self.buffers.values()])
         names = {slot.fqn for slot in (*self._modules.parameters, *self._modules.buffers)}
@@ -401,8 +449,10 @@ class StateTree:
         return looks
 
     def made(self) -> bytes:
-        """How tensors that are made of others are made, by (optimizer or -1, parameter, name or ""), encoded: there
-        may be many, and they stay as they are."""
+        """Return the encoded recipes of tensors made of others, by (optimizer or -1, parameter, name or "").
+
+        The bytes are cached: there may be many recipes, and they stay the same.
+        """
         if self._made is None:
             found = {(-1, fqn, ""): recipe for fqn, recipe in self._recipes().items()}
             for state in self._states:
@@ -411,8 +461,16 @@ class StateTree:
         return self._made
 
     def describe(self, leaf: Leaf, world: int, *, closely: bool = False) -> tuple[Row, Entry]:
-        """How a leaf appears in the manifest and in the deal. closely: its fingerprint is of the whole of it. Raises
-        UnsupportedStateError."""
+        """Return the manifest's row and the ownership entry of a leaf.
+
+        Args:
+            leaf: The leaf.
+            world: Number of ranks.
+            closely: The fingerprint covers the whole tensor.
+
+        Raises:
+            UnsupportedStateError: The leaf cannot be captured.
+        """
         tensor = leaf.tensor
         here = local(tensor)
         if not _plain(here):
@@ -424,7 +482,7 @@ class StateTree:
             if any(p.is_partial() for p in tensor.placements):
                 raise UnsupportedStateError(f"{leaf.key} is a DTensor with partial sums: it has no definite value")
             shared, (size, offset) = True, box_of(tensor)
-            fingerprint = _fingerprint(here, closely) if world > 1 else 0  # of HSDP, several ranks have the same box
+            fingerprint = _fingerprint(here, closely) if world > 1 else 0  # with HSDP several ranks have the same box
             like_owner = (
                 isinstance(owner, DTensor) and owner.shape == tensor.shape and owner.placements == tensor.placements
             )
@@ -452,8 +510,11 @@ class StateTree:
     # ---- small state -----------------------------------------------------------------------------------
 
     def small(self, odd: Mapping[tuple[int, str, str], Any]) -> dict[str, Any]:
-        """Everything that is captured at once: generators, buffers, groups, schedulers and the like. Raises
-        NotGivenError."""
+        """Return all state that is captured at once: generators, buffers, groups, schedulers and the like.
+
+        Raises:
+            NotGivenError: An object has failed to give its state.
+        """
         buffers = {name: local(tensor) for name, tensor in self.buffers.items()}
         return {
             "rng": rng.capture(),
@@ -470,7 +531,7 @@ class StateTree:
                 [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in o.param_groups]
                 for o in self.optimizers
             ],
-            # For other programs: export.
+            # For export to other programs.
             "members": [members.pack(self._names) for members in self._members],
             "transient": sorted(self._modules.transient & buffers.keys()),
             "odd": dict(odd),
@@ -481,7 +542,7 @@ class StateTree:
         }
 
     def _retrained(self) -> dict[str, bool]:
-        """Parameters that were frozen or unfrozen in mid-training."""
+        """Return the parameters that were frozen or unfrozen in mid-training, with their present flag."""
         now = [param.tensor.requires_grad for param in self.params]
         if now != self._flags:
             self._flags = now
@@ -497,9 +558,20 @@ class StateTree:
         lifts: Callable[[str, torch.Tensor], bool] = nothing_lifted,
         defers: Callable[[torch.Tensor], bool] = nothing_deferred,
     ) -> Packed:
-        """late: tensors that have no place in the tensor area; lifts: whether a large one of the small state itself,
-        known by this name, has one; defers: whether a tensor's bytes are put in later. Raises NotGivenError,
-        UnknownTypeError, UnsupportedStateError."""
+        """Encode the small state.
+
+        Args:
+            odd: Optimizer state that is no tensor, by (optimizer, parameter, name).
+            late: Tensors without a place in the tensor area.
+            world: Number of ranks.
+            lifts: Returns whether a large tensor of the small state (name, tensor) has a place in the tensor area.
+            defers: Returns whether a tensor's bytes are put in later.
+
+        Raises:
+            NotGivenError: An object has failed to give its state.
+            UnknownTypeError: A value cannot be encoded.
+            UnsupportedStateError: A late tensor cannot be captured.
+        """
         extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
         lift = Lift(lifts)
         small = lift.out_of(self.small(odd))
@@ -507,10 +579,10 @@ class StateTree:
         return Packed(data, lift.found, lift.left, gaps)
 
     def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
-        """Return the tensors that were lifted out of the small state, for a plan.
+        """Return the tensors lifted out of the small state, as leaves for a plan.
 
-        What forward and backward passes do not change may be the same on all DDP ranks. Memory that others have as
-        well (numpy, another process) is written without a version counter.
+        Tensors that forward and backward passes do not change may be the same on all DDP ranks. Memory shared with
+        others (numpy, another process) is written without a version counter, so such a tensor is eager.
         """
         buffers = self.buffers
 
@@ -522,8 +594,15 @@ class StateTree:
         return [leaf(name, tensor) for name, tensor in lifted.items()]
 
     def restore_small(self, small: Mapping[str, Any], *, same_world: bool = True) -> None:
-        """Put everything but the generators back. same_world: it is of as many ranks. Raises ValueError where it does
-        not fit this training."""
+        """Put everything but the generators back.
+
+        Args:
+            small: The small state.
+            same_world: The saved run had as many ranks.
+
+        Raises:
+            ValueError: The small state does not fit this training.
+        """
         if len(small["groups"]) != len(self.optimizers):
             raise ValueError(f"the saved run had {len(small['groups'])} optimizers, this one {len(self.optimizers)}")
         by_name = {param.fqn: param.tensor for param in self.params}
@@ -555,7 +634,7 @@ class StateTree:
     def _restore_groups(
         self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any], *, same_world: bool
     ) -> None:
-        """Those that the saved run added in mid-training are added here."""
+        """Restore an optimizer's groups, and add those that the saved run added in mid-training."""
         optimizer = self.optimizers[number]
         have = len(optimizer.param_groups)
         if len(groups) > have and "members" in small:
@@ -583,7 +662,7 @@ class StateTree:
                     group[key] = value
 
     def _append_members(self, optimizer: torch.optim.Optimizer, saved: Sequence[Group]) -> None:
-        """Parameters that the saved run put into a group in mid-training, and that are in none here."""
+        """Append parameters that the saved run put into a group in mid-training and that are in no group here."""
         by_name = {param.fqn: param.tensor for param in self.params}
         have = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for group, member in zip(optimizer.param_groups, saved, strict=True):
@@ -595,7 +674,7 @@ class StateTree:
                         group["param_names"].append(given)
 
     def _restore_buffers(self, small: Mapping[str, Any]) -> None:
-        """Those that the saved run made, emptied or made larger in mid-training are made, emptied or larger here."""
+        """Restore the buffers. Make, empty or enlarge those that the saved run changed so in mid-training."""
         reshaped, transient, here = set(small.get("reshaped", ())), set(small.get("transient", ())), self.buffers
         emptied = set(small.get("emptied", ()))
         for name, buffer in here.items():
@@ -619,7 +698,11 @@ class StateTree:
 
 
 def _given(name: str, item: Stateful) -> Any:
-    """Return an object's state. Raises NotGivenError for whatever the object raises."""
+    """Return an object's state.
+
+    Raises:
+        NotGivenError: The object has raised any exception.
+    """
     try:
         return item.state_dict()
     except Exception as error:
@@ -627,7 +710,7 @@ def _given(name: str, item: Stateful) -> Any:
 
 
 def _folded(tensor: torch.Tensor) -> bool:
-    """Whether several elements share their memory (`expand`): such a tensor cannot be written."""
+    """Return whether several elements share their memory (`expand`). Such a tensor cannot be written."""
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -636,7 +719,7 @@ def _grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(size, offset) of the local part of a DTensor in the global tensor."""
+    """Return (size, offset) of the local part of a DTensor in the global tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -649,7 +732,7 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _fingerprint(tensor: torch.Tensor, closely: bool) -> int:
-    """A 63-bit digest of up to 4096 elements, spread over the tensor; closely: of all of them."""
+    """Return a 63-bit digest of up to 4096 elements spread over the tensor; with `closely`, of all elements."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         if flat.numel() > _PRINT_SAMPLES and not closely:

@@ -1,1 +1,1 @@
-"""Ways to bring a shard's bytes from the rank that has it to the ranks of its other holders."""
+"""Transports that carry a shard's bytes from the rank that has it to the ranks of its other holders."""

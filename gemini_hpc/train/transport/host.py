@@ -1,9 +1,11 @@
 """Chunks from agent to agent: this process only says which part of its own slot may go, and when.
 
-Neither a second communicator nor memory of the device is needed, and no thread of the training is on the network. The
-agent knows the slot: it is the one that it has given out for the version, and the chunks are its leading bytes in
-order, so only their lengths are said. Over a channel of its own for each holder (`wire.local.OpenPush`); when that
-ends, because an agent was started again or a holder did not answer, the next version opens another.
+The transport needs neither a second communicator nor device memory, and no thread of the training uses the network.
+The agent knows the slot, because the agent has assigned it to the version. The chunks are the slot's leading bytes in
+order, so only their lengths are sent to the agent.
+
+Each holder has a channel of its own (`wire.local.OpenPush`). A channel ends when an agent restarts or a holder does
+not answer. The next version opens another.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from gemini_hpc.train.state.collectives import own_group
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
 
-ANSWER_TIMEOUT_S = 15.0  # longer than all bounds of the agents together: only a hung agent is silent for so long
-_CONTROL_TIMEOUT = timedelta(days=1)  # of the group; those who use it have bounds of their own
+ANSWER_TIMEOUT_S = 15.0  # longer than all timeouts of the agents together: only a hung agent is silent for so long
+_CONTROL_TIMEOUT = timedelta(days=1)  # of the group, practically infinite: its users have timeouts of their own
 
 
 class _Pushed:
-    """A chunk of which the answer is awaited."""
+    """A chunk whose answer is awaited."""
 
     def __init__(self, box: _HostOutbox, number: int) -> None:
         self._box, self._number = box, number
@@ -40,7 +42,7 @@ class _Pushed:
 
 
 class _Channel:
-    """One descriptor from the agent; requests are numbered from 1."""
+    """A descriptor from the agent, whose requests are numbered from 1."""
 
     def __init__(self, fd: int) -> None:
         self.sock = socket.socket(fileno=fd)
@@ -55,12 +57,12 @@ class _HostOutbox(Outbox):
     def __init__(self, transport: HostTransport, rank: int) -> None:
         self._transport, self._rank = transport, rank
         self._channel: _Channel | None = None
-        self._lock = threading.Lock()  # one reads answers at a time
+        self._lock = threading.Lock()  # one thread at a time reads answers
 
     def offer(self, head: Head) -> bool:
         offer = local.PushOffer(head.version, head.used_bytes, head.base, head.kept)
         if self._channel is not None and not self._channel.over:
-            with suppress(VersionLost):  # the agent may have ended it long ago
+            with suppress(VersionLost):  # the agent may have closed the channel long ago
                 return self._accepted(self._ask(offer), head.used_bytes)
         self.close()
         self._channel = _Channel(self._transport.open(self._rank))
@@ -82,7 +84,7 @@ class _HostOutbox(Outbox):
         self.close()
 
     def close(self) -> None:
-        """What is on its way is lost. By the thread that sends."""
+        """Close the channel. Chunks under way are lost. Call from the thread that sends."""
         channel, self._channel = self._channel, None
         if channel is not None:
             self._shut(channel)
@@ -90,7 +92,7 @@ class _HostOutbox(Outbox):
                 channel.sock.close()
 
     def interrupt(self) -> None:
-        """From any thread."""
+        """Shut the channel down, from any thread."""
         if (channel := self._channel) is not None:
             self._shut(channel)
 
@@ -114,7 +116,13 @@ class _HostOutbox(Outbox):
         return self.answered(self._say(message))
 
     def answered(self, number: int) -> local.Reply | None:
-        """The answer to request `number`; None where it has been read before. Raises LinkBroken."""
+        """Wait for the answer to request `number` and return it.
+
+        Return None where the answer has been read before.
+
+        Raises:
+            LinkBroken: The agent has ended the transfer, reports an error, or does not answer.
+        """
         reply: local.Reply | None = None
         with self._lock:
             channel = self._channel
@@ -144,8 +152,10 @@ class _HostOutbox(Outbox):
 
 
 class HostTransport:
-    """Pushes by this node's agent. Making one is collective over the training's ranks, those of `within`: the small
-    collectives of the main thread go over a gloo group of our own. homes: node rank of each training rank."""
+    """Pushes by this node's agent.
+
+    The small collectives of the main thread go over a gloo group of our own.
+    """
 
     def __init__(
         self,
@@ -155,17 +165,30 @@ class HostTransport:
         homes: Sequence[int],
         within: dist.ProcessGroup | None = None,
     ) -> None:
+        """Connect this rank. The call is collective over the training's ranks (those of `within`).
+
+        Args:
+            client: The connection to this node's agent.
+            set_name: Name of the training.
+            rank: This training rank.
+            homes: Node rank of each training rank.
+            within: Process group of the training's ranks; None for all ranks.
+        """
         self._client, self._set, self._me, self._homes = client, set_name, rank, homes
         self._boxes: list[_HostOutbox] = []
         self.group = own_group(within, _CONTROL_TIMEOUT)
         self.interrupted = False
 
     def joined_anew(self, client: AgentClient) -> None:
-        """The rank has another connection to its agent."""
+        """Use the rank's new connection to its agent."""
         self._client = client
 
     def open(self, rank: int) -> int:
-        """A new channel to the holder where `rank` is. Raises LinkBroken."""
+        """Open a new channel to the holder where `rank` runs and return its descriptor.
+
+        Raises:
+            LinkBroken: The transport was interrupted, or the agent opens no channel.
+        """
         if self.interrupted:
             raise LinkBroken("interrupted")
         message = local.OpenPush(set=self._set, rank=self._me, holder=self._homes[rank])
@@ -180,13 +203,16 @@ class HostTransport:
         return fds[0]
 
     def outbox(self, rank: int) -> Outbox:
-        """The link to a rank; called once for each."""
+        """Create the link to a rank. Call once for each rank."""
         self._boxes.append(_HostOutbox(self, rank))
         return self._boxes[-1]
 
     def interrupt(self) -> None:
-        """Make every blocked and later call raise LinkBroken soon. From any thread, also more than once; called when
-        the process ends or the checkpointer gives up."""
+        """Make every blocked and later call raise LinkBroken soon.
+
+        The call may come from any thread, and more than once. It is made when the process ends or the checkpointer
+        gives up.
+        """
         self.interrupted = True
         for box in self._boxes:
             box.interrupt()
