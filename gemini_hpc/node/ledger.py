@@ -108,7 +108,7 @@ class Ledger:
                 yield entry
 
     def started(self, job: int, uid: int, restart: int) -> None:
-        """Record that an incarnation begins here. Its retained copies are not those of an ended job.
+        """Record that an incarnation begins here. The entry no longer counts as ended, doubted or released.
 
         Raises:
             OSError: The entry could not be written.

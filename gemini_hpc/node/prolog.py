@@ -75,12 +75,13 @@ class Incarnation:
         job: The job's id.
         uid: The uid of the job's owner.
         restart: Restart count.
-        replicas: Copies of each shard, or nodes of a parity group.
+        replicas: Copies of each shard; with parity, nodes of a group.
         node: This node's name.
         nodelist: The job's nodes as a Slurm host list.
         tier: Directory of the tier; "" if not given.
-        tier_interval: Seconds between versions on the tier, or "auto"; 0 if not given.
-        hang_s: Seconds without progress that count as a hang; 0: off; None: not given.
+        tier_interval: Seconds between two saves to the tier, or "auto"; 0 if not given.
+        hang_s: Seconds for which one rank may keep the others waiting before the step restarts; 0: off; None: not
+            given.
         spares: Number of spare nodes.
         after: The job whose training this job continues; 0: none.
         parity: Parity blocks in a row of a group of `replicas` nodes; 0: whole copies.

@@ -303,7 +303,7 @@ def by_name(job: int, uid: int) -> list[int]:
 
 
 def _collect(pid: int) -> None:
-    """Reap a killed child. A child that hangs in the kernel is left to init."""
+    """Reap a killed child. A child that hangs in the kernel is left to the process that inherits it."""
     until = clock.monotonic() + BY_NAME_S
     while os.waitpid(pid, os.WNOHANG) == (0, 0) and clock.monotonic() < until:
         clock.sleep(0.005)
