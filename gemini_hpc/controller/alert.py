@@ -14,7 +14,7 @@ from gemini_hpc.controller.journal import NODES, Journal
 
 log = logging.getLogger("gemini_hpc.controller")
 
-PROGRAM_S = 10.0
+PROGRAM_S = 10.0  # the program is killed after this, because alerts are sent one at a time
 SAME_S = 60.0  # the program is called at most this often for one kind
 MOST_KNOWN = 1000
 

@@ -24,8 +24,8 @@ from gemini_hpc.slurm.facts import (
 
 WITNESSES = 2
 REACH_SHARE = 0.9
-REBOOT_WINDOW_S = 60.0
-END_WINDOW_S = 30.0
+REBOOT_WINDOW_S = 60.0  # slurmd may have started this long before the report and still count as a reboot
+END_WINDOW_S = 30.0  # a script that ended this long before the report may have ended because of the failure
 REASON = "gemini-hpc: no answer from slurmd and agent"  # prefix of the Reason of nodes that we have set DOWN
 
 

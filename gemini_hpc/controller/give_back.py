@@ -24,7 +24,7 @@ log = logging.getLogger("gemini_hpc.controller")
 
 PER_DAY = 2
 DAY_S = 86400.0
-MAX_INTERVAL_S = 10.0
+MAX_INTERVAL_S = 10.0  # longest pause between two checks
 _STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
 
 

@@ -28,13 +28,13 @@ from gemini_hpc.wire.controller import Ending, Release, Waits
 
 log = logging.getLogger("gemini_hpc.controller")
 
-INTERVAL_S = 1.0
-MAX_INTERVAL_S = 10.0
-ELSEWHERE_S = 30.0
-PARTLY_S = 10.0
-RELEASE_TOLD_S = 60.0
+INTERVAL_S = 1.0  # pause between two queries to Slurm
+MAX_INTERVAL_S = 10.0  # longest pause if Slurm is slow
+ELSEWHERE_S = 30.0  # a new incarnation runs this long before agents on former nodes are released
+PARTLY_S = 10.0  # agents have this long to connect before a node counts as unprotected
+RELEASE_TOLD_S = 60.0  # one log line about a release in this time
 TOLD_S = 2.0  # time until the controller has an agent's finding
-_SAME_END_S = 1.5
+_SAME_END_S = 1.5  # a smaller change of the job's end is not sent to the agents
 
 
 class JobWatch:

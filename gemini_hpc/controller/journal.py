@@ -16,7 +16,7 @@ import msgspec
 from gemini_hpc import clock
 
 _COMPACT_BYTES = 1 << 20
-_KEEP_S = 86400.0
+_KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
 
 
 NODES = "nodes"  # the key of lines that belong to no recovery

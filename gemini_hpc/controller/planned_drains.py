@@ -14,7 +14,7 @@ from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.wire.controller import Draining
 
-LOOK_S = 10.0
+LOOK_S = 10.0  # shortest time between two queries
 
 
 class DrainWatch:

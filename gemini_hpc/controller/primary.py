@@ -24,7 +24,7 @@ from gemini_hpc.slurm.facts import Config
 log = logging.getLogger("gemini_hpc.controller")
 
 LOCK = "gemini-hpc.lock"
-LOOK_S = 2.0
+LOOK_S = 2.0  # pause between two checks of slurmctld's hosts
 ALONE_LOOK_S = 30.0  # a slurmctld without a backup is in charge or absent
 
 

@@ -26,11 +26,11 @@ from gemini_hpc.controller import tasks
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.wire.hostname import dialled_beside
 
-RESOLVE_TIMEOUT_S = 2.0
-CONNECT_TIMEOUT_S = 0.4
-ANSWER_TIMEOUT_S = 1.5
-AT_ONCE_S = 0.1
-INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5
+RESOLVE_TIMEOUT_S = 2.0  # of its own: a slow resolver proves nothing about the host
+CONNECT_TIMEOUT_S = 0.4  # a port that has not accepted or refused by then is silent
+ANSWER_TIMEOUT_S = 1.5  # a process that has not closed an accepted connection by then hangs
+AT_ONCE_S = 0.1  # without a sign of life by then, the kernel is probed, too
+INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5  # pause between two probes of a node; it grows for a node that lives
 CLOSED_PORT = 1  # tcpmux, which no cluster serves
 MAX_ADDRESSES = 3
 LIFE = (Port.ANSWERS, Port.REFUSES, Port.HANGS)  # the strongest sign first
@@ -203,8 +203,8 @@ class Seen:
     this host could not make. Without recent probes there is no silence.
     """
 
-    FORGET_S = 2.0
-    STALE_S = 4.0
+    FORGET_S = 2.0  # a sign of life counts for this long
+    STALE_S = 4.0  # without a probe for this long, silence does not count
 
     def __init__(self, confirm_s: float = FORGET_S) -> None:
         # No sign of life may outlast the required silence.

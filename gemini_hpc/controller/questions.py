@@ -23,7 +23,7 @@ from gemini_hpc.wire.link import Link
 
 log = logging.getLogger("gemini_hpc.controller")
 
-QUERY_IDLE_S = 60.0
+QUERY_IDLE_S = 60.0  # an idle client is disconnected after this
 # The client gives up after 2 s. An agent on a busy node needs a moment; after that it is listed as missing.
 SLURM_TIMEOUT_S, PARTS_TIMEOUT_S = 0.8, 0.9
 QUERY_FRAME_BYTES = 4096

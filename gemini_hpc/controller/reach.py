@@ -13,7 +13,7 @@ from gemini_hpc.controller.registry import Registry
 from gemini_hpc.slurm.facts import Node
 
 MOST = 64
-KEPT_S = 0.5
+KEPT_S = 0.5  # a result this recent is used again
 SAMPLE = 4  # of the nodes vouched for by agents, so many are probed before a node is fenced
 UNSEEN = (Port.SILENT, Port.UNKNOWN)
 

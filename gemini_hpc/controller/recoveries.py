@@ -35,11 +35,11 @@ from gemini_hpc.wire.inspect_schema import EventRecord
 log = logging.getLogger("gemini_hpc.controller")
 
 MAX_LATER = 512  # per user
-OUTAGE_S = 120.0
-RETRY_S = 1.0
+OUTAGE_S = 120.0  # a silent host counts for this long in a mass outage
+RETRY_S = 1.0  # pause before Slurm is queried again
 GIVE_UP_S = 600.0  # seconds of refusals by Slurm; its silence does not count
 SPEAK_S = 10.0  # time within which an agent that has lost its controller connects to the next one
-COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
+COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0  # pause of an incarnation after a recovery; it doubles each time
 
 
 class Recoveries:
@@ -405,7 +405,10 @@ class Recoveries:
         self.say(raw_id, restart, "resumed", host, f"undid the drain of an interrupted recovery: {why}")
 
     async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
-        """Return whether the script had ended before its node was set DOWN: only the controller requeues such a job."""
+        """Return whether the script had ended before its node was set DOWN.
+
+        Only the controller requeues such a job.
+        """
         if job is None or job.restarts != restart or job.state not in CUT_SHORT or not begun:
             return False
         if clock.time() - job.end_time > self.settings.retention_s:

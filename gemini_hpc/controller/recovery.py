@@ -45,13 +45,13 @@ from gemini_hpc.wire.ports import candidates as agent_ports
 
 log = logging.getLogger("gemini_hpc.controller")
 
-TICK_S, SLOW_TICK_S = 0.05, 0.5
-REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0
-FRESH_S = 0.25
+TICK_S, SLOW_TICK_S = 0.05, 0.5  # pause between two judgements; slow while all is left to Slurm
+REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0  # Slurm's facts are read again after this
+FRESH_S = 0.25  # facts for an action are at most this old
 AGAIN_S = 2.0  # retry for this long if our own reachability check fails or Slurm does not answer, before setting DOWN
 RESERVE_S = 10.0  # retry for this long to reserve nodes if Slurm does not answer
-COLLECT_S = 0.3
-WATCH_S = 60.0
+COLLECT_S = 0.3  # a new report is awaited for this long: more nodes may have died
+WATCH_S = 60.0  # a suspect is judged for this long before it is dismissed
 LEFT_S = 600.0  # nodes left to Slurm are watched for so long: SlurmdTimeout is 300 s by default
 LINKED_FACTOR = 2.0  # an agent counts as connected if a message came within so many confirmation times
 MAX_SUSPECTS = 64

@@ -29,7 +29,7 @@ from gemini_hpc.wire.link import Link
 log = logging.getLogger("gemini_hpc.controller")
 
 _KEPT_INCARNATIONS = 4
-FRESH_S = 1.0
+FRESH_S = 1.0  # an agent whose last message is younger vouches for its node
 
 
 @dataclass

@@ -35,14 +35,16 @@ PINNED_S = 60.0  # so long pinned to all survivors, with the reservation
 # then so long pinned to the survivors that answer, with the reservation; then the original request without a
 # reservation
 REACHABLE_S = 60.0
-HELD_GRACE_S = 3.0
-REQUEUE_WAIT_S = 60.0
+HELD_GRACE_S = 3.0  # a pending reason that no node can cure must last this long
+REQUEUE_WAIT_S = 60.0  # Slurm requeues at once after DOWN; after this long it never will
 GOES_ON_S = 15.0  # time for a job's agents to go on with spares in the place of lost nodes
+# pauses between queries about the job in its first 15 s, first PINNED_S, and later
 FAST_POLL_S, SLOW_POLL_S, PATIENT_POLL_S = 0.03, 0.2, 0.5
+# pause in answer times of Slurm, so that queries keep it busy for a quarter of the time; its limit
 REST, MOST_REST_S = 3.0, 1.0
-SURVEY_S = 0.5
+SURVEY_S = 0.5  # pause between two probes of the survivors
 ASK_S = 2.0  # interval of the query which nodes Slurm would allocate
-NUDGE_AFTER_S = 0.5
+NUDGE_AFTER_S = 0.5  # pause between two updates that make Slurm check start times
 
 
 @dataclass

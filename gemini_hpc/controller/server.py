@@ -49,10 +49,11 @@ MAX_AGENTS_PER_UID = 20_000
 MAX_STRANGERS_PER_UID = 512  # links that have not yet registered
 REGISTER_TIMEOUT_S = 15.0  # an agent connects while its prolog still waits for the peers
 EARLY_EVENTS = 64
-GOODBYE_S = 5.0
+GOODBYE_S = 5.0  # the link stays open this long after `Release`, so that the agent receives it
 STEP_DOWN_S = 5.0  # cancelled tasks have ended by then
-RESOLVE_S = 2.0
-MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
+RESOLVE_S = 2.0  # time limit to resolve the address of an agent's node
+MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0  # of one agent, which is disconnected beyond
+# a job read from Slurm is used again up to the first age; up to the second where fresh facts are needed
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
 # Frame limits: a registration lists the nodes; a part contains an agent's events and slots.
 EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 256 << 10, 4 << 20

@@ -10,7 +10,7 @@ from gemini_hpc import clock
 
 log = logging.getLogger("gemini_hpc.controller")
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # pause before a restart; it doubles each time
 LASTED_S = 60.0  # after a life this long, the next pause is short again
 Died = Callable[[str], None]
 

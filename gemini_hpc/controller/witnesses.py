@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-FRESH_S = 10.0
+FRESH_S = 10.0  # agents repeat a report every 2 s
 
 
 class Witnesses:

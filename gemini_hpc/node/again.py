@@ -19,7 +19,7 @@ from gemini_hpc.node import job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.prolog import parse_number
 
-LEDGER_S = 1.0
+LEDGER_S = 1.0  # a step, or the epilog, waits for this
 
 
 def make(run_dir: str, job: int, uid: int) -> bool:

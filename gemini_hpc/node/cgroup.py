@@ -20,9 +20,9 @@ from gemini_hpc.node.memory_cgroup import Choice, Place, Step
 
 BUSCTL = "/usr/bin/busctl"
 SYSTEMD_BOOTED = "/run/systemd/system"
-SYSTEMD_TIMEOUT_S = 3.0
+SYSTEMD_TIMEOUT_S = 3.0  # systemd may hang, and a prolog waits for it
 _POLL_S = 0.01
-_END_S = 2.0
+_END_S = 2.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from gemini_hpc.node import again, ask_agent, health_report, job_directory, ledg
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
 
-ANSWER_TIMEOUT_S = 3.0
-LEDGER_S = 1.0
-GONE_TIMEOUT_S = 1.0
-OWNER_GRACE_S = 0.2
+ANSWER_TIMEOUT_S = 3.0  # for the agent's answer, within TOTAL_S
+LEDGER_S = 1.0  # for the ledger's lock, within TOTAL_S
+GONE_TIMEOUT_S = 1.0  # for a released agent to end
+OWNER_GRACE_S = 0.2  # for the owner's child to end after its own time limit
 TOTAL_S = 4.4  # of the 5 s that an epilog may take (requirement users-errors), from Python's start to its end
 
 # Exit statuses by which the child that is the job's owner reports its outcome to root.

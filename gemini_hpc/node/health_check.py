@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from gemini_hpc import clock
 
-LIMIT_S = 30.0
-_LOOK_S = 0.2
-_END_S = 2.0
+LIMIT_S = 30.0  # a check that takes longer is red
+_LOOK_S = 0.2  # pause between two checks of `stop`
+_END_S = 2.0  # a check that SIGKILL has not ended by then is left to the kernel
 _MOST_BYTES = 4096
 _CHARS = 150
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}

@@ -24,7 +24,7 @@ from gemini_hpc.node.prolog import parse_number
 
 LOCK = "health"
 REPORT_S = 60.0  # retry for this long to reach a controller
-RETRY_S = 2.0
+RETRY_S = 2.0  # pause between two rounds over the controller's hosts
 
 
 def start(settings: Settings, job: int, restart: int, node: str) -> None:

@@ -21,7 +21,7 @@ from gemini_hpc import clock
 from gemini_hpc.node.cgroup import NO_GROUP, Group
 
 SUFFIX = ".agents"
-LOCK_TIMEOUT_S = 4.0
+LOCK_TIMEOUT_S = 4.0  # no process holds the lock for long, since none waits under it
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENTRY_BYTES = 16384
 

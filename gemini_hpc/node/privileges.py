@@ -18,7 +18,7 @@ from gemini_hpc import lines
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 3, 4, 38
 
 
-KILLED_S = 0.3
+KILLED_S = 0.3  # a child that SIGKILL has not ended by then hangs in the kernel
 HANGS = -256  # outcome of a child that survives even SIGKILL for `KILLED_S`
 _SAID_BYTES = 4096
 

@@ -45,16 +45,16 @@ from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 from gemini_hpc.node.unprotected import ELSEWHERE, Note
 
 EXIT_STRICT = 3
-POLL_S = 0.005
-AWAKE_S = 1.5
+POLL_S = 0.005  # pause between two attempts to connect to a starting agent
+AWAKE_S = 1.5  # an agent of an earlier incarnation that has not answered by then hangs
 EXITED_GRACE_S = 0.5  # the agent's process may have left a daemon of its own behind
 ANSWER_GRACE_S = 0.5  # the agent's timeout begins with the request, after its start
-OWNER_GRACE_S = 1.5
+OWNER_GRACE_S = 1.5  # for the owner's child to end after attach_timeout_s
 NAMED = 8
-INSTALLED_S = 5.0
-FORMER_END_S = 0.5
+INSTALLED_S = 5.0  # time limit to import the agent's program
+FORMER_END_S = 0.5  # time limit to end a former agent; the job waits
 MOVES_S = 1.5  # time for an agent to move into its job's new directory
-WAIT_POLL_S = 0.05
+WAIT_POLL_S = 0.05  # pause between two attempts while a living agent moves
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
 AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same value, but root does not import it

@@ -26,16 +26,16 @@ from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
-GRACE_S = 30.0
+GRACE_S = 30.0  # added to the last moment at which an agent releases by itself
 LOG_S = 10.0  # so long the log of a released agent stays for its owner
 SWEEPS = 6  # sweeps of directories without agents; after these, the next prolog removes the rest
-YOUNG_S = 5.0
-LOOK_LEAST_S, LOOK_S = 0.1, 1.0
+YOUNG_S = 5.0  # added to attach_timeout_s: an agent may still be about to start
+LOOK_LEAST_S, LOOK_S = 0.1, 1.0  # shortest and first wait between two checks of the ledger
 LOOK_MOST_S = 30.0  # longest wait; shorter if an entry is due earlier
-ANSWER_S = 1.0
-END_S, POLL_S = 2.0, 0.02
-AGAIN_S = (2.0, 4.0)
-BY_NAME_S = 1.0
+ANSWER_S = 1.0  # time limit for an agent's answer
+END_S, POLL_S = 2.0, 0.02  # time limit to end an agent, and the pause between two attempts
+AGAIN_S = (2.0, 4.0)  # pauses before a silent agent is asked again
+BY_NAME_S = 1.0  # time limit of the child that reads command lines
 LOCK = "reaper.lock"
 _WATCHED_MAX = 512
 _SILENT, _ANSWERS = 11, 10

@@ -12,10 +12,10 @@ import stat
 from gemini_hpc import clock
 from gemini_hpc.node import ask_agent, job_directory, job_steps, ledger, privileges
 
-AGE_MIN_S = 60.0
+AGE_MIN_S = 60.0  # a younger directory's agent may be about to start
 REMOVED_MAX = 8
-TIMEOUT_S = 1.0
-PROBE_TIMEOUT_S = 0.2
+TIMEOUT_S = 1.0  # a prolog waits for the removal
+PROBE_TIMEOUT_S = 0.2  # short: users' agents can use up TIMEOUT_S
 
 _SOMEBODY, _NOBODY = 10, 11
 
