@@ -12,7 +12,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
 from gemini_hpc.slurm.api import SlurmApi
 
-_ACCOUNTING_KEPT_S = 300.0  # slurmdbd is rarely added or removed; its presence is checked again after this
+_ACCOUNTING_KEPT_S = 300.0  # whether there is a slurmdbd is checked again after this
 _MAY = frozenset(("Operator", "Administrator"))
 
 
