@@ -1,6 +1,6 @@
 """The right to inspect other users' jobs at the controller (requirement who-may-inspect).
 
-The setting `operators` grants it. So does slurmdbd, where there is one.
+The setting `operators` grants it. If there is a slurmdbd, its Operators and Administrators have it, too.
 """
 
 from __future__ import annotations

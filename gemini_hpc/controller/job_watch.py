@@ -52,7 +52,7 @@ class JobWatch:
             try:
                 await self.look()
             except SlurmError as exc:
-                # No answer means no knowledge: no agent is told to release.
+                # No answer means no knowledge: no agent gets a `Release`.
                 log.warning("watcher: %s", exc)
             took = clock.monotonic() - began
             await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, 20 * took)) if took > 0.1 else INTERVAL_S)
@@ -198,7 +198,7 @@ class JobWatch:
 
     @staticmethod
     def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
-        # Log at most once a minute: a stopped agent is told to release every second.
+        # Log at most once a minute: a stopped agent gets a `Release` every second.
         if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
             agent.told_release_s = clock.monotonic()
             log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
@@ -217,9 +217,9 @@ def _tell_end(track: Track, end_time: float) -> None:
 
 
 def _tell_waits(track: Track, pending: bool) -> None:
-    """Tell the agents that their job is held or waits in the queue.
+    """Report to the agents that their job is held or waits in the queue.
 
-    They keep their memory longer than agents of an ended job.
+    They then keep their memory longer than agents of an ended job.
     """
     for agent in track.agents.values():
         if pending and agent.connected and not agent.told_waits:

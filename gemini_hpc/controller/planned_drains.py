@@ -1,7 +1,7 @@
 """The watch for nodes and partitions that are drained under a running job.
 
-An administrator intends to take them away. So the job's agents are told, and bring the sealed state to the tier.
-The job itself is left alone.
+An administrator intends to take them away. So the job's agents get a `Draining` message and bring the sealed state
+to the tier. The job itself is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DrainWatch:
         self._told: dict[tuple[int, int], set[tuple[str, str]]] = {}
 
     async def look(self, running: Iterable[Track]) -> None:
-        """Tell the agents of these jobs which nodes and partitions have begun to drain.
+        """Report to the agents of these jobs which nodes and partitions have begun to drain.
 
         Raises:
             SlurmError: Slurm did not answer.

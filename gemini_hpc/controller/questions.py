@@ -1,4 +1,4 @@
-"""The users' queries about their jobs, and the rule who gets an answer (`inspect`, requirement who-may-inspect)."""
+"""The users' queries about their jobs, and the rule for their answers (`inspect`, requirement who-may-inspect)."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Recoveries:
     # ---- after a restart -------------------------------------------------------------------------------
 
     async def resume(self) -> None:
-        """Finish or clean up what an earlier controller left, once Slurm answers."""
+        """Finish or clean up the recoveries that an earlier controller left open, once Slurm answers."""
         left = self.journal.left_open()
         while True:
             try:

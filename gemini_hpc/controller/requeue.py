@@ -128,13 +128,15 @@ class Requeue:
         return theirs is not None and not survivors & set(theirs)
 
     async def clean(self) -> None:
-        """Release what is held."""
+        """Release the reservation."""
         await self.held.clean()
 
     # ---- following the job -----------------------------------------------------------------------------
 
     async def follow(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
-        """Steer until the job runs again, has ended, or is given up. Return the outcome. Nothing is held then.
+        """Steer until the job runs again, has ended, or is given up. Return the outcome.
+
+        No reservation is held then, except with `leave_held`.
 
         Args:
             limit_s: Time limit in seconds.
@@ -166,7 +168,7 @@ class Requeue:
                 await self._unpin("given up")
             return outcome or "given up"
         except asyncio.CancelledError:
-            stopped = True  # the controller steps down: the next one goes on from its journal with what is held
+            stopped = True  # the controller steps down: the next one takes over the reservation from its journal
             raise
         finally:
             survey.cancel()

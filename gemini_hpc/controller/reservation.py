@@ -246,7 +246,7 @@ class Held:
                 self.once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
 
     async def clean(self) -> None:
-        """Release what is held."""
+        """Release the reservation."""
         if self.name and not self.own:
             began = clock.monotonic()
             name, self.name = self.name, ""

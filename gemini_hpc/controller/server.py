@@ -53,7 +53,7 @@ GOODBYE_S = 5.0  # the link stays open this long after `Release`, so that the ag
 STEP_DOWN_S = 5.0  # cancelled tasks have ended by then
 RESOLVE_S = 2.0  # time limit to resolve the address of an agent's node
 MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0  # of one agent, which is disconnected beyond
-# a job read from Slurm is used again up to the first age; up to the second where fresh facts are needed
+# a job read from Slurm is used again up to the first age; if fresh facts are needed, up to the second
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
 # Frame limits: a registration lists the nodes; a part contains an agent's events and slots.
 EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 256 << 10, 4 << 20

@@ -1,7 +1,7 @@
 """The agents of a job that report a node as silent, with the time of each last report. No I/O, no clock.
 
-Agents repeat what counts every 2 s. An old report proves nothing about the node now: it may have hung and be back
-since. So only fresh reports count, and an agent that receives from the node again withdraws its report.
+Agents repeat current reports every 2 s. An old report proves nothing about the node now: it may have hung and be
+back since. So only fresh reports count, and an agent that receives from the node again withdraws its report.
 """
 
 from __future__ import annotations

@@ -155,10 +155,11 @@ def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
 
 
 def _released(run_fd: int, run_dir: str, job: int) -> None:
-    """Record that the agent has released its memory, and remove what is left of it.
+    """Record that the agent has released its memory, and remove the job's directory.
 
-    The agent lives a moment longer while it completes a version on the tier. Then the reaper waits for it, and no
-    prolog treats it as a leftover.
+    If no process of the agent is left, its cgroup and ledger entry are removed, too. The agent lives a moment
+    longer while it completes a version on the tier. Then the reaper waits for it, and no prolog treats it as a
+    leftover.
     """
     with ledger.opened(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)

@@ -27,7 +27,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class JobDirError(Exception):
-    """An error for a directory that is not what it must be; the message describes what was found."""
+    """An error for a directory in an unexpected state; the message describes the state found."""
 
 
 def open_run_dir(path: str, create: bool) -> int:
@@ -90,7 +90,7 @@ def _create(path: str) -> None:
 def _wait_for(lock: int) -> None:
     """Wait for another prolog's mount, at most LOCK_TIMEOUT_S.
 
-    The time is bounded because any user who can open the lock file can hold it, where its directory is not root's.
+    The time is bounded: if the lock's directory is not root's, any user who can open the lock file can hold it.
     """
     deadline = clock.monotonic() + LOCK_TIMEOUT_S
     while clock.monotonic() < deadline:

@@ -263,7 +263,7 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         if former is not None and job_directory.exists(run_fd, inc.job, inc.uid):
             former = None
         shared = job_directory.make(run_fd, inc.job, inc.uid, owner.pw_gid)
-    except job_directory.JobDirError as exc:  # a user made what lies there, or users have filled the file system
+    except job_directory.JobDirError as exc:  # a user's file is in the way, or users have filled the file system
         _unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     if shared:

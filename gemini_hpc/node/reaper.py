@@ -1,14 +1,14 @@
-"""The reaper: root's process that ends what an agent still holds on this node after its job is over.
+"""The reaper: root's process that ends an agent's remains on this node after its job is over.
 
     python3 -I -m gemini_hpc.node.reaper
 
 An agent releases its memory by itself after its retention. An agent that its owner has stopped does not. Nor does a
 process that was smuggled into its cgroup. So the reaper kills the cgroup of an ended job as a whole, a grace after
-the last moment at which the agent would have released. Epilog and prolog start the one reaper of a node where jobs
-have ended. The reaper waits, and ends when no entry is left to wait for.
+the last moment at which the agent would have released. Epilog and prolog start the one reaper of a node with ended
+jobs. The reaper waits, and ends when no entry is left to wait for.
 
-A node that was cut off while its job went on elsewhere gets no epilog. So the time also runs for an agent that does
-not answer and whose job has no step here. It starts when the reaper first finds the agent so.
+A node that was cut off while its job went on elsewhere gets no epilog. So the time also runs for a silent agent
+whose job has no step here. It starts when the reaper first finds the agent silent.
 """
 
 from __future__ import annotations
