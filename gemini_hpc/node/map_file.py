@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 NAME = "map"
-WAITING = "waiting"  # without a map, steps wait a moment: slurmd may have skipped the prolog (see `summons`)
+WAITING = "waiting"  # without a map, steps wait a moment: slurmd may have skipped the prolog (see `agent.wake_peers`)
 
 
 def render(
