@@ -16,7 +16,10 @@
 
 enum { POLL_MS = 10, LIMIT_MS = 5000, END_MS = 500, FILES_MAX = 65536 };
 
-/* The kernel's number of the mount that a descriptor is in; nobody's file system is asked. -1: not to be seen. */
+/*
+ * Returns the kernel's number of a descriptor's mount, or -1 if it is not visible. Sends no request to any
+ * file system.
+ */
 static long mount_of(int fd)
 {
 	static const char key[] = "mnt_id:";
@@ -38,7 +41,7 @@ static long mount_of(int fd)
 	return found ? strtol(found + sizeof(key) - 1, NULL, 10) : -1;
 }
 
-/* An entry in a mount of its own is the prolog's, or a user's over it: either is left as it is. */
+/* Leaves an entry with a mount of its own as it is: the mount is the prolog's, or a user's over it. */
 static bool entry_is_gone(int run_dir, const char *name, uid_t owner)
 {
 	const int fd = openat(run_dir, name, O_PATH | O_NOFOLLOW | O_CLOEXEC);
@@ -66,7 +69,7 @@ static bool is_gone(const char *run_dir, const char *name, uid_t owner)
 	return gone;
 }
 
-/* Root's ledger lies beside the run directory: to unmount that leaves it. */
+/* Root's ledger lies beside the run directory: unmounting the run directory leaves it. */
 static bool agent_is_known(const char *run_dir, const char *name)
 {
 	char path[PATH_MAX];
@@ -76,7 +79,10 @@ static bool agent_is_known(const char *run_dir, const char *name)
 	return lstat(path, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
 }
 
-/* A step may have a billion numbers to look at; Linux before 5.9 is shown some. */
+/*
+ * A step may have a billion descriptor numbers. Linux before 5.9 has no close_range; there only FILES_MAX are
+ * closed.
+ */
 static void close_all_from(unsigned first)
 {
 #ifdef SYS_close_range
@@ -87,7 +93,7 @@ static void close_all_from(unsigned first)
 		(void)close(fd);
 }
 
-/* Between fork and exec in a process with threads: nothing that is not safe in a signal handler. */
+/* Runs between fork and exec in a process with threads: only calls that are safe in a signal handler. */
 static _Noreturn void become(const char *program, char *const argv[])
 {
 	static char path[] = "PATH=/usr/sbin:/usr/bin:/sbin:/bin", locale[] = "LC_ALL=C.UTF-8";
@@ -109,7 +115,7 @@ static _Noreturn void become(const char *program, char *const argv[])
 	_exit(127);
 }
 
-/* The status with which it ends within the limit; -1: it has not. */
+/* Returns the exit status of a process that ends within the limit, -1 otherwise. */
 static int status_within(pid_t pid, uint32_t limit_ms)
 {
 	const struct timespec poll = { .tv_nsec = POLL_MS * 1000000L };

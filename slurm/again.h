@@ -1,4 +1,4 @@
-/* The job's directory once more, where somebody has unmounted it under the running job. */
+/* The job's directory, made again after somebody has unmounted it under the running job. */
 #ifndef GEMINI_AGAIN_H
 #define GEMINI_AGAIN_H
 
@@ -7,10 +7,10 @@
 #include <sys/types.h>
 
 /*
- * By root, before a step begins. Where this node's agent of the job is known
- * and the job's directory is gone, has `program` (a Python, root's) make it
- * again; the agent moves in by itself. Whether it did. Nothing is asked of what
- * a user may have mounted, and it takes a bounded time.
+ * Makes a job's directory again, as root, before a step begins. If this node's agent of the job is known and
+ * the directory is gone, `program` (root's Python) makes it; the agent moves in by itself. Returns whether the
+ * directory was made. Sends no request to a file system that a user may have mounted, and takes a bounded
+ * time.
  */
 bool again_make(const char *program, const char *run_dir, uint32_t job, uid_t owner);
 

@@ -8,7 +8,7 @@
 #include "message.h"
 #include "options.h"
 
-/* Where the number of nodes is not known yet, each step says it before it starts the user's program. */
+/* If the number of nodes is not known yet, each step checks it before it starts the user's program. */
 static bool asks_for_too_few(const struct options *options, uint32_t most)
 {
 	const uint32_t replicas = options->replicas;
@@ -27,7 +27,7 @@ static bool asks_for_too_few(const struct options *options, uint32_t most)
 	return true;
 }
 
-/* Nodes that train have to be enough for the copies, and more than a half: of two halves both could go on. */
+/* The nodes that train must be enough for the copies, and more than half: of two halves, both could go on. */
 static bool asks_for_too_many_spares(const struct options *options, uint32_t most, bool no_kill, bool sure)
 {
 	if (!options->spares)
@@ -48,7 +48,7 @@ static bool asks_for_too_many_spares(const struct options *options, uint32_t mos
 	return true;
 }
 
-/* What sbatch and salloc take for the option. */
+/* Returns whether the environment sets --no-kill for sbatch or salloc. */
 static bool no_kill_by_environment(void)
 {
 	return getenv("SBATCH_NO_KILL") || getenv("SALLOC_NO_KILL");
@@ -61,8 +61,8 @@ int allocator_init_post_opt(spank_t sp)
 	const bool no_kill = asked.no_kill || no_kill_by_environment();
 
 	/*
-	 * Slurm ignores an error here from a plugin that plugstack.conf calls
-	 * optional, and would submit a job that lacks what was asked for.
+	 * Exit, because Slurm ignores an error of a plugin that plugstack.conf calls optional. It would submit
+	 * a job without the requested protection.
 	 */
 	if (!options_complete() || asks_for_too_few(options, asked.most_nodes) ||
 	    asks_for_too_many_spares(options, asked.most_nodes, no_kill, asked.sure))

@@ -16,18 +16,18 @@ enum {
 	LINE_MAX_WORDS = 64,
 };
 
-/* Short options of the three commands that take a value; what is in neither string is not known here. */
+/* Short options of the three commands that take a value; an option in neither string is not known here. */
 static const char short_with_value[] = "AaBbCcDdeFGiJLMmNnoPpqrStTwx";
 static const char short_flags[] = "EHhIKklOQsuVvXZ";
 
-/* Long options without a value; every other one is read only where it has its value behind `=`. */
+/* Long options without a value; any other is read only if its value follows `=`. */
 static const char *const long_flags[] = {
 	"requeue", "no-requeue", "parsable", "hold", "nice", "quiet", "verbose", "overcommit", "oversubscribe", "share",
 	"contiguous", "reboot", "spread-job", "use-min-nodes", "exclusive", "no-kill", "test-only", "immediate", "label",
 	"pty", "unbuffered", "no-shell", "no-bell", "ignore-pbs",
 };
 
-/* And the usual ones with a value, which may be the next word. */
+/* The usual long options with a value, which may be the next word. */
 static const char *const long_with_value[] = {
 	"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "job-name", "output", "error", "input", "partition", "time",
 	"account", "mem", "mem-per-cpu", "gres", "gpus", "gpus-per-node", "gpus-per-task", "nodelist", "exclude", "constraint",
@@ -50,7 +50,7 @@ static bool is_one_of(const char *name, size_t len, const char *const *names, si
 
 #define IS_ONE_OF(name, len, names) is_one_of(name, len, names, sizeof(names) / sizeof((names)[0]))
 
-/* "2" or "1-4": exactly, or at most so many. */
+/* Reads "2" or "1-4" (exactly, or at most so many). */
 static bool parse_most(const char *text, uint32_t *most)
 {
 	const char *dash = strchr(text, '-');
@@ -65,11 +65,11 @@ static bool parse_most(const char *text, uint32_t *most)
 }
 
 struct reading {
-	bool sure;	/* so far each word was understood */
-	bool said;	/* --nodes was among them, and its value understood */
-	bool kill_said;	/* --no-kill was, in either sense */
+	bool sure;	/* each word so far was understood */
+	bool said;	/* --nodes was given, and its value understood */
+	bool kill_said;	/* --no-kill was given, on or off */
 	bool no_kill;
-	bool wrapped;	/* --wrap was: there is no script */
+	bool wrapped;	/* --wrap was given: there is no script */
 	uint32_t most;
 	int next;	/* the first word that is no option */
 };
@@ -138,7 +138,7 @@ static void read_short(struct reading *r, const char *word, const char *next)
 	}
 }
 
-/* Options from words[first] on, up to the first word that is none. */
+/* Reads options from words[first] on, up to the first word that is none. */
 static struct reading read_options(int count, char *const words[], int first)
 {
 	struct reading r = { .sure = true, .next = first };
@@ -164,7 +164,7 @@ static struct reading read_options(int count, char *const words[], int first)
 	return r;
 }
 
-/* The head of a regular file; never waits, and takes nothing out of a pipe. */
+/* Returns the head of a regular file. Never waits, and takes nothing out of a pipe. */
 static char *read_head(const char *path)
 {
 	const int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
@@ -189,7 +189,7 @@ static struct reading read_line(char *line)
 	char *words[LINE_MAX_WORDS];
 	int count = 0;
 
-	/* Quotes join words, and nothing here depends on what is in them. */
+	/* Quotes join words, and no option here depends on quoted text. */
 	if (strpbrk(line, "\"'\\"))
 		return (struct reading){ .sure = false };
 	for (char *word = strtok(line, " \t\r"); word; word = strtok(NULL, " \t\r")) {
@@ -200,7 +200,7 @@ static struct reading read_line(char *line)
 	return read_options(count, words, 0);
 }
 
-/* What the script's #SBATCH lines add, down to its first command; later ones win. */
+/* Reads the script's #SBATCH lines, down to its first command; later lines win. */
 static struct asked script_asks(char *text)
 {
 	static const char mark[] = "#SBATCH";

@@ -1,4 +1,4 @@
-/* What a command line of sbatch, salloc or srun asks Slurm for, as far as gemini-hpc has something to say to it. */
+/* The options of an sbatch, salloc or srun command line that matter to gemini-hpc. */
 #ifndef GEMINI_ASKED_H
 #define GEMINI_ASKED_H
 
@@ -6,19 +6,19 @@
 #include <stdint.h>
 
 struct asked {
-	uint32_t most_nodes;	/* of --nodes; 0 where that is not said in so many words */
-	bool no_kill;		/* --no-kill is among the words that were understood */
-	bool sure;		/* each word was understood: what was not seen is not there */
+	uint32_t most_nodes;	/* of --nodes; 0 if the number is not given literally */
+	bool no_kill;		/* --no-kill is among the understood words */
+	bool sure;		/* each word was understood: an option not seen is not given */
 };
 
 /*
- * Options of the command, or else the #SBATCH lines of its script. Nothing is
- * said of the nodes where this reader is not sure which word is an option's
- * value and which the script: a job may be refused for it.
+ * Reads the options of the command, or else the #SBATCH lines of its script. Reports no number of nodes if it
+ * is not sure which word is an option's value and which the script: a job may be refused because of the
+ * number.
  */
 struct asked asked_by(int argc, char *const argv[]);
 
-/* The same of the process that runs this. */
+/* Reads the command line of the calling process. */
 struct asked asked_here(void);
 
 #endif

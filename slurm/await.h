@@ -1,4 +1,4 @@
-/* The map of one incarnation, waited for where slurmd has skipped the prolog, or the agent moves. */
+/* The wait for the map of one incarnation, if slurmd has skipped the prolog or the agent moves. */
 #ifndef GEMINI_AWAIT_H
 #define GEMINI_AWAIT_H
 
@@ -9,9 +9,9 @@
 #include "map.h"
 
 /*
- * The map of `job` and `restart` in the job's directory. Where it is not there, but the file `waiting` is (the
- * agent has been through an earlier incarnation and has not heard of this one), waits for it, `limit_ms` at most;
- * where nothing says that it comes, `patience_ms`.
+ * Reads the map of `job` and `restart` in the job's directory. Without a map but with the file `waiting`, it
+ * waits for the map, `limit_ms` at most: the agent has served an earlier incarnation and does not know this
+ * one yet. Without either file it waits `patience_ms`.
  */
 bool map_await(const char *run_dir, uint32_t job, uint32_t restart, uid_t owner, uint32_t limit_ms,
 	       uint32_t patience_ms, struct map *map);

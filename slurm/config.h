@@ -5,10 +5,10 @@
 #include <stdbool.h>
 
 struct config {
-	const char *run_dir;	/* run_dir=DIR: where the prolog makes the jobs' directories */
+	const char *run_dir;	/* run_dir=DIR: directory in which the prolog makes the jobs' directories */
 };
 
-/* False, with a message, on any argument that is not known or not valid. */
+/* Returns false, with a message, for any argument that is not known or not valid. */
 bool config_parse(int argc, char **argv, struct config *config);
 
 #endif

@@ -1,4 +1,4 @@
-/* What the plugin does in each of Slurm's contexts; one file each. */
+/* The plugin's work in each of Slurm's contexts, with one file for each. */
 #ifndef GEMINI_CONTEXTS_H
 #define GEMINI_CONTEXTS_H
 
@@ -6,13 +6,13 @@
 
 #include "config.h"
 
-/* Documented: the job asks for more copies than it has nodes. */
+/* Exit status, documented: the job asks for more copies than it has nodes. */
 enum { EXIT_UNPROTECTABLE = 78 };
 
 /* sbatch, salloc */
 int allocator_init_post_opt(spank_t sp);
 
-/* srun, inside an allocation or making one */
+/* srun, inside an allocation or making its own */
 int local_init_post_opt(spank_t sp);
 
 /* slurmstepd, as root, before it makes a step's tasks */

@@ -31,7 +31,7 @@ static void forget_inherited(spank_t sp)
 {
 	if (getenv(SLURM_ENV(ENV_SPARES)))
 		(void)unsetenv(ENV_NO_KILL);
-	/* Without SLURM_X an X is the user's own. */
+	/* Without SLURM_X, an X is the user's own. */
 	for (size_t i = 0; i < OPTION_NAMES; i++) {
 		if (getenv(option_names[i][1])) {
 			(void)unsetenv(option_names[i][0]);
@@ -67,7 +67,7 @@ static int publish_number(spank_t sp, const char *const names[2], uint32_t numbe
 	return publish(sp, names, value);
 }
 
-/* Without a key a job is protected, and goes by its number on the tier. */
+/* A job without a key is protected, but its directory on the tier has only its number. */
 static void publish_key(spank_t sp)
 {
 	uint64_t key;

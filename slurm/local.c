@@ -7,7 +7,7 @@
 #include "number.h"
 #include "options.h"
 
-/* A step inherits the job's options; others cannot take effect without a prolog. */
+/* A step inherits the job's options; other values cannot take effect without a prolog. */
 static void warn_if_different(const struct options *options)
 {
 	const char *replicas = getenv(SLURM_ENV(ENV_REPLICAS));

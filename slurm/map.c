@@ -13,7 +13,7 @@
 static const char first_line[] = "GEMINI_MAP 1\n";
 
 enum {
-	SOCKET_MAX = 107,	/* sun_path less its end */
+	SOCKET_MAX = 107,	/* sun_path without the terminating NUL */
 	HOST_MAX = 255,
 	HASH_MAX = 128,
 	PORT_MIN = 1,
@@ -70,7 +70,7 @@ static bool parse_port(const char *s, uint64_t min, uint64_t max, uint16_t *out)
 	return true;
 }
 
-/* `list` must hold each of 0..nodes-1 exactly once. */
+/* `list` must contain each of 0..nodes-1 exactly once. */
 static bool parse_node_ranks(const char *list, uint32_t nodes, uint32_t *ranks)
 {
 	bool *seen = calloc(nodes, sizeof(*seen));
@@ -113,7 +113,7 @@ static const char *const key_names[KEY_COUNT] = {
 	[KEY_HASH] = "hash",
 };
 
-/* Cuts the lines apart in place; values[] then point into `text`. */
+/* Splits the lines in place; values[] then point into `text`. */
 static bool split(char *text, const char *values[KEY_COUNT])
 {
 	for (int k = 0; k < KEY_COUNT; k++)
@@ -196,10 +196,10 @@ bool map_parse(const char *bytes, size_t size, struct map *map)
 	return false;
 }
 
-/* The bytes of a file of at most MAP_SIZE_MAX; NULL if it is longer or changes size meanwhile. */
+/* Returns the bytes of a file of at most MAP_SIZE_MAX bytes; NULL if it is longer or changes size meanwhile. */
 static char *read_all(int fd, size_t expected, size_t *size)
 {
-	char *bytes = malloc(expected + 1);	/* one more: a file that has grown is noticed */
+	char *bytes = malloc(expected + 1);	/* one more, to detect a file that has grown */
 	size_t got = 0;
 
 	while (bytes && got <= expected) {

@@ -1,6 +1,6 @@
 /*
- * The map file: what the node's agent tells the steps of one incarnation.
- * Written by the job's owner, so nothing in it is believed unchecked.
+ * The map file, in which the node's agent describes an incarnation to its steps. The job's owner writes it, so
+ * every value in it is checked.
  */
 #ifndef GEMINI_MAP_H
 #define GEMINI_MAP_H
@@ -21,7 +21,7 @@ struct map {
 	uint32_t job;
 	uint32_t restart;
 	uint32_t nodes;
-	uint32_t node_rank;		/* this node's; MAP_SPARE: it does not train */
+	uint32_t node_rank;		/* this node's; MAP_SPARE: the node does not train */
 	uint32_t *node_ranks;		/* by position in nodelist; a permutation */
 	uint64_t epoch;
 	uint16_t master_port;
@@ -34,15 +34,14 @@ struct map {
 };
 
 /*
- * Parses `size` bytes (a copy is taken). False, and nothing to free, on any
- * flaw: a wrong first line, a missing or repeated key, a value out of range.
- * Unknown keys are skipped, so that a newer agent may say more.
+ * Parses a copy of `size` bytes. Returns false, with nothing to free, on any flaw: a wrong first line, a
+ * missing or repeated key, a value out of range. Ignores unknown keys, so that a newer agent may add some.
  */
 bool map_parse(const char *bytes, size_t size, struct map *map);
 
 /*
- * Reads and parses the file, if it is a regular one that belongs to `owner`;
- * never follows a link and never waits.
+ * Reads and parses the file, if it is a regular file that belongs to `owner`. Never follows a link and never
+ * waits.
  */
 bool map_read(const char *path, uid_t owner, struct map *map);
 

@@ -1,4 +1,4 @@
-/* What all messages of the plugin have in common. */
+/* The prefix of the plugin's messages, and their safe form for a user's text. */
 #ifndef GEMINI_MESSAGE_H
 #define GEMINI_MESSAGE_H
 
@@ -7,8 +7,8 @@
 enum { MESSAGE_SHOWN_SIZE = 80 };
 
 /*
- * A user's text made fit for one line of a terminal or log: cut short,
- * unprintable bytes shown as '?'. Returns `shown`.
+ * Makes a user's text fit for one line of a terminal or log: shortened, unprintable bytes shown as '?'.
+ * Returns `shown`.
  */
 const char *message_shown(const char *text, char shown[MESSAGE_SHOWN_SIZE]);
 

@@ -6,10 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* True and *out set, if the `len` bytes at `s` are one number within min..max. */
+/* Returns true and sets *out if the `len` bytes at `s` are one number within min..max. */
 bool number_parse(const char *s, size_t len, uint64_t min, uint64_t max, uint64_t *out);
 
-/* The same for a whole string. */
+/* Parses a whole string as `number_parse` does. */
 bool number_parse_string(const char *s, uint64_t min, uint64_t max, uint64_t *out);
 
 #endif

@@ -102,12 +102,12 @@ bool options_parse_after(const char *text, uint32_t *job)
 	return true;
 }
 
-/* Runs once per place an option comes from: the environment, then the command line. */
+/* Runs once for each source of an option: the environment, then the command line. */
 static int on_option(int which, const char *text, int remote)
 {
 	char shown[MESSAGE_SHOWN_SIZE];
 
-	/* A step takes its values from the job, which were checked at submission. */
+	/* A step takes its values from the job; they were checked at submission. */
 	if (remote)
 		return 0;
 	if (!text)

@@ -23,7 +23,7 @@ enum {
 
 #define AFTER_MAX UINT32_MAX	/* a job id */
 
-/* What was asked for; 0 and "" mean: not given. All values are valid ones. */
+/* The requested values; 0 and "" mean: not given. All values are valid. */
 struct options {
 	uint32_t replicas;	/* with parity: the nodes of a group */
 	uint32_t group;		/* 0: whole copies */
@@ -38,13 +38,13 @@ struct options {
 /* Registers the options; must run in slurm_spank_init of every context. */
 int options_register(spank_t sp);
 
-/* Whether this is one of them, without its dashes; each takes a value. */
+/* Returns whether `name`, without its dashes, is one of the options. Each option takes a value. */
 bool options_has(const char *name, size_t len);
 
-/* The options given so far. */
+/* Returns the options given so far. */
 const struct options *options_get(void);
 
-/* Each checks one value as the user wrote it. */
+/* Each function checks one value as the user wrote it. */
 bool options_parse_replicas(const char *text, uint32_t *replicas);
 bool options_parse_redundancy(const char *text, uint32_t *group, char value[REDUNDANCY_SIZE]);
 bool options_parse_tier(const char *text);
@@ -54,8 +54,8 @@ bool options_parse_spares(const char *text, uint32_t *spares);
 bool options_parse_after(const char *text, uint32_t *job);
 
 /*
- * Once all were given: false, with a message, if some mean nothing without
- * another one, or beside it.
+ * Checks the options together, after all were given. Returns false, with a message, if an option requires
+ * another one or excludes it.
  */
 bool options_complete(void);
 

@@ -1,7 +1,8 @@
 /*
- * gemini-hpc's SPANK plugin: which context does what.
+ * gemini-hpc's SPANK plugin: the dispatch by Slurm's context.
  *
- * It says nothing when all is well, and nothing at all on standard output: scripts parse that of sbatch.
+ * The plugin prints nothing if all is well, and never prints to standard output: scripts parse sbatch's
+ * output.
  */
 #include <stdbool.h>
 
@@ -24,12 +25,12 @@ EXPORTED int slurm_spank_task_init(spank_t sp, int argc, char **argv);
 SPANK_PLUGIN(gemini_hpc, 1)
 
 static struct config config;
-static bool usable;	/* Slurm goes on calling an optional plugin whose init failed */
+static bool usable;	/* Slurm still calls an optional plugin whose init failed */
 
 /*
- * Where a failure reaches whoever submits. In slurmd's and slurmstepd's
- * contexts it would drain the node, if plugstack.conf calls the plugin
- * required: nothing of ours is worth that, the job runs unprotected.
+ * Returns whether a failure reaches the submitting user. In the contexts of slurmd and slurmstepd it would
+ * drain the node, if plugstack.conf calls the plugin required. No failure of ours is worth that: the job runs
+ * unprotected.
  */
 static bool may_fail(void)
 {

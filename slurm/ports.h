@@ -1,6 +1,7 @@
 /*
- * MASTER_PORT: the same on all nodes without a word between them. Jobs of 500 numbers in a row have a base each, 16
- * steps in a row a port each, all between 24000 and 31999, below the ports that kernels give to clients.
+ * MASTER_PORT, equal on all nodes without communication between them. Each of 500 consecutive job numbers has
+ * its own base, and each of 16 consecutive steps its own port. All ports lie between 24000 and 31999, below
+ * the ports that kernels give to clients.
  */
 #ifndef GEMINI_PORTS_H
 #define GEMINI_PORTS_H
@@ -9,7 +10,7 @@
 
 enum { PORTS_BASE = 24000, PORTS_BLOCKS = 500, PORTS_SPREAD = 16 };
 
-/* Of an incarnation; the agents' map says the same (wire/ports.py). */
+/* Returns the base port of an incarnation; the agents' map has the same (wire/ports.py). */
 static inline uint16_t ports_base(uint32_t job, uint32_t restart)
 {
 	return (uint16_t)(PORTS_BASE + ((uint64_t)job * 7 + restart) % PORTS_BLOCKS * PORTS_SPREAD);

@@ -14,7 +14,7 @@
 
 enum { TASKS_MAX = 1 << 30, HOST_SIZE = 256 };
 
-/* What Slurm says of the task; `total` and `here`: tasks of the step, and of it on this node. */
+/* A task's place in its step, from Slurm; `total` and `here`: tasks of the step, and those on this node. */
 struct place {
 	uint32_t nodes, node_id, local_id, here, total;
 };
@@ -29,7 +29,7 @@ static bool place_of(spank_t sp, struct place *place)
 	       place->local_id < place->here && place->here <= place->total;
 }
 
-/* A task that runs srun hands its own RANK on to the tasks of that step. */
+/* Removes an outer step's variables: a task that runs srun passes its own RANK on to the tasks of that step. */
 static void forget_inherited(spank_t sp, const char *ranks_of)
 {
 	if (!task_env_has(sp, ENV_RANKS_OF) || task_env_is(sp, ENV_RANKS_OF, ranks_of))
@@ -47,7 +47,7 @@ static bool user_set_one(spank_t sp)
 	return false;
 }
 
-/* The first rank of this node, if the step's nodes are exactly the map's and Slurm's figures agree. */
+/* Sets the first rank of this node, if the step's nodes are exactly the map's and Slurm's numbers agree. */
 static bool first_by_map(spank_t sp, const struct map *map, const struct place *place, uint64_t *first)
 {
 	uint32_t *tasks;
@@ -69,8 +69,8 @@ static bool first_by_map(spank_t sp, const struct map *map, const struct place *
 }
 
 /*
- * Rank and master where there is no map. The launcher gives ranks their place in a job with spares; with an
- * arbitrary distribution task 0 may be on any host.
+ * Sets rank and master without a map. Returns false in a job with spares, whose launcher places the ranks, and
+ * with an arbitrary distribution, where task 0 may be on any host.
  */
 static bool by_slurm(spank_t sp, const struct place *place, uint32_t *rank, char master[HOST_SIZE])
 {

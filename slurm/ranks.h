@@ -13,9 +13,10 @@ struct step {
 };
 
 /*
- * Exports all of them, or none. With a map (else NULL): as the agents have agreed. Without one: in Slurm's order,
- * with the step's first host as master, as agents without a past would agree. None where the user has set one of
- * them, in steps that are not on all nodes of the job, and in scripts.
+ * Exports all of them, or none. With a map, the values are those on which the agents have agreed. Without a
+ * map (NULL), they follow Slurm's order, with the step's first host as master, as agents without a past would
+ * agree. Exports none if the user has set one of them, in steps that are not on all nodes of the job, and in
+ * scripts.
  */
 void ranks_export(spank_t sp, const struct step *step, const struct map *map);
 

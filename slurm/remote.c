@@ -19,10 +19,10 @@
 
 enum { NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000, MOVE_WAIT_MS = 1500 };
 
-static const char python[] = "/opt/gemini-hpc/venv/bin/python3";	/* the prolog's */
-static bool made_again;	/* the job's directory, in this step: its agent is on its way there */
+static const char python[] = "/opt/gemini-hpc/venv/bin/python3";	/* the prolog's Python */
+static bool made_again;	/* the job's directory was made again in this step; its agent is moving there */
 
-/* What --export=NONE took away from the user's code. */
+/* Restores an option for the user's code that --export=NONE removed. */
 static void restore_option(spank_t sp, const char *slurm_name, const char *name)
 {
 	char *value = task_env_get(sp, slurm_name);
@@ -32,7 +32,7 @@ static void restore_option(spank_t sp, const char *slurm_name, const char *name)
 	free(value);
 }
 
-/* One voice per step: its task 0 (of all components, if it is a heterogeneous one). */
+/* Only one task of a step prints messages: its task 0 (of all components of a heterogeneous step). */
 static bool speaks(spank_t sp)
 {
 	uint32_t procid;
@@ -57,9 +57,9 @@ static void export_place(spank_t sp, const struct map *map)
 }
 
 /*
- * The job's output says it once for each node with a reason of its own: the
- * batch script's node there, the others where a step's first task begins. What
- * lies elsewhere, and that nothing was left, one voice says for all.
+ * Prints the reason once for each node with a reason of its own: on the batch script's node there, on other
+ * nodes where a step's first task begins. A reason on other nodes, or the lack of any reason, is printed by
+ * task 0 for all.
  */
 static void tell_why(spank_t sp, const struct config *config, const struct step *step)
 {
@@ -82,8 +82,8 @@ static void tell_why(spank_t sp, const struct config *config, const struct step 
 }
 
 /*
- * Such a job never has an agent. Where one has written a map the job was made
- * smaller while it ran, and its steps go on without.
+ * Ends the task of a job with fewer nodes than replicas: such a job never has an agent. If an agent has
+ * written a map, the job was made smaller while it ran, and its steps go on.
  */
 static void end_if_unprotectable(spank_t sp, const struct config *config, uint32_t job, uint32_t restart,
 				 uint32_t replicas)

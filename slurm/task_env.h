@@ -1,4 +1,4 @@
-/* The environment of the process that becomes a task: the user's, so nothing in it is believed unchecked. */
+/* The environment of the process that becomes a task. It is the user's, so every value in it is checked. */
 #ifndef GEMINI_TASK_ENV_H
 #define GEMINI_TASK_ENV_H
 
@@ -7,13 +7,13 @@
 
 #include <slurm/spank.h>
 
-/* A copy, for the caller to free; NULL if unset (or absurdly long). */
+/* Returns a copy for the caller to free; NULL if the variable is unset (or absurdly long). */
 char *task_env_get(spank_t sp, const char *name);
 
 bool task_env_has(spank_t sp, const char *name);
 bool task_env_is(spank_t sp, const char *name, const char *wanted);
 
-/* True and *number set, if the value is one strict decimal number within min..max. */
+/* Returns true and sets *number if the value is one strict decimal number within min..max. */
 bool task_env_number(spank_t sp, const char *name, uint64_t min, uint64_t max, uint32_t *number);
 
 void task_env_set_number(spank_t sp, const char *name, uint64_t number);

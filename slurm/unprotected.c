@@ -10,7 +10,7 @@
 
 #include "number.h"
 
-static const char usual[] = "/run/gemini-hpc";	/* where prologs without settings leave it */
+static const char usual[] = "/run/gemini-hpc";	/* the place where a prolog without settings leaves it */
 
 static bool read_note(const char *run_dir, uint32_t job, char *text, size_t size)
 {
@@ -32,7 +32,7 @@ static bool read_note(const char *run_dir, uint32_t job, char *text, size_t size
 	return true;
 }
 
-/* "RESTART REASON" or "RESTART elsewhere: REASON" */
+/* The note is "RESTART REASON" or "RESTART elsewhere: REASON". */
 bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE], bool *elsewhere)
 {
 	static const char of_others[] = "elsewhere: ";

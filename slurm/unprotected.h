@@ -1,4 +1,4 @@
-/* What root's prolog has left on this node for a job that it could not protect. */
+/* The reason that root's prolog has left on this node for a job that it could not protect. */
 #ifndef GEMINI_UNPROTECTED_H
 #define GEMINI_UNPROTECTED_H
 
@@ -8,10 +8,9 @@
 enum { UNPROTECTED_SIZE = 256 };
 
 /*
- * The reason, on one line of printable ASCII, and whether it lies on other
- * nodes than this one; false where none was left for this job and
- * incarnation. The file belongs to root and lies in a directory of root's; its
- * words may be an agent's.
+ * Reads the reason as one line of printable ASCII, and whether it lies on other nodes. Returns false if none
+ * was left for this job and incarnation. The file belongs to root and lies in a directory of root's; its text
+ * may come from an agent.
  */
 bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE], bool *elsewhere);
 

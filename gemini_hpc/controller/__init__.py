@@ -1,1 +1,1 @@
-"""The controller: failure decisions, the requeue path, and the only code that speaks to Slurm."""
+"""The controller: failure decisions, the requeue path, and the only code that sends commands to Slurm."""

@@ -1,4 +1,7 @@
-"""`python -m gemini_hpc.controller [--config PATH] [--verbose]`: the controller, in the foreground."""
+"""The controller's command line; the controller runs in the foreground.
+
+python -m gemini_hpc.controller [--config PATH] [--verbose]
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from gemini_hpc.controller.service import main
 
 
 def run(argv: list[str] | None = None) -> int:
-    """The exit status."""
+    """Run the controller and return the exit status."""
     parser = argparse.ArgumentParser(prog="gemini_hpc.controller", description="The gemini-hpc controller service.")
     parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")

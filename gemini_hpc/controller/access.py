@@ -1,5 +1,7 @@
-"""Who may inspect other users' jobs at the controller: `operators`, and slurmdbd's where there is one (requirement
-who-may-inspect)."""
+"""The right to inspect other users' jobs at the controller (requirement who-may-inspect).
+
+The setting `operators` grants it. If there is a slurmdbd, its Operators and Administrators have it, too.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,26 @@ from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
 from gemini_hpc.slurm.api import SlurmApi
 
-_ACCOUNTING_KEPT_S = 300.0
+_ACCOUNTING_KEPT_S = 300.0  # whether there is a slurmdbd is checked again after this
 _MAY = frozenset(("Operator", "Administrator"))
 
 
 class Accounting:
-    """slurmdbd's word about a user; whatever fails is an exception, and the caller's no."""
+    """The operators known to slurmdbd.
+
+    Every failure raises an exception, which the caller treats as a refusal.
+    """
 
     def __init__(self, slurm: SlurmApi) -> None:
         self._slurm = slurm
         self._there = (0.0, False)
 
     async def operator(self, user: str) -> bool:
-        """Whether slurmdbd has this user as Operator or Administrator; False without one. Raises `SlurmError`."""
+        """Return whether slurmdbd has this user as Operator or Administrator; False without a slurmdbd.
+
+        Raises:
+            SlurmError: Slurm did not answer.
+        """
         until, there = self._there
         if clock.monotonic() >= until:
             there = await self._slurm.accounting()
@@ -31,5 +40,5 @@ class Accounting:
 
 
 def operators(settings: Settings, slurm: SlurmApi) -> Operators:
-    """Whom the controller lets look at every job."""
+    """Return the users who may inspect every job at the controller."""
     return Operators(settings.operators, (0, os.geteuid()), Accounting(slurm).operator)

@@ -1,4 +1,4 @@
-"""Telling somebody that the controller stands aside: log, journal (which `doctor` reads), the site's program."""
+"""The alerts that the controller does not act on a failure: log, journal (`doctor` reads it), the site's program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from gemini_hpc.controller.journal import NODES, Journal
 
 log = logging.getLogger("gemini_hpc.controller")
 
-PROGRAM_S = 10.0
-SAME_S = 60.0  # the program hears of one kind so often at most
+PROGRAM_S = 10.0  # the program is killed after this, because alerts are sent one at a time
+SAME_S = 60.0  # the program is called at most this often for one kind
 MOST_KNOWN = 1000
 
 
 class Alerts:
-    """`tell` returns at once. The program runs as the controller's user, one at a time, with its arguments only."""
+    """The sender of alerts.
+
+    `tell` returns at once. The program runs as the controller's user, one at a time, and gets only its arguments.
+    """
 
     def __init__(self, settings: Settings, journal: Journal) -> None:
         self._settings, self._journal = settings, journal
@@ -30,7 +33,10 @@ class Alerts:
         self._one = asyncio.Lock()
 
     def tell(self, kind: str, job: int, host: str, text: str) -> None:
-        """Once in a budget's window for each kind, job and host. No word of a user's may be in `text`."""
+        """Send an alert, once in a budget's window for each kind, job and host.
+
+        `text` must not contain any text from a user.
+        """
         now, key = clock.monotonic(), (kind, job, host)
         window_s = max(SAME_S, self._settings.fence_budget_window_s)
         if now - self._told.get(key, -window_s) < window_s:
@@ -41,7 +47,7 @@ class Alerts:
         log.error("event=alert kind=%s job=%d host=%s detail=%s", kind, job, host or "-", text)
         try:
             self._journal.write(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
-        except (OSError, ValueError) as exc:  # a full disk must not keep the site from hearing of it
+        except (OSError, ValueError) as exc:  # a full disk must not suppress the alert
             log.error("event=alert-not-kept kind=%s job=%d detail=%s", kind, job, exc)
         if self._settings.alert_program and now - self._called.get(kind, -SAME_S) >= SAME_S:
             self._called[kind] = now
@@ -80,6 +86,6 @@ class Alerts:
                         os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End what still runs."""
+        """Cancel the calls of the program that still run."""
         for task in list(self._tasks):
             task.cancel()

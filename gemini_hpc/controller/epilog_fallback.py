@@ -1,13 +1,15 @@
-"""Holding the survivors from a survivor's epilog, where no controller answers (requirement hold-only-after-a-death).
+"""The hold of survivors from a survivor's epilog, if no controller answers (requirement hold-only-after-a-death).
 
     python3 -I -m gemini_hpc.controller.epilog_fallback --job J --restart R --node N [--nodes HOSTLIST]
 
-Runs as root or SlurmUser on one elected survivor. Slurm alone is believed: the job must be on its way back to
-pending (Restarts > R) because a node of it is DOWN. Returns when survivors are reserved and pinned, which is before
-the job leaves COMPLETING (it waits for this epilog), after 5 s at most; a child of at most 60 s sets the start time
-and lets go: of the pin in any case, of the reservation once the job runs. `--nodes` is the incarnation's node list as
-slurmd gave it to the epilog (default: $SLURM_NODELIST); Slurm's own record has lost the dead node by then. Exit
-status: 0, always.
+The program runs as root or SlurmUser on one elected survivor. It trusts only Slurm: the job must be on its way back
+to pending (Restarts > R) because one of its nodes is DOWN. It returns when survivors are reserved and pinned, after
+5 s at most. That is before the job leaves COMPLETING, because the job waits for this epilog. A child of at most 60
+s sets the start time and then releases. It releases the pin in any case, and the reservation once the job runs.
+`--nodes` is the incarnation's node list as slurmd gave it to the epilog (default: $SLURM_NODELIST). Slurm's own
+record has lost the dead node by then.
+
+Exit status: 0, always.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job
 from gemini_hpc.wire import ports
 
-LIMIT_S = 4.5
-SLURM_TIMEOUT_S = 4.0
+LIMIT_S = 4.5  # Slurm waits for this epilog, which may take 5 s
+SLURM_TIMEOUT_S = 4.0  # shorter than LIMIT_S
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class NothingToHoldError(Exception):
-    """Why nothing is done."""
+    """An error with the reason why no survivors are held."""
 
 
 def _log(text: str) -> None:
@@ -50,7 +52,7 @@ def _log(text: str) -> None:
 
 
 def reason_against(job: Job, restart: int) -> str:
-    """Why this job's survivors must not be held; "" if they may be."""
+    """Return why this job's survivors must not be held; "" if they may be."""
     if job.het or not job.actable:
         return "heterogeneous job or array record"
     if not job.requeue or not job.batch:
@@ -63,7 +65,12 @@ def reason_against(job: Job, restart: int) -> str:
 
 
 async def prepare(settings: Settings, raw_id: int, restart: int, node: str, members: list[str]) -> Requeue:
-    """Everything up to the reservation. Raises `NothingToHoldError` and `SlurmError`."""
+    """Do all steps up to the reservation. Return the requeue to follow.
+
+    Raises:
+        NothingToHoldError: The survivors must not, or need not, be held.
+        SlurmError: Slurm did not answer, or refused.
+    """
     slurm = Slurm(SLURM_TIMEOUT_S)
     job = await slurm.job(raw_id)
     if against := reason_against(job, restart):
@@ -85,7 +92,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         _log(f"job={raw_id} restart={restart} event={event} host={host} {detail}")
 
     def note(step: str, phase: str, **data: object) -> None:
-        """No journal here."""
+        """Discard the journal line: this program has no journal."""
 
     rescue = Requeue(
         slurm=slurm,
@@ -100,7 +107,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
             confirm_s=settings.fence_confirm_s,
         ),
         held=Held(slurm=slurm, raw_id=raw_id, user_id=job.user_id, say=say, note=note),
-        # On the first restart the request is still the user's own; later it may be a pin of ours.
+        # On the first restart the requested nodes are still the user's own; later they may be a pin of ours.
         original=list(job.req_nodes) if restart == 0 else [],
         own_request="" if job.reservation.startswith(PREFIX) else job.reservation,
         say=say,
@@ -127,7 +134,7 @@ async def _hold(settings: Settings, args: argparse.Namespace, members: list[str]
 
 
 def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
-    """The child: nothing of slurmd's left, a life of a minute."""
+    """Run the hold in a child that keeps no resource of slurmd's and lives at most a minute."""
     os.setsid()
     if os.fork():
         os._exit(0)
@@ -149,7 +156,7 @@ def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, always."""
+    """Start the hold, wait until the survivors are pinned, and return 0."""
     began = clock.monotonic()
     parser = argparse.ArgumentParser(prog="gemini_hpc.controller.epilog_fallback", exit_on_error=False)
     parser.add_argument("--job", type=int, required=True)
@@ -172,7 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         _finisher(settings, args, members, ready)
     os.close(ready)
     os.waitpid(child, 0)
-    # A byte: pinned; the end of the pipe: the finisher has ended without. Either way Slurm need not wait longer.
+    # A byte means pinned; the end of the pipe means that the finisher has ended without a pin. Either way Slurm
+    # need not wait longer.
     select.select([end], [], [], max(0.0, LIMIT_S - (clock.monotonic() - began)))
     return 0
 

@@ -1,6 +1,7 @@
 """The event log of each job: `state_dir/jobs/<raw id>.jsonl`, of bounded size.
 
-What agents say in it is bounded and escaped."""
+Text from agents is bounded and escaped.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from gemini_hpc.wire.sanitize import bounded_event
 log = logging.getLogger("gemini_hpc.controller")
 
 MAX_LOG_BYTES = 1 << 20
-TOLD_S = 60.0
-KEPT_S = 14 * 86400.0
+TOLD_S = 60.0  # dropped events are reported at most once in this time
+KEPT_S = 14 * 86400.0  # older logs are removed when the controller starts
 MAX_EVENTS_AT_ONCE = 256
-_CLOCK_SKEW_S = 3600.0
+_CLOCK_SKEW_S = 3600.0  # an agent's time further from ours is replaced by ours
 _HEAD = "owner"
 _decoder = msgspec.json.Decoder(EventRecord)
 
@@ -32,7 +33,10 @@ def _head(owner: int) -> EventRecord:
 
 
 def tame(event: EventRecord, host: str) -> EventRecord:
-    """An agent's event as it may be kept: its own host name, bounded printable text, a time near ours."""
+    """Return an agent's event in a form that may be kept.
+
+    It has the agent's own host name, bounded printable text, and a time near ours.
+    """
     now = clock.time()
     return msgspec.structs.replace(
         bounded_event(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now
@@ -40,18 +44,20 @@ def tame(event: EventRecord, host: str) -> EventRecord:
 
 
 def log_bytes(events: Iterable[EventRecord]) -> int:
-    """How long these will be in the file, about."""
+    """Return the approximate size of these events in the file."""
     return sum(100 + len(e.name) + len(e.host) + len(e.detail) for e in events)
 
 
 class EventLogs:
-    """All jobs' logs below one directory. The first line of each says whose job it is: ids are used again.
+    """The event logs of all jobs below one directory.
 
-    What cannot be written is left out, and the service's own log tells of it: a full disk stops no recovery."""
+    The first line of each log names the job's owner, because Slurm reuses job ids. An event that cannot be written
+    is dropped and reported in the service's own log: a full disk stops no recovery.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._foreign: set[int] = set()  # jobs whose file is an earlier job's, and could not be replaced
+        self._foreign: set[int] = set()  # jobs whose file belongs to an earlier job and could not be replaced
         self._left_out, self._told = 0, -TOLD_S
         os.makedirs(directory, mode=0o700, exist_ok=True)
         old = clock.time() - KEPT_S
@@ -64,7 +70,10 @@ class EventLogs:
         return os.path.join(self._directory, f"{int(job)}.jsonl")
 
     def begin(self, job: int, owner: int) -> None:
-        """Make sure that the job's log is this owner's; one of another owner is of an earlier job, and goes."""
+        """Ensure that the job's log belongs to this owner.
+
+        A log of another owner is of an earlier job and is replaced.
+        """
         path = self._path(job)
         if self._owner(path) != owner:
             self._foreign.add(job)
@@ -78,11 +87,11 @@ class EventLogs:
         self._foreign.discard(job)
 
     def owner(self, job: int) -> int | None:
-        """Whose job the log is of; None where there is none."""
+        """Return the owner in the job's log, or None if there is no log."""
         return self._owner(self._path(job))
 
     def newest(self, most: int, since: float) -> list[tuple[int, int]]:
-        """(job, owner) of the logs that were written to after `since` (Unix time), the newest first, and not more."""
+        """Return (job, owner) of the logs written after `since` (Unix time), newest first, at most `most`."""
         found: list[tuple[float, int]] = []
         with os.scandir(self._directory) as entries:
             for entry in entries:
@@ -102,7 +111,7 @@ class EventLogs:
         return None
 
     def add(self, job: int, events: Iterable[EventRecord]) -> None:
-        """Append; a log that has grown too long loses its older half."""
+        """Append events. A log that has grown too long loses its older half."""
         events = list(events)
         if job in self._foreign:
             return
@@ -134,7 +143,7 @@ class EventLogs:
             os.replace(path + ".new", path)
 
     def read(self, job: int, owner: int) -> tuple[EventRecord, ...]:
-        """All events of a job in order of time; nothing where the log is not this owner's."""
+        """Return all events of a job in order of time; none if the log does not belong to this owner."""
         events: list[EventRecord] = []
         if self._owner(self._path(job)) != owner:
             return ()

@@ -1,9 +1,9 @@
-"""What may be done about a silent node: one judgement, a pure function of facts. No I/O, no clock.
+"""The judgement on a silent node: a pure function of facts, without I/O or clock.
 
-The same for nodes that agents report, for survivors that fall silent during a recovery, and for what a controller
-that was restarted finds half done. A report is a hint: only what Slurm says and what the controller's own probes
-found can lead to an action, and whatever is in doubt leads to none. A kernel that answers in any way (a process takes
-the connection up, nobody does, or it is refused) is not dead: such a node is never set DOWN or drained.
+The same function serves three cases: nodes that agents report, survivors that fall silent during a recovery, and
+half-done recoveries of a restarted controller. A report is a hint. Only facts from Slurm and from the controller's
+own probes lead to an action. Any doubt leads to no action. A kernel that answers in any way is not dead: a process
+accepts the connection, or no process does, or the kernel refuses it. Such a node is never set DOWN or drained.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from gemini_hpc.slurm.facts import (
 
 WITNESSES = 2
 REACH_SHARE = 0.9
-REBOOT_WINDOW_S = 60.0
-END_WINDOW_S = 30.0
-REASON = "gemini-hpc: no answer from slurmd and agent"  # of nodes that we have set DOWN, as their Reason begins
+REBOOT_WINDOW_S = 60.0  # slurmd may have started this long before the report and still count as a reboot
+END_WINDOW_S = 30.0  # a script that ended this long before the report may have ended because of the failure
+REASON = "gemini-hpc: no answer from slurmd and agent"  # prefix of the Reason of nodes that we have set DOWN
 
 
 class Port(Enum):
-    """What a TCP port was found to do during the whole window of probing."""
+    """The behavior of a TCP port over the whole window of probing."""
 
     ANSWERS = "answers"
     REFUSES = "refuses"
-    HANGS = "hangs"  # the kernel accepts, and no process takes it up
+    HANGS = "hangs"  # the kernel accepts, but no process answers
     SILENT = "silent"
-    UNKNOWN = "unknown"  # the controller could not ask: no proof of anything
+    UNKNOWN = "unknown"  # the controller could not probe: no proof of anything
 
 
 class Claim(Enum):
-    """Why a node is looked at."""
+    """The reason why a node is judged."""
 
     REPORTED = "reported"  # by agents of its job
-    SURVIVOR = "survivor"  # of a recovery under way: our own probes found it silent, which agents have to confirm
-    TAKEN_OVER = "taken over"  # an earlier controller had confirmed its death, and had begun to fence it
+    SURVIVOR = "survivor"  # of a recovery in progress: our own probes found it silent, and agents must confirm
+    TAKEN_OVER = "taken over"  # an earlier controller had confirmed its death and had begun to fence it
 
 
 class Act(Enum):
-    """What follows."""
+    """The action that follows from a judgement."""
 
     WAIT = "wait"  # not enough is known yet
-    DISMISS = "dismiss"  # nothing may be done, and waiting will not change that
-    LEAVE = "leave"  # not ours to fence; should Slurm find it dead, the requeue is steered
-    FENCE = "fence"  # set the node DOWN; Slurm requeues
-    ADOPT = "adopt"  # Slurm holds the node for dead already; only steer the requeue
-    REQUEUE = "requeue"  # the node rebooted: healthy and empty; send the job back to pending ourselves
+    DISMISS = "dismiss"  # no action is allowed, and waiting will not change that
+    LEAVE = "leave"  # not ours to fence; if Slurm declares it dead, the requeue is steered
+    FENCE = "fence"  # set the node DOWN; Slurm requeues the job
+    ADOPT = "adopt"  # Slurm already considers the node dead; only steer the requeue
+    REQUEUE = "requeue"  # the node rebooted, healthy and empty; requeue the job ourselves
 
 
 class Veto(Enum):
-    """Which rule spoke."""
+    """The rule that decided."""
 
     NONE = "none"
     JOB = "job"
@@ -76,7 +76,7 @@ class Veto(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An action, the sentence that explains it, and the rule that it comes from."""
+    """A judgement: an action, the sentence that explains it, and the rule behind it."""
 
     act: Act
     why: str
@@ -85,14 +85,21 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Everything that is known about one silent node of one incarnation. Times are seconds.
+    """The facts about one silent node of one incarnation. Times are seconds.
 
-    `job`: None where Slurm does not know it any more. `kernel`: what ports do on which nobody listens.
-    `silent_s`: for how long all three have been silent. `slurmd_before`: when its slurmd had been started, as Slurm
-    had it when the incarnation began; 0.0: not known. `fenced`, `budget`, `silent`: nodes fenced in the window
-    without this one, allowed, and silent now with this one; `user_...`: those of this job's owner. `slurm_up_s`: how
-    long slurmctld has been up and has answered this controller. `finished`: whether the job's training has succeeded,
-    by its agents' word.
+    Attributes:
+        job: The job in Slurm; None if Slurm no longer knows it.
+        kernel: Behavior of ports without a listener.
+        silent_s: Time for which slurmd, agent and kernel have all been silent.
+        slurmd_before: Start of the node's slurmd, as Slurm had it when the incarnation began; 0.0: not known.
+        fenced: Nodes fenced in the window, without this one.
+        budget: Nodes that may be fenced in the window.
+        silent: Nodes silent now, with this one.
+        user_fenced: As `fenced`, for this job's owner.
+        user_budget: As `budget`, for this job's owner.
+        user_silent: As `silent`, for this job's owner.
+        slurm_up_s: Time for which slurmctld has been up and has answered this controller.
+        finished: Whether the job's agents have reported that its training succeeded.
     """
 
     claim: Claim
@@ -140,7 +147,7 @@ def _leave(veto: Veto, why: str) -> Verdict:
 
 
 def _of_job(case: Case) -> str:
-    """Reasons that lie in the job: never to act, or not to act any more."""
+    """Return a reason in the job itself not to act, now or ever; "" if there is none."""
     job = case.job
     if job is None:
         return "Slurm does not know the job any more"
@@ -166,7 +173,8 @@ def _reported(case: Case, job: Job) -> str:
         if job.state == COMPLETED and case.finished:
             return "the job is COMPLETED, and its training had finished"
         if job.state in CUT_SHORT:
-            # Survivors raise and end the script before anybody has noticed; a job that ended by itself stays so.
+            # Survivors raise and end the script before the failure is detected; a job that ended by itself stays
+            # ended.
             recent = case.reported_at - job.end_time <= END_WINDOW_S
             return "" if recent else f"the job had ended {job.state} long before the report"
         return f"the job is {job.state}"
@@ -176,7 +184,10 @@ def _reported(case: Case, job: Job) -> str:
 
 
 def _under_way(case: Case, job: Job) -> str:
-    """A recovery has begun: the job is where it was, or on its way back, perhaps not for the first time."""
+    """Return a reason in the job not to continue a recovery that has begun; "" if there is none.
+
+    The job may be in its old incarnation or on its way back, perhaps not for the first time.
+    """
     if job.restarts < case.restart:
         return f"the recovery is for restart {case.restart}, the job is at restart {job.restarts}"
     where = RUNNING if job.restarts == case.restart else PENDING
@@ -184,8 +195,12 @@ def _under_way(case: Case, job: Job) -> str:
 
 
 def _rebooted(case: Case, job: Job) -> bool:
-    """Whether slurmd was started anew at about the time at which the peers lost the agent; or the node, at any time:
-    nobody may have looked when it was (the job was suspended), and nothing of this incarnation is left there."""
+    """Return whether the node, or its slurmd, was restarted.
+
+    A start of slurmd counts if it came about when the peers lost the agent. A reboot of the node counts at any
+    time. The reboot may have gone unnoticed (the job was suspended), and no process or copy of this incarnation is
+    left there.
+    """
     node = case.slurm_node
     if node is None or node.slurmd_start <= (case.slurmd_before or job.start_time):
         return False
@@ -213,7 +228,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
 
 
 def _kernel_lives(case: Case) -> Verdict:
-    """slurmd does not answer, and the node's kernel does."""
+    """Judge a node whose slurmd does not answer but whose kernel does."""
     if case.slurm_node is not None and case.slurm_node.down:
         return Verdict(Act.ADOPT, "slurmd does not answer and Slurm shows the node as DOWN")
     if case.slurmd is Port.REFUSES:
@@ -226,14 +241,17 @@ def _kernel_lives(case: Case) -> Verdict:
 
 
 def witnesses_needed(case: Case) -> int:
-    """Two on different nodes, or as many as are left; none more where a controller had heard them before it died."""
+    """Return the number of witnesses needed: two on different nodes, or as many as are left.
+
+    If an earlier controller had their reports before it died, none are needed.
+    """
     if case.claim is Claim.TAKEN_OVER:
         return 0
     return max(1, min(WITNESSES, len(set(case.members) - case.suspects)))
 
 
 def judge(case: Case) -> Verdict:
-    """The rules, in the order in which they veto."""
+    """Judge a case by the rules, in the order in which they veto."""
     job, of_job = case.job, _of_job(case)
     if of_job or job is None:
         return _dismiss(Veto.JOB, of_job)
@@ -256,13 +274,13 @@ def judge(case: Case) -> Verdict:
     if case.others_asked and case.others_reached < REACH_SHARE * case.others_asked:
         why = f"the controller itself reaches only {case.others_reached} of {case.others_asked} other nodes"
         return _wait(Veto.REACH, why)
-    if lacks:  # no packet comes here from it: no proof that none goes anywhere
+    if lacks:  # no packet reaches this host from the node, which does not prove that none reaches other hosts
         return _wait(Veto.WITNESSES, f"silent to the controller: {lacks}")
     return _silent(case, len(witnesses))
 
 
 def _silent(case: Case, witnesses: int) -> Verdict:
-    """It is dead as far as anybody can see: is it ours to fence?"""
+    """Judge a node that is dead by all evidence: may the controller fence it?"""
     if case.guard and case.strangers:
         uids = ", ".join(map(str, sorted(case.strangers)))
         return _leave(Veto.STRANGERS, f"jobs of other owners (uid {uids}) run on the node: left to Slurm")
@@ -280,10 +298,10 @@ def _silent(case: Case, witnesses: int) -> Verdict:
 
 
 def budget(configured: int, cluster_nodes: int) -> int:
-    """Nodes that may be fenced in one window: the setting, or 1 % of a large cluster."""
+    """Return the number of nodes that may be fenced in one window: the setting, or 1 % of a large cluster."""
     return configured if configured == 0 else max(configured, cluster_nodes // 100)
 
 
 def user_budget(configured: int, whole: int) -> int:
-    """What of it one owner's jobs may use up: the setting, or half of a large one."""
+    """Return the part of the budget for one owner's jobs: the setting, or half of a large budget."""
     return min(whole, configured if configured == 0 else max(configured, whole // 2))

@@ -1,9 +1,8 @@
-"""Fenced nodes that have booted anew are given back, where the site wants it (requirement administrators-resume). Off
-by default.
+"""The return of rebooted fenced nodes to service, if the site enables it (requirement administrators-resume).
 
-Only nodes with our reason that this controller's journal knows as fenced, with a boot later than that, whose slurmd
-has answered for `auto_resume_s` without a gap, and each at most twice a day: a node that dies again and again stays
-with the administrator.
+It is off by default. It serves only nodes with our reason that this controller's journal lists as fenced. They must
+have booted after that, and their slurmd must have answered for `auto_resume_s` without a gap. Each node is returned
+at most twice a day: a node that dies again and again stays with the administrator.
 """
 
 from __future__ import annotations
@@ -25,31 +24,34 @@ log = logging.getLogger("gemini_hpc.controller")
 
 PER_DAY = 2
 DAY_S = 86400.0
-MAX_INTERVAL_S = 10.0
+MAX_INTERVAL_S = 10.0  # longest pause between two checks
 _STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
 
 
 def is_ours(node: Node) -> bool:
-    """Whether this node is out of service, and we have put it out."""
+    """Return whether the controller has taken this node out of service."""
     return node.withheld and node.reason.startswith(REASON)
 
 
 def drained_for(node: Node) -> str:
-    """The reason for which somebody else has drained this node, without who it was and when; "" where nobody has."""
+    """Return the reason for which an administrator has drained this node; "" if none has.
+
+    The stamp with the user and the time is removed.
+    """
     if "DRAIN" not in node.flags or is_ours(node):
         return ""
     return _STAMP.sub("", node.reason) or "drained by hand"
 
 
 class GiveBack:
-    """Looks at the nodes that we have fenced every few seconds."""
+    """The task that checks the fenced nodes every few seconds."""
 
     def __init__(self, settings: Settings, slurm: SlurmApi, journal: Journal) -> None:
         self._settings, self._slurm, self._journal = settings, slurm, journal
         self._answers_since: dict[str, tuple[float, float]] = {}
 
     async def run(self) -> None:
-        """Until cancelled; at once over where the site has not asked for it."""
+        """Run until cancelled. Return at once if the site has not enabled it."""
         wait_s = self._settings.auto_resume_s
         while wait_s > 0:
             try:
@@ -59,7 +61,7 @@ class GiveBack:
             await asyncio.sleep(min(MAX_INTERVAL_S, wait_s / 4))
 
     async def look(self) -> None:
-        """One round."""
+        """Check the fenced nodes once, and resume those that are due."""
         fenced = self._journal.fenced_at()
         if not fenced:
             return

@@ -1,7 +1,9 @@
-"""All tracked jobs, looked at with one question to Slurm: `Release` to agents whose replicas serve nobody, pins that
-have outlived their recovery, nodes without an agent, jobs that Slurm will never requeue.
+"""The watch over all tracked jobs, with one query to Slurm.
 
-Nothing else frees the memory of a job that was cancelled while pending: no epilog runs for it.
+It sends `Release` to agents whose replicas are of no more use. It removes pins that have outlived their recovery.
+It reports nodes without an agent and jobs that Slurm will never requeue.
+
+For a job that was cancelled while pending, only this watch frees the memory: no epilog runs for it.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from gemini_hpc.wire.controller import Ending, Release, Waits
 
 log = logging.getLogger("gemini_hpc.controller")
 
-INTERVAL_S = 1.0
-MAX_INTERVAL_S = 10.0
-ELSEWHERE_S = 30.0
-PARTLY_S = 10.0
-RELEASE_TOLD_S = 60.0
-TOLD_S = 2.0  # until what an agent has found is known here
-_SAME_END_S = 1.5
+INTERVAL_S = 1.0  # pause between two queries to Slurm
+MAX_INTERVAL_S = 10.0  # longest pause if Slurm is slow
+ELSEWHERE_S = 30.0  # a new incarnation runs this long before agents on former nodes are released
+PARTLY_S = 10.0  # agents have this long to connect before a node counts as unprotected
+RELEASE_TOLD_S = 60.0  # one log line about a release in this time
+TOLD_S = 2.0  # time until the controller has an agent's finding
+_SAME_END_S = 1.5  # a smaller change of the job's end is not sent to the agents
 
 
 class JobWatch:
-    """Looks at all tracked jobs about once a second, less often where Slurm is slow to answer."""
+    """The task that checks all tracked jobs about once a second, less often if Slurm is slow to answer."""
 
     def __init__(self, settings: Settings, slurm: SlurmApi, registry: Registry, recoveries: Recoveries) -> None:
         self._settings, self._slurm = settings, slurm
@@ -44,19 +46,19 @@ class JobWatch:
         self._drains = DrainWatch(slurm)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             began = clock.monotonic()
             try:
                 await self.look()
             except SlurmError as exc:
-                # No answer means no knowledge: nobody is released.
+                # No answer means no knowledge: no agent gets a `Release`.
                 log.warning("watcher: %s", exc)
             took = clock.monotonic() - began
             await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, 20 * took)) if took > 0.1 else INTERVAL_S)
 
     async def look(self) -> None:
-        """One round."""
+        """Check all tracked jobs once."""
         tracks = dict(self._registry.jobs)
         if not tracks:
             return
@@ -65,12 +67,12 @@ class JobWatch:
         for raw_id, track in tracks.items():
             row = rows.get(raw_id)
             if row is not None and row.user_id != track.user_id:
-                row = None  # job ids have started anew
+                row = None  # Slurm has started its job ids anew
             state = row.state if row else None
             if row is not None:
                 track.see(row.state, row.state not in LIVE)
                 if row.state == RUNNING and (track.job is None or track.job.state != RUNNING):
-                    # What the row does not say (restarts, the whole node list) is read once per change.
+                    # Facts outside the row (restarts, the whole node list) are read once per change.
                     with suppress(UnknownJob):
                         track.learn(await self._slurm.job(raw_id))
                         await track.remember_nodes(self._slurm)
@@ -102,7 +104,7 @@ class JobWatch:
         await self._drains.look(running)
 
     def _tell_ended(self, track: Track, *, forgotten: bool) -> None:
-        """Once for each end: a line in the job's log, for those who ask when Slurm has forgotten the job."""
+        """Log each end of the job once, for queries after Slurm has forgotten the job."""
         ended = track.stored.ended_state or (past.UNKNOWN if forgotten else "")
         if track.stored.ended_told == bool(ended):
             return
@@ -121,7 +123,7 @@ class JobWatch:
             self._registry.drop(track.raw_id)
 
     def _release_elsewhere(self, track: Track) -> None:
-        """Agents on nodes that the job has left, once its new incarnation has run for a while."""
+        """Release the agents on nodes that the job has left, once its new incarnation has run for ELSEWHERE_S."""
         if track.running_since is None or track.job is None:
             return
         restart, since = track.running_since
@@ -132,8 +134,11 @@ class JobWatch:
                 self._release(agent, "the job runs elsewhere")
 
     async def _look_at_shrunk(self, track: Track) -> None:
-        """A running job that has fewer nodes than it began with: made smaller by hand (`scontrol update`), unless the
-        others are down (--no-kill), which is a failure like any other."""
+        """Handle a running job with fewer nodes than it began with.
+
+        The job was made smaller by hand (`scontrol update`), unless the missing nodes are down (--no-kill). Those
+        are a failure like any other.
+        """
         job = await self._slurm.job(track.raw_id)
         members = track.members(job.restarts)
         left = [host for host in members if host not in job.nodes]
@@ -148,8 +153,10 @@ class JobWatch:
             self._recoveries.say(track.raw_id, job.restarts, "shrunk", "", told)
 
     def _look_at_agents(self, track: Track) -> None:
-        """What the user should know of a job that has begun to run (requirements requeue, plugin-loaded), once for
-        each incarnation."""
+        """Log facts for the user about a job that has begun to run, once for each incarnation.
+
+        See requirements requeue and plugin-loaded.
+        """
         job, since = track.job, track.running_since
         if job is None or since is None:
             return
@@ -166,8 +173,11 @@ class JobWatch:
             self._recoveries.say(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
 
     async def _unpin(self, track: Track) -> None:
-        """A job with a pin of ours waits again, and no node of it has failed: preempted, or requeued by hand. Or it
-        was pinned by a survivor's epilog, and no controller was there to take that off."""
+        """Remove our pin from a job that waits again without a recovery.
+
+        The job was preempted or requeued by hand. Or a survivor's epilog pinned it, and no controller was there to
+        remove the pin.
+        """
         job = await self._slurm.job(track.raw_id)
         if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
             return
@@ -188,7 +198,7 @@ class JobWatch:
 
     @staticmethod
     def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
-        # Whoever has stopped an agent has not earned a line a second.
+        # Log at most once a minute: a stopped agent gets a `Release` every second.
         if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
             agent.told_release_s = clock.monotonic()
             log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
@@ -196,7 +206,10 @@ class JobWatch:
 
 
 def _tell_end(track: Track, end_time: float) -> None:
-    """Agents bring the state to the tier before the time limit, which may be changed while the job runs."""
+    """Send agents the job's end, so that they bring the state to the tier before the time limit.
+
+    The time limit may be changed while the job runs.
+    """
     for agent in track.agents.values():
         if agent.connected and abs(agent.told_end - end_time) > _SAME_END_S:
             agent.told_end = end_time
@@ -204,8 +217,10 @@ def _tell_end(track: Track, end_time: float) -> None:
 
 
 def _tell_waits(track: Track, pending: bool) -> None:
-    """Agents of a job that is held, or waits in the queue, keep their memory for longer than those of one that has
-    ended."""
+    """Report to the agents that their job is held or waits in the queue.
+
+    They then keep their memory longer than agents of an ended job.
+    """
     for agent in track.agents.values():
         if pending and agent.connected and not agent.told_waits:
             agent.link.send(Waits(track.raw_id))

@@ -1,8 +1,7 @@
-"""The controller's memory on disk: what it is about to do, what it has done, one JSON line each (requirements budget,
-one-controller).
+"""The controller's journal on disk: its planned and completed actions, one JSON line each.
 
-A line with phase `before` is on disk before the action starts; a controller that comes up again reads which
-recoveries were left open and how many nodes were fenced lately.
+See requirements budget and one-controller. A line with phase `before` is on disk before its action starts. A
+restarted controller reads from it which recoveries were left open and how many nodes were fenced lately.
 """
 
 from __future__ import annotations
@@ -17,15 +16,23 @@ import msgspec
 from gemini_hpc import clock
 
 _COMPACT_BYTES = 1 << 20
-_KEEP_S = 86400.0
+_KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
 
 
 NODES = "nodes"  # the key of lines that belong to no recovery
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. key: `raw job id.restart`; step: open, reserve, take, down, requeue, pin, start, detach, delete,
-    evict, close; or key `nodes`, step drain, resume or alert."""
+    """A line of the journal.
+
+    Attributes:
+        t: Unix time in seconds.
+        key: `raw job id.restart`, or `nodes`.
+        step: For a recovery: open, reserve, take, down, requeue, pin, start, detach, delete, evict or close. For
+            the key `nodes`: drain, resume or alert.
+        phase: `before` or `after` the action.
+        data: Further facts of the step.
+    """
 
     t: float
     key: str
@@ -38,7 +45,10 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 class Down(NamedTuple):
-    """One node set DOWN, or begun to be. `user_id`: whose job it was for, None in lines of older versions."""
+    """A node that was set DOWN, or is about to be.
+
+    `user_id` is the owner of the job; None in lines of older versions.
+    """
 
     t: float
     node: str
@@ -61,7 +71,7 @@ def _read(path: str) -> Iterator[Record]:
 
 
 def end_line(file: IO[bytes]) -> None:
-    """Close the line that a crash cut short, or the next one would be lost with it."""
+    """End a line that a crash cut short. Otherwise the next line would be lost with it."""
     if file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
@@ -69,7 +79,7 @@ def end_line(file: IO[bytes]) -> None:
 
 
 class Journal:
-    """An append-only file; one controller writes it."""
+    """An append-only file that one controller writes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -89,7 +99,7 @@ class Journal:
 
     def _follow(self, record: Record) -> None:
         if record.step == "open":
-            # Opened anew, now to act: what was held ahead is still to be let go of.
+            # The recovery was opened again, now to act: resources held ahead must still be released.
             self._open[record.key] = [record, *self._open.get(record.key, ())]
         elif record.step == "close":
             self._open.pop(record.key, None)
@@ -108,7 +118,7 @@ class Journal:
         os.replace(self._path + ".new", self._path)
 
     def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
-        """Append one line; it is on disk on return."""
+        """Append one line. The line is on disk on return."""
         record = Record(clock.time(), key, step, phase, data)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
@@ -122,27 +132,30 @@ class Journal:
             self._back.append((record.t, str(data.get("node", ""))))
 
     def fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
-        """Nodes fenced (or begun to be) within the last `window_s`, by jobs of one user if given."""
+        """Return the number of nodes fenced (or about to be) within the last `window_s` seconds.
+
+        With `user_id`, only nodes of that user's jobs count. The node `without` does not count.
+        """
         since = clock.time() - window_s
         counted = {d.node for d in self._fenced if d.t >= since and user_id in (None, d.user_id)}
         return len(counted - {without})
 
     def drained(self, window_s: float) -> int:
-        """Return how many nodes were drained (or begun to be) within the last `window_s`."""
+        """Return the number of nodes drained (or about to be) within the last `window_s` seconds."""
         since = clock.time() - window_s
         return len({d.node for d in self._drained if d.t >= since})
 
     def fenced_at(self) -> dict[str, float]:
-        """When each node was last fenced, Unix seconds, as far as the journal goes back."""
+        """Return the time at which each node was last fenced, in Unix seconds, as far as the journal goes back."""
         return dict(sorted(((d.node, d.t) for d in self._fenced), key=lambda entry: entry[1]))
 
     def given_back(self, node: str, window_s: float) -> int:
-        """How often a node was given back within the last `window_s`."""
+        """Return how often a node was returned to service within the last `window_s` seconds."""
         since = clock.time() - window_s
         return sum(1 for t, name in self._back if name == node and t >= since)
 
     def left_open(self) -> dict[str, list[Record]]:
-        """Recoveries without an end: key -> their lines."""
+        """Return the recoveries without an end: their key and their lines."""
         return {key: list(records) for key, records in self._open.items()}
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Nodes that were fenced, drained or left again and again: the controller's memory of them, over its restarts.
+"""The controller's record of nodes that were repeatedly fenced, drained or left. It survives restarts.
 
-What is noted is counted for `lemon_days`. It decides nothing alone: such nodes are chosen last as replacements, and
+An entry counts for `lemon_days`. The record alone decides nothing: such nodes are chosen last as replacements, and
 `doctor` and `inspect` show them.
 """
 
@@ -18,14 +18,21 @@ log = logging.getLogger("gemini_hpc.controller")
 
 FILE = "lemons.json"
 MOST_NODES, MOST_VISITS = 1024, 16
-AGAIN = 2  # so often a node is worth a warning
+AGAIN = 2  # this many entries are worth a warning
 DAY_S = 86400.0
 MOST_BYTES = 8 << 20
 _WHY_CHARS = 150
 
 
 class Visit(msgspec.Struct, frozen=True):
-    """One entry of a node. t: Unix time; what: fenced or unhealthy; job: that ran there, as Slurm numbers it."""
+    """An entry of a node.
+
+    Attributes:
+        t: Unix time in seconds.
+        what: `fenced` or `unhealthy`.
+        job: Slurm's id of the job that ran there.
+        why: The reason.
+    """
 
     t: float
     what: str
@@ -38,15 +45,19 @@ _decoder = msgspec.json.Decoder(Visits)
 
 
 def read(path: str, since: float) -> Visits:
-    """By node, the oldest first, what happened after `since`. Raises OSError (FileNotFoundError where there is none
-    yet) and msgspec.MsgspecError."""
+    """Return the entries after `since` by node, oldest first.
+
+    Raises:
+        OSError: The file could not be read; FileNotFoundError if there is none yet.
+        msgspec.MsgspecError: The file is not valid.
+    """
     with open(path, "rb") as f:
         found = _decoder.decode(f.read(MOST_BYTES))
     return {node: fresh for node, visits in found.items() if (fresh := [v for v in visits if v.t >= since])}
 
 
 class Lemons:
-    """Of one controller. days: for so long something counts; 0: nothing does."""
+    """The record of one controller. Entries count for `days`; with 0, none count."""
 
     def __init__(self, directory: str, days: float) -> None:
         self._path, self._days = os.path.join(directory, FILE), days
@@ -64,7 +75,7 @@ class Lemons:
         return clock.time() - self._days * DAY_S
 
     def add(self, node: str, what: str, job: int, why: str) -> None:
-        """Note an entry. A node that is found red after several lives of one job counts once for that job."""
+        """Add an entry. A node that is red after several lives of one job counts once for that job."""
         visits = self._visits.get(node, [])
         if not self._days or (what != "fenced" and any((v.what, v.job) == (what, job) for v in visits)):
             return
@@ -83,11 +94,11 @@ class Lemons:
         return [visit for visit in self._visits.get(node, ()) if visit.t >= since]
 
     def count(self, node: str) -> int:
-        """How often, at most `MOST_VISITS`."""
+        """Return the number of entries of a node, at most `MOST_VISITS`."""
         return len(self._fresh(node))
 
     def rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
-        """Those of these nodes of which something is known, the worst first; no word of other jobs is in it."""
+        """Return the rows of those nodes that have entries, worst first, without any text about other jobs."""
         found = [(node, visits) for node in nodes if (visits := self._fresh(node))]
         found.sort(key=lambda entry: (-len(entry[1]), entry[0]))
         return tuple(LemonRow(n, len(v), v[-1].t, tuple(visit.what for visit in v)) for n, v in found)

@@ -1,5 +1,8 @@
-"""Nodes that are drained under a running job, and partitions that are: somebody means to take them away, so its
-agents are told, and bring what is sealed to the tier. The job itself is left alone."""
+"""The watch for nodes and partitions that are drained under a running job.
+
+An administrator intends to take them away. So the job's agents get a `Draining` message and bring the sealed state
+to the tier. The job itself is left alone.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,24 @@ from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.wire.controller import Draining
 
-LOOK_S = 10.0
+LOOK_S = 10.0  # shortest time between two queries
 
 
 class DrainWatch:
-    """Asks Slurm for the nodes of all running jobs at once, and for its partitions, every LOOK_S at most."""
+    """The watch that queries Slurm for partitions and the nodes of all running jobs, at most every LOOK_S."""
 
     def __init__(self, slurm: SlurmApi, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self._slurm, self._clock = slurm, clock
         self._looked = -LOOK_S
-        # By raw job id and restart count: nodes, and a partition's state after its name.
+        # By raw job id and restart count: (node, ""), or (partition, its state).
         self._told: dict[tuple[int, int], set[tuple[str, str]]] = {}
 
     async def look(self, running: Iterable[Track]) -> None:
-        """Tell the agents of these jobs of what has begun to drain. Raises SlurmError."""
+        """Report to the agents of these jobs which nodes and partitions have begun to drain.
+
+        Raises:
+            SlurmError: Slurm did not answer.
+        """
         now = self._clock()
         if now - self._looked < LOOK_S:
             return
@@ -53,5 +60,5 @@ class DrainWatch:
 
 
 def _is_drained(node: Node) -> bool:
-    """By an administrator; a node that is down is another matter."""
+    """Return whether an administrator has drained the node. A node that is down does not count."""
     return "DRAIN" in node.flags and not node.down

@@ -1,8 +1,8 @@
-"""Whether this host is the one that may act: its slurmctld is in charge, and has been up for a while (requirement
-one-controller).
+"""The check whether this host's controller may act (requirement one-controller).
 
-Where slurmctld has backups, a controller runs beside each of them and all but one stand by. The lock lies in
-StateSaveLocation, which slurmctld's own hosts share; so two controllers never act, whatever they believe.
+Its slurmctld must be in charge and must have been up for a while. If slurmctld has backups, a controller runs
+beside each of them, and all but one stand by. The lock lies in StateSaveLocation, which slurmctld's own hosts
+share. So two controllers never act at the same time, whatever they believe.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ from gemini_hpc.slurm.facts import Config
 log = logging.getLogger("gemini_hpc.controller")
 
 LOCK = "gemini-hpc.lock"
-LOOK_S = 2.0
-ALONE_LOOK_S = 30.0  # one slurmctld without a backup is in charge or nowhere
+LOOK_S = 2.0  # pause between two checks of slurmctld's hosts
+ALONE_LOOK_S = 30.0  # a slurmctld without a backup is in charge or absent
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What was found at one moment. `host`: where the slurmctld in charge is, "" if none answers; `alone`: it has no
-    backup."""
+    """The answer of slurmctld's hosts at one moment.
+
+    Attributes:
+        here: Whether the slurmctld in charge runs on this host.
+        host: Host of the slurmctld in charge; "" if none answers.
+        alone: Whether slurmctld has no backup.
+    """
 
     here: bool
     host: str
@@ -39,7 +44,7 @@ class Standing:
 
 
 class Primary:
-    """Looks at slurmctld's hosts; one for the life of the service."""
+    """The watch over slurmctld's hosts; the service has one for its lifetime."""
 
     def __init__(self, slurm: SlurmApi) -> None:
         self._slurm = slurm
@@ -48,14 +53,22 @@ class Primary:
         self._charge_since: float | None = None
 
     async def config(self, max_age_s: float = 0.0) -> Config:
-        """Slurm's configuration, at most so old. Raises `SlurmError`."""
+        """Return Slurm's configuration, at most `max_age_s` seconds old.
+
+        Raises:
+            SlurmError: Slurm did not answer.
+        """
         if self._config is None or clock.monotonic() - self._config_at > max_age_s:
             self._config = await self._slurm.config()
             self._config_at = clock.monotonic()
         return self._config
 
     async def look(self) -> Standing:
-        """Who is in charge. Raises `SlurmError` where no slurmctld answers."""
+        """Return which host is in charge.
+
+        Raises:
+            SlurmError: No slurmctld answers.
+        """
         config = await self.config()
         hosts = config.slurmctld_hosts
         if len(hosts) < 2:
@@ -73,7 +86,7 @@ class Primary:
         return Standing(False, "", False)
 
     async def wait(self) -> Config:
-        """Until the slurmctld in charge is on this host; says what it waits for, once."""
+        """Wait until the slurmctld in charge is on this host. Log the reason for waiting once."""
         said = ""
         while True:
             try:
@@ -89,7 +102,7 @@ class Primary:
             await asyncio.sleep(LOOK_S)
 
     async def lost(self) -> str:
-        """Returns, with the host's name, when another slurmctld has taken charge. Silence changes nothing."""
+        """Wait until another slurmctld takes charge and return its host's name. Silence changes nothing."""
         pause_s = LOOK_S
         while True:
             await asyncio.sleep(pause_s)
@@ -100,7 +113,7 @@ class Primary:
                     return standing.host
 
     async def up_s(self) -> float:
-        """How long slurmctld has been up and has answered us, in seconds."""
+        """Return for how many seconds slurmctld has been up and has answered this controller."""
         with suppress(SlurmError):
             config = await self.config(LOOK_S)
             quiet = [clock.time() - config.boot_time, clock.monotonic() - self._slurm.unreachable_at]
@@ -111,7 +124,7 @@ class Primary:
 
 
 def is_here(name: str, address: str) -> bool:
-    """Whether this name or this address is the host that runs us."""
+    """Return whether the name or the address belongs to this host."""
     own = socket.gethostname()
     if name and own.split(".")[0] == name.split(".", maxsplit=1)[0]:
         return True
@@ -125,11 +138,16 @@ def is_here(name: str, address: str) -> bool:
 
 
 class LockTakenError(Exception):
-    """Another controller holds the lock; the message says which."""
+    """An error for a lock that another controller holds; the message names it."""
 
 
 def take_lock(path: str) -> IO[str]:
-    """Hold `path` for the life of the handle. Raises `LockTakenError`, `OSError`."""
+    """Lock `path` for the lifetime of the returned handle.
+
+    Raises:
+        LockTakenError: Another controller holds the lock.
+        OSError: The file could not be opened.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     handle = os.fdopen(fd, "r+")
     try:

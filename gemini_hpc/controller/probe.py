@@ -1,12 +1,12 @@
-"""TCP probes from the controller's own seat.
+"""The TCP probes from the controller's own host.
 
-An accepted connection proves a living kernel and nothing more: the kernel of a frozen node still accepts. So each
-probe closes its own half at once and waits for the other side to do the same, which only a process that runs can do.
-That needs no word of Slurm's protocol, and leaves no more in slurmd's log than a bare connect.
+An accepted connection proves only a living kernel: the kernel of a frozen node still accepts. So each probe closes
+its own half at once and waits for the peer to do the same, which requires a running process. The probe needs no
+message of Slurm's protocol. It leaves no more in slurmd's log than a bare connect.
 
-Where slurmd and agent give no sign, ports on which nobody listens are tried: a living kernel refuses there. Any user
-can fill the queue of a port that somebody listens on, so that its kernel drops new connections; nobody but root can
-listen on a port below 1024, and nobody can fill all of the agents'.
+If slurmd and agent give no sign of life, ports without a listener are tried: a living kernel refuses there. Any
+user can fill the queue of a port with a listener, so that its kernel drops new connections. But only root can
+listen on a port below 1024, and no user can fill all of the agents' ports.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gemini_hpc.controller import tasks
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.wire.hostname import dialled_beside
 
-RESOLVE_TIMEOUT_S = 2.0
-CONNECT_TIMEOUT_S = 0.4
-ANSWER_TIMEOUT_S = 1.5
-AT_ONCE_S = 0.1
-INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5
+RESOLVE_TIMEOUT_S = 2.0  # of its own: a slow resolver proves nothing about the host
+CONNECT_TIMEOUT_S = 0.4  # a port that has not accepted or refused by then is silent
+ANSWER_TIMEOUT_S = 1.5  # a process that has not closed an accepted connection by then hangs
+AT_ONCE_S = 0.1  # without a sign of life by then, the kernel is probed, too
+INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5  # pause between two probes of a node; it grows for a node that lives
 CLOSED_PORT = 1  # tcpmux, which no cluster serves
 MAX_ADDRESSES = 3
 LIFE = (Port.ANSWERS, Port.REFUSES, Port.HANGS)  # the strongest sign first
@@ -38,27 +38,32 @@ _PARALLEL = 128
 
 
 async def _resolve(address: str, port: int) -> list[str]:
-    """Numeric addresses of a host, in a time of its own: a slow resolver says nothing about the host. [] where it has
-    none, or none in time."""
+    """Return the numeric addresses of a host; none if it has none or the resolver is late.
+
+    The resolver has a time limit of its own, because a slow resolver proves nothing about the host.
+    """
     with suppress(ValueError):
         return [str(ip_address(address))]
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             name = await dialled_beside(address)
             found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the former includes TimeoutError
+    except (OSError, UnicodeError):  # OSError includes TimeoutError
         return []
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))[:MAX_ADDRESSES]
 
 
 async def probe(address: str, port: int, timeout_s: float = CONNECT_TIMEOUT_S) -> Port:
-    """One connect, and what the process behind it makes of a connection that ends at once. `UNKNOWN` where this host
-    could not ask: a name without an address, no file descriptor, no port or no route of its own."""
+    """Connect once, end the connection at once, and return how the process behind the port reacts.
+
+    `UNKNOWN` means that this host could not probe. It lacks an address for the name, a file descriptor, a local
+    port or a route.
+    """
     return await _probe(await _resolve(address, port), port, timeout_s)
 
 
 async def _probe(addresses: Iterable[str], port: int, timeout_s: float = CONNECT_TIMEOUT_S) -> Port:
-    """The same at the addresses of one host, each in its turn until one gives a sign of life."""
+    """Probe the addresses of one host in turn until one gives a sign of life."""
     found: list[Port] = []
     for address in addresses:
         one = await _connect(address, port, timeout_s)
@@ -70,13 +75,16 @@ async def _probe(addresses: Iterable[str], port: int, timeout_s: float = CONNECT
 
 
 async def _connect(address: str, port: int, timeout_s: float) -> Port | None:
-    """One connect to a numeric address. None: this host has no route to such addresses (it may have no IPv6)."""
+    """Connect once to a numeric address.
+
+    None means that this host has no route to such addresses (it may have no IPv6).
+    """
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address, port)
     except (ConnectionRefusedError, ConnectionResetError):
         return Port.REFUSES
-    except TimeoutError:  # ETIMEDOUT as well
+    except TimeoutError:  # ETIMEDOUT, too
         return Port.SILENT
     except OSError as exc:
         if exc.errno == errno.ENETUNREACH:
@@ -89,14 +97,14 @@ async def _connect(address: str, port: int, timeout_s: float) -> Port | None:
         return Port.ANSWERS
     except TimeoutError:
         return Port.HANGS
-    except OSError:  # a reset: by the process, or by a kernel that has lost it
+    except OSError:  # a reset, by the process or by a kernel that has lost it
         return Port.ANSWERS
     finally:
         writer.transport.abort()
 
 
 async def reached(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
-    """One probe of each host, in parallel: name -> what its port did."""
+    """Probe each host once, in parallel. Return the behavior of its port by name."""
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def one(address: str, port: int) -> Port:
@@ -109,7 +117,10 @@ async def reached(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one node is probed. `closed`: ports from which one is taken at random, on which nobody should listen."""
+    """The addresses for probing one node.
+
+    `closed` are ports without a listener, as far as known. One of them is chosen at random.
+    """
 
     address: str
     slurmd_port: int
@@ -118,15 +129,21 @@ class Target:
 
     @classmethod
     def of(cls, settings: Settings, address: str, slurmd_port: int, agent_ports: Iterable[int]) -> Target:
-        """A node of this site."""
+        """Return the target for a node of this site."""
         closed = range(settings.agent_port_base, settings.agent_port_base + settings.agent_port_count)
         return cls(address, slurmd_port or settings.slurmd_port, tuple(agent_ports), closed)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look at a node found; `kernel` is asked only where nothing else gave a sign of life. `after_s`: how
-    long its name was being resolved before."""
+    """The result of probing a node once.
+
+    Attributes:
+        slurmd: Behavior of slurmd's port.
+        agent: Behavior of the agent's ports.
+        kernel: Behavior of ports without a listener. They are probed only if no other port gave a sign of life.
+        after_s: Seconds that resolving the name took before the probe.
+    """
 
     slurmd: Port
     agent: Port
@@ -135,14 +152,16 @@ class Look:
 
 
 def _most_alive(found: Iterable[Port]) -> Port:
-    """The strongest sign of life; without one, silence only where nobody failed to ask."""
+    """Return the strongest sign of life. Without one, return silence only if every probe could be made."""
     ports = set(found)
     return next((p for p in (*LIFE, Port.UNKNOWN) if p in ports), Port.SILENT)
 
 
 async def look(target: Target) -> Look:
-    """slurmd's port and the agent's, and where none gives a sign of life at once the kernel at ports on which nobody
-    listens."""
+    """Probe slurmd's port and the agent's ports.
+
+    If none gives a sign of life at once, probe ports without a listener for the kernel, too.
+    """
     listening, began = (target.slurmd_port, *target.agent_ports), clock.monotonic()
     where = await _resolve(target.address, target.slurmd_port)
     after_s = clock.monotonic() - began
@@ -162,7 +181,7 @@ async def look(target: Target) -> Look:
 
 
 async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
-    """One look at each host, in parallel."""
+    """Probe each host once, in parallel."""
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def one(target: Target) -> Look:
@@ -177,18 +196,18 @@ PORTS = ("slurmd", "agent", "kernel")
 
 
 class Seen:
-    """What the looks at one node have found so far.
+    """The results so far of probing one node.
 
-    A sign of life of a port is a veto until `FORGET_S`, or `confirm_s` if less, later; silence is counted from the
-    start of the first look after the last sign of life, and after the last that this host could not ask. Where nobody
-    looks any more there is no silence.
+    A sign of life of a port vetoes for `FORGET_S`, or for `confirm_s` if that is less. Silence counts from the
+    start of the first probe after the last sign of life. It also starts no earlier than after the last probe that
+    this host could not make. Without recent probes there is no silence.
     """
 
-    FORGET_S = 2.0
-    STALE_S = 4.0
+    FORGET_S = 2.0  # a sign of life counts for this long
+    STALE_S = 4.0  # without a probe for this long, silence does not count
 
     def __init__(self, confirm_s: float = FORGET_S) -> None:
-        # No sign of life may outlast the silence that is asked for.
+        # No sign of life may outlast the required silence.
         self._forget_s = min(self.FORGET_S, confirm_s)
         self._life: dict[str, tuple[float, Port]] = {}
         self._silent_since: dict[str, float | None] = dict.fromkeys(PORTS)
@@ -199,8 +218,8 @@ class Seen:
         self.rounds = 0
 
     def add(self, found: Look, began: float) -> None:
-        """Count one look that began at `began` (monotonic)."""
-        began += found.after_s  # nobody was asked before
+        """Count a result whose probe began at `began` (monotonic)."""
+        began += found.after_s  # the probe itself began after the name was resolved
         for what, port in zip(PORTS, (found.slurmd, found.agent, found.kernel), strict=True):
             self.note(what, port, began)
         if found.agent in (Port.ANSWERS, Port.UNKNOWN):
@@ -215,7 +234,7 @@ class Seen:
         self.rounds += 1
 
     def note(self, what: str, port: Port, began: float) -> None:
-        """Count what one port did in a probe that began at `began` (monotonic)."""
+        """Count the behavior of one port in a probe that began at `began` (monotonic)."""
         self._unknown.discard(what)
         if port is Port.SILENT:
             if self._silent_since[what] is None:
@@ -225,11 +244,11 @@ class Seen:
         if port is Port.UNKNOWN:
             self._unknown.add(what)
             return
-        # A process that answered has done so by now; a kernel that accepted did so when the probe began.
+        # A process that answered was alive just now; a kernel that accepted was alive when the probe began.
         self._life[what] = (began if port is Port.HANGS else clock.monotonic(), port)
 
     def found(self, what: str) -> Port:
-        """What `slurmd`, `agent` or `kernel` does."""
+        """Return the behavior of `slurmd`, `agent` or `kernel`."""
         last, now = self._life.get(what), clock.monotonic()
         unbroken = self._silent_since[what] is None and now - self._looked_at < self.STALE_S
         if what in self._unknown and (last is None or now - last[0] >= self._forget_s):
@@ -246,22 +265,22 @@ class Seen:
 
     @property
     def silent_s(self) -> float:
-        """How long all ports have been silent."""
+        """Return for how many seconds all ports have been silent."""
         return self._since(*self._silent_since.values())
 
     @property
     def agent_silent_s(self) -> float:
-        """How long no agent has answered, refused or not."""
+        """Return for how many seconds no agent has answered, whether its port refused or not."""
         return self._since(self._no_agent_since)
 
     @property
     def slurmd_silent_s(self) -> float:
-        """How long no slurmd has answered, refused or not."""
+        """Return for how many seconds no slurmd has answered, whether its port refused or not."""
         return self._since(self._no_slurmd_since)
 
 
 class Series(Seen):
-    """Repeated looks at one node, until stopped. `died` hears of the task's own faults."""
+    """The repeated probes of one node, until stopped. `died` is called if the task itself fails."""
 
     def __init__(self, target: Target, died: tasks.Died) -> None:
         super().__init__()
@@ -274,11 +293,11 @@ class Series(Seen):
             began = clock.monotonic()
             found = await look(self.target)
             self.add(found, began)
-            # Each bare connection leaves two lines in slurmd's log: a node that lives is asked less and less.
+            # Each bare connection leaves two lines in slurmd's log, so a living node is probed less and less often.
             alive = found.slurmd is not Port.SILENT
             self._pause_s = min(MAX_INTERVAL_S, 2 * self._pause_s) if alive else INTERVAL_S
             await asyncio.sleep(max(0.0, self._pause_s - (clock.monotonic() - began)))
 
     def stop(self) -> None:
-        """No more probes."""
+        """Stop probing."""
         self._task.cancel()

@@ -1,4 +1,4 @@
-"""Whether a job's recoveries lead anywhere: a pure rule over its event log."""
+"""The rule whether a job's recoveries make progress: a pure function of its event log."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ from collections.abc import Iterable
 
 from gemini_hpc.wire.inspect_schema import EventRecord
 
-_REACHED = frozenset(("agreed", "resumed", "saved", "detached", "released"))  # with a version that had been sealed
-_ENDED = frozenset(("detached", "released"))  # with the last one that an agent knows of
-_FAILED = frozenset(("confirmed", "sent_back"))  # what the controller says of a failure, and of no preemption
+_REACHED = frozenset(("agreed", "resumed", "saved", "detached", "released"))  # these events carry a sealed version
+_ENDED = frozenset(("detached", "released"))  # these events carry the last version that an agent knows
+# the controller's events for a failure; a preemption has none of them
+_FAILED = frozenset(("confirmed", "sent_back"))
 
 
 def barren(events: Iterable[EventRecord], since: int = 1) -> tuple[int, int]:
-    """How many lives of a job in a row, up to the last one, began with a recovery, failed, and sealed nothing newer
-    than those before; and the newest version. since: the first life that counts. A life of which nobody has told how
-    far it came ends the row."""
+    """Count the job's latest lives in a row that failed without progress.
+
+    Such a life began with a recovery, failed, and sealed no newer version than the lives before it. A life without
+    a reported end of its progress ends the row.
+
+    Args:
+        events: The job's events.
+        since: The first life that counts.
+
+    Returns:
+        The number of such lives, and the newest version.
+    """
     reached: dict[int, int] = {}
     ended, failed = set(), set()
     for event in events:

@@ -1,4 +1,4 @@
-"""What users ask the controller about their jobs, and who is answered (`inspect`, requirement who-may-inspect)."""
+"""The users' queries about their jobs, and the rule for their answers (`inspect`, requirement who-may-inspect)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from gemini_hpc.wire.link import Link
 
 log = logging.getLogger("gemini_hpc.controller")
 
-QUERY_IDLE_S = 60.0
-# Who asks gives up after 2 s. An agent on a busy node needs a moment, and is named for missing after that.
+QUERY_IDLE_S = 60.0  # an idle client is disconnected after this
+# The client gives up after 2 s. An agent on a busy node needs a moment; after that it is listed as missing.
 SLURM_TIMEOUT_S, PARTS_TIMEOUT_S = 0.8, 0.9
 QUERY_FRAME_BYTES = 4096
-QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, whatever number of connections
-LISTED_S = 86400.0  # ended jobs are listed for so long, unless all are asked for
+QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, over all connections
+LISTED_S = 86400.0  # ended jobs are listed for so long, unless the query asks for all
 MAX_LISTED, MAX_LOGS = 1000, 4000
 SILENT = {"state": "", "reason": "Slurm does not answer"}
 STALE = "Slurm does not answer: the Slurm state shown here is an older one"
 
 
 class Questions:
-    """Answers; the agents' parts are collected anew for each."""
+    """The answers to users' queries; the agents' parts are collected anew for each."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Questions:
         self._listing = asyncio.Lock()
 
     def part(self, agent: Agent, message: inspect_schema.InspectPart) -> None:
-        """An agent's part of an answer; dropped unless it was asked for it."""
+        """Accept an agent's part of an answer, or drop it if it was not requested."""
         waiting = self._parts.get(message.request)
         if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
             waiting[1][agent.host] = message
             waiting[2].set()
 
     async def serve(self, link: Link) -> None:
-        """One asker, until it goes or is idle for a minute."""
+        """Serve one client until it disconnects or is idle for a minute."""
         link.limit_bytes = QUERY_FRAME_BYTES
         while True:
             async with asyncio.timeout(QUERY_IDLE_S):
@@ -75,11 +75,11 @@ class Questions:
                 answer = await self._listed(message.all, uid)
             else:
                 answer = await self._answer(message.job, uid)
-            await link.flush(answer)  # the next one only when this one has left: what waits here is memory
+            await link.flush(answer)  # read no further query before this answer has left: queued answers cost memory
 
     async def _answer(self, raw_id: int, uid: int) -> inspect_schema.JobAnswer:
         refused = inspect_schema.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
-        # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
+        # Checked for every job, so that a forbidden job takes as long to answer as an unknown one.
         operator = await self._operators.allows(uid)
         track = self._registry.jobs.get(raw_id)
         job: Job | None = None
@@ -94,8 +94,8 @@ class Questions:
             log.warning("job=%d slurm=%s", raw_id, str(exc) or silence)
             job, silent = track.job if track else None, True
         if job is not None and track is not None and track.user_id != job.user_id:
-            track = None  # an earlier job's: ids are given anew after a cold start
-        # Of a job that Slurm has forgotten the log still knows whose it was.
+            track = None  # the track is of an earlier job: Slurm reuses ids after a cold start
+        # The log still has the owner of a job that Slurm has forgotten.
         owner = job.user_id if job else track.user_id if track else self._logs.owner(raw_id)
         if owner is None or (uid != owner and not operator):
             return refused
@@ -123,7 +123,7 @@ class Questions:
 
     async def _listed(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:
         operator = await self._operators.allows(uid)
-        async with self._listing:  # of many that ask at once each costs a look at the directory
+        async with self._listing:  # one at a time: each query reads the directory
             ended = await asyncio.to_thread(self._ended, everything, None if operator else uid)
         rows = {row.job: row for row in ended}
         for raw_id, track in self._registry.jobs.items():
@@ -133,7 +133,7 @@ class Questions:
         return inspect_schema.JobsAnswer(tuple(newest[:MAX_LISTED]), max(0, len(newest) - MAX_LISTED))
 
     def _ended(self, everything: bool, uid: int | None) -> list[inspect_schema.JobRow]:
-        """What the logs say; in a thread of its own."""
+        """Return the rows of ended jobs from the logs. Runs in a thread of its own."""
         since = clock.time() - (KEPT_S if everything else LISTED_S)
         rows = []
         for job, owner in self._logs.newest(MAX_LOGS, since):

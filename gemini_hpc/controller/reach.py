@@ -1,4 +1,4 @@
-"""How many other nodes this host reaches: a controller that is cut off itself must not judge."""
+"""The check how many other nodes this host reaches: a controller that is cut off itself must not judge."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gemini_hpc.controller.registry import Registry
 from gemini_hpc.slurm.facts import Node
 
 MOST = 64
-KEPT_S = 0.5
-SAMPLE = 4  # nodes that agents vouch for, probed before somebody is fenced
+KEPT_S = 0.5  # a result this recent is used again
+SAMPLE = 4  # of the nodes vouched for by agents, so many are probed before a node is fenced
 UNSEEN = (Port.SILENT, Port.UNKNOWN)
 
 
 class Reach:
-    """Looks at nodes that nobody suspects: those of one job first, then those of others."""
+    """The probe of nodes that are not suspected, first those of one job, then those of others."""
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
         self._settings, self._registry = settings, registry
@@ -29,8 +29,11 @@ class Reach:
     async def look(
         self, members: Iterable[str], accused: set[str], nodes: Mapping[str, Node], *, sure: bool = False
     ) -> None:
-        """Ask anew, unless that was done a moment ago. An agent that has just called vouches for its node, but what
-        it sends comes in; `sure`: some of those nodes are probed as well, and stand for the others."""
+        """Probe again, unless the last result is recent.
+
+        An agent that has just connected vouches for its node. But its messages prove only the way in. With `sure`,
+        some of those nodes are probed as well, and represent the others.
+        """
         began = clock.monotonic()
         if began - (self._sure_at if sure else self._at) < KEPT_S:
             return
@@ -45,7 +48,7 @@ class Reach:
         asked = {n: t for n, t in targets.items() if n not in vouched or n in sample}
         found = await probe.reached(asked)
         if not sure and self._sure_at > began:
-            return  # what was asked meanwhile says more
+            return  # a `sure` probe has finished meanwhile, and its result is more reliable
         seen = sum(found[n] not in UNSEEN for n in sample)
         doubtful = [n for n in asked if n not in sample]
         answered = sum(found[n] not in (*UNSEEN, Port.HANGS) for n in doubtful)

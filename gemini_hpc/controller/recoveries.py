@@ -1,5 +1,7 @@
-"""All recoveries of this controller: whom reports reach, and what a dead controller left to be done (requirement
-one-controller)."""
+"""All recoveries of this controller, including those that a dead controller left open (requirement one-controller).
+
+Reports reach their recovery through this module.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,16 @@ from gemini_hpc.wire.inspect_schema import EventRecord
 
 log = logging.getLogger("gemini_hpc.controller")
 
-MAX_LATER = 512  # a user
-OUTAGE_S = 120.0
-RETRY_S = 1.0
-GIVE_UP_S = 600.0  # of refusals, not of silence
-SPEAK_S = 10.0  # within which an agent that has lost its controller calls the next one
-COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
+MAX_LATER = 512  # per user
+OUTAGE_S = 120.0  # a silent host counts for this long in a mass outage
+RETRY_S = 1.0  # pause before Slurm is queried again
+GIVE_UP_S = 600.0  # seconds of refusals by Slurm; its silence does not count
+SPEAK_S = 10.0  # time within which an agent that has lost its controller connects to the next one
+COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0  # pause of an incarnation after a recovery; it doubles each time
 
 
 class Recoveries:
-    """All recoveries of this controller."""
+    """The recoveries of this controller."""
 
     def __init__(
         self,
@@ -66,16 +68,18 @@ class Recoveries:
         self._resuming = set(journal.left_open())
         self.reserving = asyncio.Lock()
         self._over = False  # this controller has stepped down
-        # The longest that a job was seen COMPLETING: its epilogs, mostly.
+        # Longest time for which a job was seen COMPLETING, mostly because of its epilogs.
         self.longest_epilog_s = 0.0
 
     def reservation_minutes(self) -> int:
-        """How long a reservation of ours lasts if nobody ends it (requirement reservations)."""
+        """Return how many minutes a reservation lasts if it is not deleted (requirement reservations)."""
         return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Stop all work at once, as a crash would, and begin none: another controller takes over from the journal.
-        Returns what is about to end, which may still write to the journal."""
+        """Cancel all work at once, as a crash would, and start none: another controller takes over from the journal.
+
+        Return the tasks that are about to end, which may still write to the journal.
+        """
         self._over = True
         ending = list(self._tasks)
         for task in ending:
@@ -84,23 +88,25 @@ class Recoveries:
         return ending
 
     def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
-        """One line of a job's event log, and of the service's own log."""
+        """Write one line to a job's event log and to the service's own log."""
         log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
         self._logs.add(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
 
     def died(self, why: str) -> None:
-        """A task of the service's own has died of a fault of ours; it is started again."""
+        """Alert that a task of the service died of a fault of ours. The task is restarted."""
         if self._over:
             return
         self.alerts.tell("task died", 0, "", why)
 
     def accused(self) -> set[str]:
-        """Hosts that are suspected, by some job's agents or by our own probes, and that are not cleared."""
+        """Return the hosts that some job's agents or our own probes suspect and that are not cleared."""
         return {h for r in self._active.values() for h, s in r.suspects.items() if s.verdict.act is not Act.DISMISS}
 
     def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
-        """These hosts, and all others, of one user's jobs if given, that are silent now or were a moment ago: a mass
-        outage shows in the sum."""
+        """Return these hosts and all others that are, or recently were, silent.
+
+        With `user_id`, only hosts of that user's jobs are added. A mass outage shows in the sum.
+        """
         since = clock.monotonic() - OUTAGE_S
         self._outage = {key: t for key, t in self._outage.items() if t > since}
         found = {host for uid, host in self._outage if user_id in (None, uid)}
@@ -110,7 +116,7 @@ class Recoveries:
         return hosts | found
 
     def protected_of_others(self, user_id: int) -> set[str]:
-        """Nodes of other owners' protected jobs, of those that run and of those that are on their way back."""
+        """Return the nodes of other owners' protected jobs that run or are on their way back."""
         found: set[str] = set()
         for track in self.registry.jobs.values():
             if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
@@ -121,7 +127,7 @@ class Recoveries:
         return found
 
     def why_hold(self, track: Track) -> str:
-        """Why this job is to be held in place of running again: its recoveries lead nowhere. "" if it is not."""
+        """Return why this job must be held instead of running again: its recoveries make no progress. "" if not."""
         most, since = self.settings.recoveries_without_progress, track.stored.held_before
         count, version = barren(self._logs.read(track.raw_id, track.user_id), since) if most else (0, 0)
         if not most or count < most:
@@ -131,7 +137,7 @@ class Recoveries:
         return f"{count} {recoveries} sealed nothing {newest}"
 
     def survivors_of(self, name: str) -> set[str] | None:
-        """The survivors for which a reservation of ours is there; None where that is not known."""
+        """Return the survivors for whom a reservation of ours was made; None if they are not known."""
         raw_id = name.removeprefix(PREFIX).split("_")[0]
         for (job, _), recovery in self._active.items():
             if name.startswith(PREFIX) and raw_id == str(job) and recovery.survivors is not None:
@@ -139,19 +145,22 @@ class Recoveries:
         return None
 
     def remember_silent(self, hosts: set[str]) -> None:
-        """These were too many; they count again when the next one is judged."""
+        """Remember hosts that were too many to be fenced. They count again when the next host is judged."""
         now = clock.monotonic()
         for recovery in self._active.values():
             self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
 
     def active(self, raw_id: int) -> bool:
-        """Whether a recovery of this job is under way: its replicas are needed whatever Slurm says meanwhile."""
+        """Return whether a recovery of this job is in progress.
+
+        Its replicas are then needed, whatever Slurm reports meanwhile.
+        """
         return any(key[0] == raw_id for key in self._active) or any(
             key.split(".")[0] == str(raw_id) for key in self._resuming
         )
 
     def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], died: tasks.Died) -> None:
-        """Run to the end; after a fault of ours tell it and begin again."""
+        """Run the work to its end. After a fault of ours, report it and start again."""
         if self._over:
             return
         task = tasks.start(name, work, died)
@@ -159,11 +168,11 @@ class Recoveries:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, key: tuple[int, int], recovery: Recovery) -> None:
-        """One recovery; after a fault what it has begun is finished as after a restart of the controller."""
+        """Run one recovery. After a fault, finish its begun actions as after a restart of the controller."""
         try:
             await recovery.run()
         except SlurmUnreachable as exc:
-            # No fault of ours: what was begun is finished, or undone, as soon as Slurm answers again.
+            # No fault of ours: begun actions are finished or undone as soon as Slurm answers again.
             log.warning("recovery %s waits for Slurm: %s", recovery.key, exc)
             if recovery.key in self.journal.left_open():
                 self._take_over(recovery.key)
@@ -189,7 +198,7 @@ class Recoveries:
         self._start(f"recovery {key}", lambda: self._resume_until_done(key), died)
 
     def report(self, track: Track, reporter: str, message: Report) -> None:
-        """A report from an authenticated agent on `reporter`; anything that is not plausible is dropped here."""
+        """Accept a report from an authenticated agent on `reporter`. Drop an implausible report."""
         if self._over:
             return
         members = track.members(message.restart)
@@ -219,7 +228,7 @@ class Recoveries:
             recovery.report(host, said_by)
 
     def _look_later(self, track: Track, restart: int, host: str, said_by: set[str], pause_s: float) -> None:
-        """What is reported during the pause is looked at after it: its sender may not repeat it."""
+        """Handle a report of the pause after the pause: its sender may not repeat it."""
         what = (track.user_id, track.raw_id, restart, host)
         if what in self._later or sum(w[0] == track.user_id for w in self._later) >= MAX_LATER:
             return
@@ -232,7 +241,7 @@ class Recoveries:
         asyncio.get_running_loop().call_later(pause_s + 0.01, again)
 
     def _ended(self, key: tuple[int, int]) -> None:
-        """Reports that led to nothing are heard again after a pause that doubles."""
+        """Remove a recovery. New reports about its incarnation are handled after a pause that doubles each time."""
         self._active.pop(key, None)
         now = clock.monotonic()
         pause_s = min(MAX_COOL_DOWN_S, 2 * self._cool.get(key, (0.0, COOL_DOWN_S / 2))[1])
@@ -242,7 +251,7 @@ class Recoveries:
     # ---- after a restart -------------------------------------------------------------------------------
 
     async def resume(self) -> None:
-        """Finish or clean what an earlier controller left (waits until Slurm answers)."""
+        """Finish or clean up the recoveries that an earlier controller left open, once Slurm answers."""
         left = self.journal.left_open()
         while True:
             try:
@@ -257,8 +266,11 @@ class Recoveries:
             self._take_over(key)
 
     async def _resume_until_done(self, key: str) -> None:
-        """Until it is; the key is let go of then, and not by a fault, after which it is tried again. What Slurm
-        refuses again and again is given up: while the key is held, nobody looks after the job."""
+        """Finish one open recovery, and only then release its key.
+
+        A fault does not release the key; the work is tried again. If Slurm refuses for `GIVE_UP_S`, the recovery is
+        given up: while the key is held, the job gets no new recovery.
+        """
         refused_s, why = 0.0, ""
         while records := self.journal.left_open().get(key):
             began = clock.monotonic()
@@ -278,7 +290,7 @@ class Recoveries:
         self._resuming.discard(key)
 
     async def _give_up(self, key: str, records: list[Record], why: str) -> None:
-        """Hold nothing any more, and say so: what is left to be done is an administrator's."""
+        """Release all that is held, and alert: the rest of the work is the administrator's."""
         raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
         try:
             job: Job | None = await self.slurm.job(raw_id)
@@ -319,7 +331,8 @@ class Recoveries:
                 await self._forgotten(host, judging)
         in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
         if in_flight and opened.get("ahead"):
-            # Nodes were only held until Slurm finds the others dead: has it, and requeued the job for that?
+            # Nodes were only held until Slurm finds the others dead. Check whether it has, and has requeued the job
+            # for that.
             nodes = await self.slurm.nodes()
             found = any(n in nodes and nodes[n].down for n in names["dead"])
             in_flight = found and job is not None and job.restarts > restart
@@ -348,7 +361,11 @@ class Recoveries:
             self._ended((raw_id, restart))
 
     async def _delete(self, job: Job | None, name: str) -> None:
-        """Whether it is there or not; what Slurm refuses to delete ends by itself. Raises `SlurmUnreachable`."""
+        """Delete a reservation, whether it exists or not. A reservation that Slurm refuses to delete ends by itself.
+
+        Raises:
+            SlurmUnreachable: Slurm did not answer.
+        """
         try:
             if job is not None and not job.over and job.reservation == name:
                 await self.slurm.detach_reservation(job)
@@ -359,7 +376,10 @@ class Recoveries:
             log.warning("reservation %s could not be deleted: %s", name, exc)
 
     async def _forgotten(self, host: str, recovery: Recovery) -> None:
-        """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
+        """Fence a node again if slurmctld died before it had saved that the node is DOWN.
+
+        The node is no less dead for that.
+        """
         if await self._not_down(host) is None:
             return
         if (await recovery.judge_taken_over(host)).act is not Act.FENCE:
@@ -368,12 +388,15 @@ class Recoveries:
             await recovery.fence(host, node)
 
     async def _half_fenced(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
-        """Died between drain and DOWN: finish where that still follows, else give the node back."""
+        """Finish or undo a fence of a controller that died between drain and DOWN.
+
+        The fence is finished if the judgement still demands it. Otherwise the node is returned to service.
+        """
         if not await self._still_drained(host):
             return
         verdict = await recovery.judge_taken_over(host) if recovery is not None else None
         if not await self._still_drained(host):
-            return  # an administrator, or Slurm, has been there meanwhile
+            return  # an administrator or Slurm has changed the node meanwhile
         if recovery is not None and verdict is not None and verdict.act is Act.FENCE:
             await recovery.fence(host, None)
             return
@@ -382,11 +405,14 @@ class Recoveries:
         self.say(raw_id, restart, "resumed", host, f"undid the drain of an interrupted recovery: {why}")
 
     async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
-        """Whether the script had ended before its node was set DOWN: nobody but us sends such a job back."""
+        """Return whether the script had ended before its node was set DOWN.
+
+        Only the controller requeues such a job.
+        """
         if job is None or job.restarts != restart or job.state not in CUT_SHORT or not begun:
             return False
         if clock.time() - job.end_time > self.settings.retention_s:
-            return False  # its copies are gone
+            return False  # the job's copies are gone
         if job.state == COMPLETED and not await self._unfinished(job.raw_id, restart):
             return False
         nodes = await self.slurm.nodes()
@@ -405,18 +431,21 @@ class Recoveries:
         return False
 
     async def _not_down(self, host: str) -> Node | None:
-        """The node as it is now, unless it is DOWN or unknown."""
-        node = (await self.slurm.nodes()).get(host)  # to ask for one that was removed is an error
+        """Return the node as it is now; None if it is DOWN or unknown."""
+        node = (await self.slurm.nodes()).get(host)  # all nodes are read: a query for a removed node is an error
         return None if node is None or node.down else node
 
     async def _still_drained(self, host: str) -> bool:
-        """Whether it is drained by us and not DOWN. The reason alone says nothing: it may outlive a RESUME."""
+        """Return whether the controller has drained the node and it is not DOWN.
+
+        The reason alone proves nothing, because it may outlive a RESUME.
+        """
         node = await self._not_down(host)
         return node is not None and is_ours(node)
 
 
 def _reserved(records: list[Record]) -> list[str]:
-    """The reservations that were made, or begun: one that is not noted as made may be there all the same."""
+    """Return the reservations that were made or begun: one that is not recorded as made may exist all the same."""
     return list(dict.fromkeys(str(r.data["name"]) for r in records if r.step == "reserve"))
 
 

@@ -1,10 +1,12 @@
-"""From a report to a job that runs again: one `Recovery` per incarnation that lost nodes.
+"""The way from a report to a running job: one `Recovery` for each incarnation that lost nodes.
 
-1. Reports are collected; a second dead node reported meanwhile joins the same recovery.
+1. Reports are collected. A second dead node that is reported meanwhile joins the same recovery.
 2. Each suspect is probed and judged by `fencing`, on facts read from Slurm.
-3. Confirmed: survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered (`requeue`).
-   What is not ours to fence is watched on: should Slurm find it dead, the requeue is steered just so.
-Each action is journaled before and after; `recoveries.Recoveries` finishes what a dead controller began.
+3. After confirmation, survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered
+   (`requeue`). A node that is not ours to fence is watched further: if Slurm finds it dead, the requeue is steered
+   the same way.
+
+Each action is journaled before and after. `recoveries.Recoveries` finishes what a dead controller began.
 """
 
 from __future__ import annotations
@@ -43,15 +45,15 @@ from gemini_hpc.wire.ports import candidates as agent_ports
 
 log = logging.getLogger("gemini_hpc.controller")
 
-TICK_S, SLOW_TICK_S = 0.05, 0.5
-REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0
-FRESH_S = 0.25
-AGAIN_S = 2.0  # so long a passing doubt of our own sight, or a Slurm that does not answer, is waited out before DOWN
-RESERVE_S = 10.0  # so long a Slurm that does not answer is asked again to reserve nodes
-COLLECT_S = 0.3
-WATCH_S = 60.0
-LEFT_S = 600.0  # what is left to Slurm is watched so long: SlurmdTimeout is 300 s by default
-LINKED_FACTOR = 2.0  # an agent that was heard of within so many confirmation times is there
+TICK_S, SLOW_TICK_S = 0.05, 0.5  # pause between two judgements; slow while all is left to Slurm
+REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0  # Slurm's facts are read again after this
+FRESH_S = 0.25  # facts for an action are at most this old
+AGAIN_S = 2.0  # retry for this long if our own reachability check fails or Slurm does not answer, before setting DOWN
+RESERVE_S = 10.0  # retry for this long to reserve nodes if Slurm does not answer
+COLLECT_S = 0.3  # a new report is awaited for this long: more nodes may have died
+WATCH_S = 60.0  # a suspect is judged for this long before it is dismissed
+LEFT_S = 600.0  # nodes left to Slurm are watched for so long: SlurmdTimeout is 300 s by default
+LINKED_FACTOR = 2.0  # an agent counts as connected if a message came within so many confirmation times
 MAX_SUSPECTS = 64
 ACTS = (Act.FENCE, Act.ADOPT, Act.REQUEUE)
 BUDGETS = (Veto.BUDGET, Veto.USER_BUDGET)
@@ -60,32 +62,32 @@ DEAD_BUT_NOT_OURS = (*BUDGETS, Veto.STRANGERS)
 
 @dataclass
 class Suspect:
-    """One node that is looked at."""
+    """A node that is being judged."""
 
     host: str
     claim: Claim = Claim.REPORTED
     since: float = field(default_factory=clock.monotonic)
     reported_at: float = field(default_factory=clock.time)
     seen: probe.Seen | None = None
-    node: Node | None = None  # as Slurm had it when it was last judged
-    left: Veto | None = None  # the last reason for leaving it to Slurm that was told
-    down: bool = False  # the journal has that it is being set DOWN
+    node: Node | None = None  # as Slurm had it at the last judgement
+    left: Veto | None = None  # the last reported reason for leaving it to Slurm
+    down: bool = False  # the journal has recorded that it is being set DOWN
     verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
 
     @property
     def silent_s(self) -> float:
-        """How long it has been silent."""
+        """Return for how many seconds the node has been silent."""
         return self.seen.silent_s if self.seen else 0.0
 
     def stop(self) -> None:
-        """No more probes."""
+        """Stop probing."""
         if isinstance(self.seen, probe.Series):
             self.seen.stop()
 
 
 @dataclass
 class Facts:
-    """What Slurm said at one moment. `job`: None where it does not know it any more."""
+    """Slurm's facts at one moment. `job` is None if Slurm no longer knows the job."""
 
     at: float
     job: Job | None
@@ -95,7 +97,7 @@ class Facts:
 
 
 class Recovery:
-    """The failure of one or more nodes in one incarnation."""
+    """The recovery from the failure of one or more nodes in one incarnation."""
 
     def __init__(self, home: RecoveryContext, track: Track, restart: int) -> None:
         self._home = home
@@ -108,41 +110,44 @@ class Recovery:
         self._told_rescue = False
 
     def silent(self) -> set[str]:
-        """Suspects that are silent, and that no journal counts as fenced: until one is really being set DOWN, a mass
-        outage has to show in it. What Slurm itself holds for DOWN counts until that is acted on."""
+        """Return the suspects that are silent and that no journal counts as fenced.
+
+        A mass outage must show in this set until a node is really being set DOWN. A node that Slurm itself
+        considers DOWN counts until that is acted on.
+        """
         adopted = {h for h, s in self.suspects.items() if self.acting and s.verdict.act is Act.ADOPT}
         return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.down} - adopted
 
     @property
     def key(self) -> str:
-        """Its name in the journal."""
+        """Return the recovery's name in the journal."""
         return f"{self._track.raw_id}.{self.restart}"
 
     @property
     def user_id(self) -> int:
-        """The job's owner."""
+        """Return the uid of the job's owner."""
         return self._track.user_id
 
     def say(self, event: str, host: str = "", detail: str = "") -> None:
-        """One line of the job's event log."""
+        """Write one line to the job's event log."""
         self._home.say(self._track.raw_id, self.restart, event, host, detail)
 
     def note(self, step: str, phase: str, **data: str | int | float | list[str]) -> None:
-        """One line of the journal."""
+        """Write one line to the journal."""
         self._home.journal.write(self.key, step, phase, **data)
 
     def died(self, why: str) -> None:
-        """A task of this recovery's has died of a fault of ours; it is started again."""
+        """Log that a task of this recovery died of a fault of ours. The task is restarted."""
         self.say("task_died", "", why)
 
     def report(self, host: str, witnesses: set[str]) -> None:
-        """The first report about a host starts its probes."""
+        """Accept a report. The first report about a host starts its probes."""
         if host not in self.suspects and len(self.suspects) < MAX_SUSPECTS:
             self.suspects[host] = Suspect(host)
             self.say("detected", host, f"reported by {','.join(sorted(witnesses))}")
 
     async def run(self) -> None:
-        """Judge, and act if that is what follows."""
+        """Judge the suspects, and act if that follows."""
         try:
             facts = await self._judge_all()
             if facts is not None:
@@ -158,11 +163,16 @@ class Recovery:
     # ---- judging ---------------------------------------------------------------------------------------
 
     async def _read(self) -> Facts:
-        """Raises `SlurmError`, and `UnknownJob` where the job is gone."""
+        """Return fresh facts from Slurm.
+
+        Raises:
+            UnknownJob: The job is gone.
+            SlurmError: Slurm did not answer.
+        """
         slurm, job = self._home.slurm, await self._home.slurm.job(self._track.raw_id)
         self._track.learn(job)
         nodes = await slurm.nodes()
-        # What Slurm has no record of cannot be asked about; nothing is done to it either.
+        # Slurm cannot be queried about nodes without a record. No action is taken on them either.
         names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
         owners = await slurm.owners(names) if names else {}
         up_s = await self._home.primary.up_s()
@@ -184,7 +194,7 @@ class Recovery:
         await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes, sure=sure)
 
     async def _sure(self, facts: Facts) -> Facts:
-        """What an action may be based on: fresh facts, and a proof that this host still reaches others."""
+        """Return facts that an action may be based on: fresh, and with proof that this host still reaches others."""
         for _ in range(2):
             if clock.monotonic() - facts.at > FRESH_S:
                 facts = await self._read()
@@ -200,7 +210,7 @@ class Recovery:
         strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
         lately = clock.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
         window_s, whole = settings.fence_budget_window_s, budget(settings.fence_budget_nodes, len(facts.nodes))
-        # A survivor may already be in the next incarnation, and be missed there.
+        # A survivor may already be in the next incarnation, and its absence may be reported there.
         later, dead = suspect.claim is Claim.SURVIVOR, self.survivors.dead if self.survivors is not None else ()
         return Case(
             claim=suspect.claim,
@@ -236,11 +246,11 @@ class Recovery:
         )
 
     def _judge(self, suspect: Suspect, facts: Facts) -> Verdict:
-        """One suspect, now; what is new is told."""
+        """Judge one suspect now. Log changes."""
         verdict, before = judge(self._case(suspect, facts)), suspect.verdict
         suspect.verdict, suspect.node = verdict, facts.nodes.get(suspect.host)
         if verdict.veto in BUDGETS:
-            # A mass outage: these count again when the next one is judged.
+            # A mass outage: these hosts count again when the next one is judged.
             self._home.remember_silent(self._home.silent({suspect.host}))
             self._home.alerts.tell(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
         if verdict.act is Act.DISMISS and before.act is not Act.DISMISS:
@@ -251,7 +261,7 @@ class Recovery:
         return verdict
 
     def _decide(self, facts: Facts) -> list[Suspect]:
-        """Judge every suspect; those that call for an action."""
+        """Judge every suspect. Return those that call for an action."""
         return [s for s in self.suspects.values() if self._judge(s, facts).act in ACTS]
 
     def _ask_suspects(self) -> None:
@@ -261,7 +271,7 @@ class Recovery:
                 agent.link.send(InspectAsk())
 
     async def _judge_all(self) -> Facts | None:
-        """Until every suspect is judged; the facts to act on, or None."""
+        """Judge until every suspect has a verdict. Return the facts to act on, or None."""
         began, facts, quick = clock.monotonic(), None, True
         watch_s = WATCH_S + self._home.settings.slurm_settle_s
         while (passed_s := clock.monotonic() - began) < max(watch_s, LEFT_S):
@@ -290,7 +300,8 @@ class Recovery:
             if not found and not left and (not waiting or passed_s >= watch_s):
                 break
             await self._hold_ahead(facts)
-            quick = bool(found or waiting) and passed_s < watch_s  # else all is left to Slurm, whose word is awaited
+            # otherwise all is left to Slurm, whose decision is awaited
+            quick = bool(found or waiting) and passed_s < watch_s
             await asyncio.sleep(TICK_S if quick else SLOW_TICK_S)
         for suspect in self.suspects.values():
             if suspect.verdict.act in (Act.WAIT, Act.LEAVE):
@@ -299,7 +310,7 @@ class Recovery:
         return None
 
     def _rescued_from(self, passed_s: float) -> bool:
-        """Whether ranks that live are being copied from: to set a node DOWN would end them."""
+        """Return whether agents copy state from living ranks: setting a node DOWN would end those ranks."""
         rescuing = passed_s < LIMIT_S and self._track.rescuing(self.restart)
         if rescuing and not self._told_rescue:
             self._told_rescue = True
@@ -307,8 +318,11 @@ class Recovery:
         return rescuing
 
     async def _hold_ahead(self, facts: Facts) -> None:
-        """Where a dead node is not ours to fence Slurm requeues the job some time: no other job may be faster then.
-        Held are the job's own nodes, so nobody else waits for it."""
+        """Reserve the job's own living nodes if a dead node is not ours to fence.
+
+        Slurm will requeue the job some time, and no other job may take its nodes first. No other job waits for
+        them, since this job holds them now.
+        """
         left = [s.host for s in self.suspects.values() if s.verdict.veto in DEAD_BUT_NOT_OURS]
         if self._ahead is not None or facts.job is None or not left:
             return
@@ -321,7 +335,7 @@ class Recovery:
             log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
 
     def _open(self, job: Job, dead: list[str], alive: list[str], **more: int) -> None:
-        """Begin the journal's entry. ahead=1: nodes are held, and nothing else is done yet."""
+        """Open the journal's entry. `ahead=1` means that nodes are held and no other action has begun."""
         self.note(
             "open",
             "before",
@@ -336,12 +350,12 @@ class Recovery:
         )
 
     def _alive(self, dead: list[str], facts: Facts) -> list[str]:
-        """All other nodes of the job that Slurm does not hold for DOWN; the survey finds out which answer."""
+        """Return all other nodes of the job that Slurm does not consider DOWN. The survey finds out which answer."""
         members = self._track.members(self.restart)
         return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].down]
 
     def _soon(self, suspect: Suspect) -> bool:
-        """Whether a suspect that is not confirmed yet is worth waiting for: it is silent, or was just reported."""
+        """Return whether a suspect may soon be confirmed: it is silent, or was just reported."""
         if clock.monotonic() - suspect.since < COLLECT_S:
             return True
         confirm_s = self._home.settings.fence_confirm_s
@@ -350,8 +364,13 @@ class Recovery:
         return 0 < suspect.silent_s < confirm_s and clock.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
 
     async def judge_taken_over(self, host: str) -> Verdict:
-        """What an earlier controller had begun to fence, judged anew under the same vetoes. Waits as long as a report
-        is watched. Raises `SlurmError`."""
+        """Judge again, under the same vetoes, a node that an earlier controller had begun to fence.
+
+        The judgement waits as long as a report is watched.
+
+        Raises:
+            SlurmError: Slurm did not answer.
+        """
         suspect = self.suspects[host] = Suspect(host, Claim.TAKEN_OVER)
         began, watch_s = clock.monotonic(), WATCH_S + self._home.settings.slurm_settle_s
         try:
@@ -371,7 +390,7 @@ class Recovery:
         return suspect.verdict
 
     async def _judge_survivor(self, host: str, seen: probe.Seen) -> bool:
-        """A survivor has fallen silent as well: the same judgement; whether it is dead, and DOWN, now."""
+        """Judge a survivor that has fallen silent, by the same rules. Return whether it is dead and DOWN now."""
         suspect = self.suspects.setdefault(host, Suspect(host, Claim.SURVIVOR))
         suspect.seen = seen
         try:
@@ -401,7 +420,7 @@ class Recovery:
         if job is None:
             return
         confirmed = [h for h, v in chosen.items() if v.act in (Act.FENCE, Act.ADOPT)]
-        dead = list(confirmed)  # survivors that turn out to be dead, too, join it
+        dead = list(confirmed)  # survivors that prove dead join it
         rebooted = [h for h, v in chosen.items() if v.act is Act.REQUEUE]
         for host in [*dead, *rebooted]:
             self.say("confirmed", host, chosen[host].why)
@@ -417,7 +436,7 @@ class Recovery:
                 verdict = chosen[host]
                 if verdict.act is Act.FENCE:
                     verdict = await self._judge_again(self.suspects[host], facts)
-                # Nothing is awaited between this judgement and what it leads to.
+                # There is no `await` between this judgement and its action.
                 if verdict.act is Act.FENCE:
                     await self.fence(host, self.suspects[host].node)
                 elif verdict.act is Act.ADOPT:
@@ -440,8 +459,13 @@ class Recovery:
         await self.finish(helper)
 
     async def _reserve(self, helper: Requeue, job: Job, facts: Facts, dead: int) -> None:
-        """Hold nodes for the requeue. Raises `SlurmError`, where Slurm is silent after a while. Nobody is fenced on
-        these facts: each dead node is judged once more afterwards."""
+        """Hold nodes for the requeue.
+
+        No node is fenced on these facts: each dead node is judged once more afterwards.
+
+        Raises:
+            SlurmError: Slurm refused, or did not answer for `RESERVE_S`.
+        """
         began = clock.monotonic()
         while True:
             try:
@@ -454,8 +478,13 @@ class Recovery:
             await asyncio.sleep(REFRESH_S)
 
     async def _judge_again(self, suspect: Suspect, facts: Facts) -> Verdict:
-        """The same judgement right before a node is set DOWN: it may have come back while others were reserved, or
-        while another one was set DOWN. Raises `SlurmError`."""
+        """Judge a suspect again right before it is set DOWN.
+
+        The node may have come back while nodes were reserved or while another node was set DOWN.
+
+        Raises:
+            SlurmError: Slurm did not answer.
+        """
         began = clock.monotonic()
         while True:
             in_time = clock.monotonic() - began < AGAIN_S
@@ -474,7 +503,7 @@ class Recovery:
             await asyncio.sleep(TICK_S)
 
     def _spare(self, hosts: list[str], helper: Requeue) -> None:
-        """These were confirmed, and are not dead now: nodes of the job like others."""
+        """Treat nodes that were confirmed but are not dead now like the job's other nodes."""
         for host in hosts:
             suspect = self.suspects.pop(host)
             suspect.stop()
@@ -484,7 +513,7 @@ class Recovery:
                 self.say("dismissed", host, suspect.verdict.why)
 
     def wanted(self, job: Job, nodes: dict[str, Node], dead: int) -> int:
-        """How many nodes to hold beside the survivors."""
+        """Return how many nodes to hold beside the survivors."""
         return candidates_wanted(job, nodes, dead, self._home.settings.reserve_candidates)
 
     async def _send_back(self, job: Job) -> None:
@@ -495,8 +524,8 @@ class Recovery:
         except SlurmUnreachable:
             raise
         except SlurmError as exc:
-            # Slurm may have been faster: its registration told it that the batch host has booted. The job is followed
-            # just so, and what is held for it stays.
+            # Slurm may have been faster: the batch host's registration shows its boot. The job is followed in the
+            # same way, and its reservation stays.
             self.note("requeue", "failed", error=str(exc))
             self.say("refused", "", str(exc))
             return
@@ -504,7 +533,7 @@ class Recovery:
         self.say("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
 
     def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Requeue:
-        """The helper that steers this job's requeue."""
+        """Return the helper that steers this job's requeue."""
         home, track = self._home, self._track
 
         def completing(seconds: float) -> None:
@@ -544,7 +573,8 @@ class Recovery:
             own_request=track.stored.reservation,
             pinned=track.remember_pin,
             completing=completing,
-            # When the recovery is over its nodes must count as a running job's: others look for candidates then.
+            # When the recovery is over, its nodes must count as a running job's: other recoveries then look for
+            # candidates.
             seen=track.learn,
             goes_on=lambda: track.goes_on(self.restart, dead),
             finished=lambda: bool(track.finished(self.restart)),
@@ -555,7 +585,7 @@ class Recovery:
         )
 
     async def finish(self, helper: Requeue) -> None:
-        """Steer to the end and close the journal's entry."""
+        """Steer the requeue to its end and close the journal's entry."""
         outcome = await helper.follow()
         self.note("close", "after", outcome=outcome)
         log.info("job=%s restart=%d outcome=%s", self._track.raw_id, self.restart, outcome)
@@ -563,14 +593,21 @@ class Recovery:
             self.say("closed", "", outcome)
 
     async def fence(self, host: str, node: Node | None) -> None:
-        """Set a node DOWN and drained. One that somebody else has drained keeps his reason: with ours the drain would
-        be taken for ours, and be undone with it. node: as Slurm has it."""
+        """Set a node DOWN and drained.
+
+        A node that an administrator has drained keeps its reason. With our reason, the drain would count as ours
+        and be undone with it.
+
+        Args:
+            host: The node's name.
+            node: The node as Slurm has it.
+        """
         began = clock.monotonic()
         theirs = give_back.drained_for(node) if node is not None else ""
         reason = theirs or f"{REASON}, job {self._track.raw_id} restart {self.restart}"
         self.note("down", "before", node=host, user_id=self._track.user_id)
         if host in self.suspects:
-            self.suspects[host].down = True  # counted as fenced from here on
+            self.suspects[host].down = True  # counts as fenced from here on
         await self._home.slurm.node_down(host, reason)
         self.note("down", "after", node=host)
         self._home.lemons.add(host, "fenced", self._track.raw_id, "no answer from slurmd and agent")
@@ -578,7 +615,10 @@ class Recovery:
 
 
 def _length_s(job: Job) -> float:
-    """For how long the job will run, as far as its record says: without end, or (waiting) not known, hence 0."""
+    """Return for how many seconds the job will run, by its record.
+
+    The result is infinite for a running job without an end, and 0 for a waiting job whose length is not known.
+    """
     if job.end_time and job.start_time:
         return max(0.0, job.end_time - job.start_time)
     return math.inf if job.state == RUNNING else 0.0

@@ -1,4 +1,4 @@
-"""What one recovery asks of its controller: Slurm, the journal, its view, and what other recoveries know."""
+"""The interface of the controller to one recovery: Slurm, the journal, its reachability, and other recoveries."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from gemini_hpc.slurm.api import SlurmApi
 
 
 class RecoveryContext(Protocol):
-    """`recoveries.Recoveries` is one. reserving: held while nodes are chosen and reserved, by one recovery at a time;
-    longest_epilog_s: the longest that a job was seen COMPLETING."""
+    """The interface that `recoveries.Recoveries` implements.
+
+    Attributes:
+        reserving: Lock that one recovery holds while it chooses and reserves nodes.
+        longest_epilog_s: Longest time for which a job was seen COMPLETING, in seconds.
+    """
 
     settings: Settings
     slurm: SlurmApi
@@ -31,25 +35,25 @@ class RecoveryContext(Protocol):
     longest_epilog_s: float
 
     def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
-        """One line of a job's event log."""
+        """Write one line to a job's event log."""
 
     def accused(self) -> set[str]:
-        """Hosts that any recovery suspects."""
+        """Return the hosts that any recovery suspects."""
 
     def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
-        """These hosts, and all that are silent in other recoveries (of this user)."""
+        """Return these hosts and all hosts that are silent in other recoveries (of this user, if given)."""
 
     def remember_silent(self, hosts: set[str]) -> None:
-        """These were too many to be fenced; they count when the next one is judged."""
+        """Remember hosts that were too many to be fenced. They count when the next host is judged."""
 
     def why_hold(self, track: Track) -> str:
-        """Why this job is to be held in place of running again; "" if it is not."""
+        """Return why this job must be held instead of running again; "" if it need not be."""
 
     def reservation_minutes(self) -> int:
-        """How long a reservation lasts if nobody ends it."""
+        """Return how many minutes a reservation lasts if it is not deleted."""
 
     def protected_of_others(self, user_id: int) -> set[str]:
-        """Nodes of other owners' protected jobs."""
+        """Return the nodes of other owners' protected jobs."""
 
     def survivors_of(self, name: str) -> set[str] | None:
-        """For whom a reservation of ours is there; None where that is not known."""
+        """Return the job's survivors for whom the reservation was made; None if they are not known."""

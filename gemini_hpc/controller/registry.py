@@ -1,5 +1,7 @@
-"""Which agents are connected, and what Slurm has said about their jobs. Kept on disk, so that a restarted controller
-still knows on which nodes each incarnation ran (Slurm forgets them at the requeue).
+"""The connected agents and Slurm's facts about their jobs.
+
+The facts are kept on disk. So a restarted controller still knows on which nodes each incarnation ran, which Slurm
+forgets at the requeue.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from gemini_hpc.wire.link import Link
 log = logging.getLogger("gemini_hpc.controller")
 
 _KEPT_INCARNATIONS = 4
-FRESH_S = 1.0
+FRESH_S = 1.0  # an agent whose last message is younger vouches for its node
 
 
 @dataclass
 class Agent:
-    """One connected agent. `verified`: its packets come from the address that Slurm has for its host; all else is its
-    owner's word, as it was said last (`wire.controller.Registration`). `restart`: the incarnation that it serves."""
+    """A connected agent.
+
+    Attributes:
+        verified: Whether its packets come from the address that Slurm has for its host. All other facts are the
+            owner's claim in the last `wire.controller.Registration`.
+        restart: The incarnation that the agent serves.
+    """
 
     link: Link
     host: str
@@ -48,13 +55,13 @@ class Agent:
     without: frozenset[str] = frozenset()
     rescuing: bool = False
     finished: bool | None = None
-    told_end: float = 0.0  # of its job, as it has been told (Unix time)
-    told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
-    told_waits: bool = False  # that its job is pending
+    told_end: float = 0.0  # the job's end as sent to the agent (Unix time)
+    told_release_s: float = -math.inf  # last log line about its release (monotonic)
+    told_waits: bool = False  # whether `Waits` was sent: its job is pending
     since: float = field(default_factory=clock.time)
 
     def take(self, said: Registration) -> None:
-        """Take over what it says of itself, the first time and each time after."""
+        """Take over the agent's facts about itself, from its first and each later registration."""
         self.restart, self.replicas, self.state = said.restart, said.replicas, said.state[:32]
         self.port = said.port if 0 < said.port < 65536 else self.port
         self.spares, self.without = said.spares, frozenset(said.without)
@@ -62,18 +69,21 @@ class Agent:
 
     @property
     def connected(self) -> bool:
-        """Whether its link is open, as far as this end knows."""
+        """Return whether its link is open, as far as this end knows."""
         return not self.link.closed
 
 
 class Stored(msgspec.Struct):
-    """What is kept of a job on disk.
+    """The facts about a job that are kept on disk.
 
-    `original`, `reservation`: the user's own ReqNodeList and reservation, before any pin of ours; `pinned`: whether
-    the job's record has a pin of ours. `slurmds`: when slurmd had been started on the nodes of incarnation
-    `slurmds_of`, to tell a rebooted node by. `shrunk`: nodes that an incarnation
-    was made to leave while it ran. `addresses`: of the nodes of all incarnations, as Slurm has them.
-    `held_before`: the last incarnation before which we have held the job.
+    Attributes:
+        original: The user's own ReqNodeList, before any pin of ours.
+        reservation: The user's own reservation, before any pin of ours.
+        pinned: Whether the job's record has a pin of ours.
+        slurmds: Start times of slurmd on the nodes of incarnation `slurmds_of`, by which a reboot is detected.
+        addresses: Addresses of the nodes of all incarnations, as Slurm has them.
+        shrunk: Nodes that an incarnation was made to leave while it ran.
+        held_before: The last incarnation before which we have held the job.
     """
 
     raw_id: int
@@ -90,11 +100,11 @@ class Stored(msgspec.Struct):
     held_before: int = 1
     ended_at: float = 0.0
     ended_state: str = ""
-    ended_told: bool = False  # in the job's log
+    ended_told: bool = False  # the end is in the job's log
 
 
 class Track:
-    """One job."""
+    """A job and its agents."""
 
     def __init__(self, stored: Stored, path: str) -> None:
         self.stored = stored
@@ -103,64 +113,64 @@ class Track:
         self.agents: dict[str, Agent] = {}
         self.witnesses = Witnesses()
         self.running_since: tuple[int, float] | None = None
-        self.noticed = -1  # the last incarnation that has been looked at for this
-        self.looked = -1
-        self._freed: tuple[int, str] | None = None  # an incarnation, and what is told of its copies
-        self._stood_at: float | None = None  # when it was last seen not to run (monotonic)
+        self.noticed = -1  # the last incarnation checked for a requeue that never comes
+        self.looked = -1  # the last incarnation checked for missing agents
+        self._freed: tuple[int, str] | None = None  # an incarnation and the text about its freed copies
+        self._stood_at: float | None = None  # when it was last seen not running (monotonic)
         self._waits_since: float | None = None  # when it was first seen PENDING this time (monotonic)
         self._asked_of_wait: float | None = None
-        self._unsaved = False  # the disk has an older state than this; told when that began
-        self._forgotten = False  # who still has this entry does not bring it back
+        self._unsaved = False  # the disk has an older state than this; logged when that began
+        self._forgotten = False  # a forgotten entry is never written again
 
     @property
     def raw_id(self) -> int:
-        """Slurm's raw job id."""
+        """Return Slurm's raw job id."""
         return self.stored.raw_id
 
     @property
     def user_id(self) -> int:
-        """Its owner, from Slurm."""
+        """Return the uid of the job's owner, from Slurm."""
         return self.stored.user_id
 
     @property
     def running_s(self) -> float | None:
-        """For how long it has been seen to run without a pause; None where none was ever seen."""
+        """Return for how many seconds the job has run without a pause; None if no pause was ever seen."""
         return None if self._stood_at is None else clock.monotonic() - self._stood_at
 
     def freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
-        """What was freed of an incarnation; `read` is asked for the events once."""
+        """Return the text about freed copies of an incarnation. `read` is called once for the events."""
         if self._freed is None or self._freed[0] != restart:
             self._freed = (restart, freed(read(), restart))
         return self._freed[1]
 
     def members(self, restart: int) -> tuple[str, ...]:
-        """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
+        """Return the nodes of an incarnation, as Slurm had them; empty if they were never seen."""
         return tuple(self.stored.allocations.get(restart, ()))
 
     def goes_on(self, restart: int, dead: Iterable[str]) -> bool:
-        """Whether the job's agents go on without these nodes of this incarnation, with spares in their place."""
+        """Return whether the job's agents go on with spares in the place of these nodes of this incarnation."""
         gone = set(dead)
         return any(a.connected and a.restart == restart and a.without >= gone for a in self.agents.values())
 
     def rescuing(self, restart: int) -> bool:
-        """Whether its agents copy live state of which the dead nodes had the only copies."""
+        """Return whether the job's agents copy live state of which the dead nodes had the only copies."""
         return any(a.connected and a.restart == restart and a.rescuing for a in self.agents.values())
 
     def finished(self, restart: int) -> bool | None:
-        """Return whether the training of this incarnation has succeeded, None while no agent has reported.
+        """Return whether the training of this incarnation has succeeded; None while no agent has reported.
 
-        The last report of each agent whose ranks trained counts, also of an agent that is gone.
+        The last report of each agent whose ranks trained counts, including agents that are gone.
         """
         words = {a.finished for a in self.agents.values() if a.restart == restart}
         return (True in words and False not in words) if words else None
 
     def lacks(self, restart: int, host: str) -> bool:
-        """Return whether Slurm has taken this node away, and the job goes on without it or needs it no more."""
+        """Return whether Slurm has removed this node and the job goes on without it or no longer needs it."""
         out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
         return out and (self.goes_on(restart, [host]) or bool(self.finished(restart)))
 
     def spared(self, restart: int, left: Sequence[str]) -> bool:
-        """Whether its agents may go on with the nodes that Slurm has left to it."""
+        """Return whether the job's agents may go on with the nodes that Slurm has left to the job."""
         had = self.members(restart)
         spares = max((a.spares for a in self.agents.values() if a.connected and a.restart == restart), default=0)
         without = frozenset[str]().union(*(a.without for a in self.agents.values() if a.restart == restart))
@@ -169,14 +179,17 @@ class Track:
         return bool(had) and had[0] in left and enough
 
     def give_up(self, restart: int, hosts: Iterable[str]) -> None:
-        """These healthy nodes were taken from a running incarnation: what becomes of them is no failure of it."""
+        """Record that these healthy nodes were taken from a running incarnation.
+
+        Their later fate is no failure of that incarnation.
+        """
         gone = set(hosts)
         self.stored.allocations[restart] = [h for h in self.members(restart) if h not in gone]
         self.stored.shrunk = {restart: sorted(gone | set(self.stored.shrunk.get(restart, ())))}
         self.save()
 
     def note(self) -> str:
-        """What the job's owner should know of its nodes; "" where there is nothing."""
+        """Return a note about its nodes for the job's owner; "" if there is none."""
         job, notes = self.job, []
         if job is None or job.state != RUNNING:
             return ""
@@ -190,27 +203,29 @@ class Track:
         return "; ".join(notes)
 
     def hosts(self) -> set[str]:
-        """The nodes of all incarnations that are remembered."""
+        """Return the nodes of all remembered incarnations."""
         return {host for nodes in self.stored.allocations.values() for host in nodes}
 
     def holders(self, restart: int) -> dict[str, int]:
-        """Where an agent that is on no node of this incarnation may hold something; ports, 0 where not connected: to
-        a controller that is new such an agent comes only after a while."""
+        """Return the hosts outside this incarnation where an agent may hold copies, with its port.
+
+        The port is 0 if the agent is not connected: such an agent connects to a new controller only after a while.
+        """
         own = set(self.members(restart))
         return {host: port for host, port in self.everywhere().items() if host not in own}
 
     def everywhere(self) -> dict[str, int]:
-        """All hosts where an agent of the job is or has been; ports, 0 where it is not connected."""
+        """Return all hosts where an agent of the job is or was, with its port; 0 if it is not connected."""
         ports = {a.host: a.port for a in self.agents.values() if a.connected}
         return ports | dict.fromkeys(sorted(self.hosts() - ports.keys()), 0)
 
     def learn(self, job: Job) -> None:
-        """Take over what Slurm says now."""
+        """Take over Slurm's current facts."""
         self.job = job
         changed = False
         if job.state in (RUNNING, CONFIGURING) and job.nodes:
             known = self.stored.allocations.get(job.restarts, [])
-            # A job that Slurm lets run on without a lost node (--no-kill) still has to come back with another one.
+            # A job that Slurm lets run on without a lost node (--no-kill) must still come back with another node.
             if tuple(known) != job.nodes and not set(job.nodes) < set(known):
                 if job.restarts == 0:
                     self.stored.original, self.stored.first_seen = list(job.req_nodes), True
@@ -232,7 +247,7 @@ class Track:
             self.save()
 
     async def remember_nodes(self, slurm: SlurmApi) -> None:
-        """Once per incarnation: when slurmd was started on each of its nodes."""
+        """Record once per incarnation when slurmd was started on each of its nodes."""
         job = self.job
         if job is None or self.stored.slurmds_of == job.restarts or not self.members(job.restarts):
             return
@@ -249,18 +264,20 @@ class Track:
         self.save()
 
     def slurmd_before(self, restart: int, host: str) -> float:
-        """When slurmd had been started there; 0.0 if that was not seen."""
+        """Return the recorded start of slurmd on the host; 0.0 if it was not seen."""
         return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
 
     def remember_hold(self, restart: int) -> None:
-        """The job is held before this life of it: what earlier ones did counts no more."""
+        """Record that the job is held before this life. The progress of earlier lives no longer counts."""
         self.stored.held_before = restart
         self.save()
 
     def remember_pin(self, pinned: bool) -> None:
-        """Keep in mind that the job's record has, or no longer has, a pin of ours.
+        """Record that the job's record has, or no longer has, a pin of ours.
 
-        Raises OSError where that is a new pin and cannot be kept: the caller must not set it then."""
+        Raises:
+            OSError: A new pin cannot be recorded. The caller must not set it then.
+        """
         if self.stored.pinned == pinned:
             return
         self.stored.pinned = pinned
@@ -279,15 +296,18 @@ class Track:
             self._waits_since = clock.monotonic()
 
     def _held_long_ago(self) -> bool:
-        """Whether it waits, and no survivor's epilog can still be at work for it."""
+        """Return whether the job waits and no survivor's epilog can still steer it."""
         return self._waits_since is not None and clock.monotonic() - self._waits_since > HOLD_S
 
     def should_ask(self) -> bool:
-        """Once for each wait: whether to look for what an epilog's hold, which had no controller, may have left."""
+        """Return whether to query Slurm for leftovers of an epilog's hold. True once for each wait.
+
+        Such a hold had no controller.
+        """
         return self._held_long_ago() and not self.stored.pinned and self._asked_of_wait != self._waits_since
 
     def _has_pin(self, job: Job) -> bool:
-        """Whether the record of a job that waits has a reservation of ours, or a pin to nodes that it has had."""
+        """Return whether a waiting job's record has a reservation of ours, or a pin to nodes that the job has had."""
         if job.reservation.startswith(f"{PREFIX}{job.raw_id}_"):
             return True
         nodes, known = set(job.req_nodes), self.stored.first_seen or 0 in self.stored.allocations
@@ -313,7 +333,7 @@ class Track:
         return False
 
     def save(self) -> None:
-        """Write it to disk; where that fails (it is full), with the next thing that is learnt of the job."""
+        """Write the entry to disk. After a failure (full disk), the next change of the job writes it."""
         try:
             self._write()
         except OSError as exc:
@@ -330,14 +350,14 @@ class Track:
         self._unsaved = False
 
     def forget(self) -> None:
-        """Remove it from disk, for good."""
+        """Remove the entry from disk for good."""
         self._forgotten = True
         with suppress(FileNotFoundError):
             os.unlink(self._path)
 
 
 class Registry:
-    """All jobs that have, or had, agents."""
+    """The jobs that have, or had, agents."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -354,7 +374,7 @@ class Registry:
         return os.path.join(self._directory, f"{int(raw_id)}.job")
 
     def track(self, job: Job) -> Track:
-        """The job's entry, made or brought up to date."""
+        """Return the job's entry, new or updated."""
         track = self.jobs.get(job.raw_id)
         if track is None or track.user_id != job.user_id:
             track = self.jobs[job.raw_id] = Track(Stored(job.raw_id, job.user_id), self._path(job.raw_id))
@@ -368,10 +388,11 @@ class Registry:
             track.forget()
 
     def vouched(self, host: str) -> bool:
-        """Whether some agent there has spoken within the last second; if not, it is asked to.
+        """Return whether a verified agent on the host has sent a message within the last second.
 
-        Saves slurmd from bare connections: each one leaves two error lines in its log. Only agents that call from
-        that very node count: anybody could say from elsewhere that a node lives.
+        If none has, the agents there are asked for one. That saves slurmd from bare connections, each of which
+        leaves two error lines in its log. Only agents that connect from that very node count: any user could claim
+        from elsewhere that a node lives.
         """
         agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
         here = [a for a in agents if a.connected and a.verified]
@@ -382,7 +403,7 @@ class Registry:
         return False
 
     def linked(self, raw_id: int, host: str) -> Agent | None:
-        """The connected agent of a job on a host."""
+        """Return the connected agent of a job on a host."""
         track = self.jobs.get(raw_id)
         agent = track.agents.get(host) if track else None
         return agent if agent is not None and agent.connected else None

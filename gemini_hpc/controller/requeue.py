@@ -1,8 +1,9 @@
-"""Steering one requeue of one job onto its survivors: reserve, pin, start, let go.
+"""The steering of one requeue of one job onto its survivors: reserve, pin, start, release.
 
-The order matters. The reservation exists before the job leaves COMPLETING (`reservation`). The pin is set while
-COMPLETING (Slurm keeps it) and again once PENDING if it was too late for that; StartTime only once PENDING (Slurm
-overwrites an earlier one). Used by the controller and, where there is none, by one survivor's epilog.
+The order matters. The reservation exists before the job leaves COMPLETING (`reservation`). The pin is set during
+COMPLETING (Slurm keeps it), and again in PENDING if that was too late. StartTime is set only in PENDING, because
+Slurm overwrites an earlier one. The controller uses this module, and without a controller one survivor's epilog
+does.
 """
 
 from __future__ import annotations
@@ -30,21 +31,28 @@ from gemini_hpc.slurm.facts import (
     Node,
 )
 
-PINNED_S = 60.0  # pinned to all survivors, reserved
-REACHABLE_S = 60.0  # then pinned to those that answer, reserved; then the original request, nothing held
-HELD_GRACE_S = 3.0
-REQUEUE_WAIT_S = 60.0
-GOES_ON_S = 15.0  # for the agents of a job with spares, to go on without its lost nodes
+PINNED_S = 60.0  # so long pinned to all survivors, with the reservation
+# then so long pinned to the survivors that answer, with the reservation; then the original request without a
+# reservation
+REACHABLE_S = 60.0
+HELD_GRACE_S = 3.0  # a pending reason that no node can cure must last this long
+REQUEUE_WAIT_S = 60.0  # Slurm requeues at once after DOWN; after this long it never will
+GOES_ON_S = 15.0  # time for a job's agents to go on with spares in the place of lost nodes
+# pauses between queries about the job in its first 15 s, first PINNED_S, and later
 FAST_POLL_S, SLOW_POLL_S, PATIENT_POLL_S = 0.03, 0.2, 0.5
+# pause in answer times of Slurm, so that queries keep it busy for a quarter of the time; its limit
 REST, MOST_REST_S = 3.0, 1.0
-SURVEY_S = 0.5
-ASK_S = 2.0  # what Slurm would allocate is asked so often
-NUDGE_AFTER_S = 0.5
+SURVEY_S = 0.5  # pause between two probes of the survivors
+ASK_S = 2.0  # interval of the query which nodes Slurm would allocate
+NUDGE_AFTER_S = 0.5  # pause between two updates that make Slurm check start times
 
 
 @dataclass
 class Requeue:
-    """One requeue. `say(event, host, detail)` goes to the event log, `note(step, phase, **data)` to the journal."""
+    """The requeue of one job.
+
+    `say(event, host, detail)` writes to the event log, `note(step, phase, **data)` to the journal.
+    """
 
     slurm: SlurmApi
     raw_id: int
@@ -55,16 +63,17 @@ class Requeue:
     say: Say
     note: Note
     may_requeue: bool = False
-    own_request: str = ""  # the reservation that the user asked for
+    own_request: str = ""  # the user's own reservation
     pinned: Callable[[bool], None] = lambda pinned: None
     completing: Callable[[float], None] = lambda seconds: None
-    seen: Callable[[Job], None] = lambda job: None  # the job as Slurm has it, each time it is read
-    goes_on: Callable[[], bool] = lambda: False  # whether its agents go on without its dead nodes
-    finished: Callable[[], bool] = lambda: False  # whether its training has succeeded
-    spared: Callable[[Sequence[str]], bool] = lambda left: False  # whether they may, with the nodes that are left
-    hold: Callable[[], str] = lambda: ""  # why the job is to be held, in place of running again
-    holds: Callable[[int], None] = lambda restart: None  # it is held before this life of it
-    length_s: float = math.inf  # of the job, for reservations that begin meanwhile
+    seen: Callable[[Job], None] = lambda job: None  # called with the job each time it is read from Slurm
+    goes_on: Callable[[], bool] = lambda: False  # whether the job's agents go on without its dead nodes
+    finished: Callable[[], bool] = lambda: False  # whether the training has succeeded
+    # whether the agents may go on with the nodes that are left
+    spared: Callable[[Sequence[str]], bool] = lambda left: False
+    hold: Callable[[], str] = lambda: ""  # why the job must be held instead of running again
+    holds: Callable[[int], None] = lambda restart: None  # called when the job is held before this life
+    length_s: float = math.inf  # the job's length, for reservations that begin meanwhile
     _said: set[str] = field(default_factory=set)
     _pinned: tuple[str, ...] | None = None
     _started: bool = False
@@ -72,7 +81,7 @@ class Requeue:
     _asked_at: float = -math.inf
     _nodes: dict[str, Node] = field(default_factory=dict)
     _requeued: bool = False
-    _goes_ahead: bool = False  # it is not to be held
+    _goes_ahead: bool = False  # the job need not be held
     _at_restart: int = 0
     _nudge_at: float = 0.0
     _completing_since: float | None = None
@@ -83,8 +92,10 @@ class Requeue:
             self.say(event, host, detail)
 
     async def reserve(self, job: Job, nodes: Mapping[str, Node], wanted: int, *, alone: bool = True) -> None:
-        """Hold survivors and at most `wanted` candidates, one more for each survivor that cannot be pinned. Called
-        again: hold more than before."""
+        """Hold survivors and at most `wanted` candidates, and one more for each survivor that cannot be pinned.
+
+        A second call holds more than before.
+        """
         self._nodes = dict(nodes)
         await self._bar(job)
         await self.survivors.look(nodes)
@@ -99,14 +110,14 @@ class Requeue:
             await self.held.reserve(job, nodes, keep, without, missing, alone=alone)
 
     async def _bar(self, job: Job) -> None:
-        """What Slurm would not allocate to this job."""
+        """Exclude the nodes that Slurm would not allocate to this job."""
         partitions, reservations = await asyncio.gather(self.slurm.partitions(), self.slurm.reservations())
         own = {self.held.name, self.own_request, job.reservation}
         survivors = set(self.survivors.names)
         others = [
             r
             for r in reservations
-            # What another recovery of ours holds of our survivors is taken back, not left to it.
+            # A reservation of another recovery that holds our survivors does not count: they are taken back.
             if r.name not in own and not self.held.is_mine(r.name) and not self._ours_to_take(r.name, survivors)
         ]
         self.survivors.bar(job, self._nodes, partitions, others, self.length_s)
@@ -117,16 +128,21 @@ class Requeue:
         return theirs is not None and not survivors & set(theirs)
 
     async def clean(self) -> None:
-        """Let go of what is held."""
+        """Release the reservation."""
         await self.held.clean()
 
     # ---- following the job -----------------------------------------------------------------------------
 
     async def follow(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
-        """Steer until the job runs again, has ended, or is given up; returns which. Nothing is held then.
+        """Steer until the job runs again, has ended, or is given up. Return the outcome.
 
-        leave_held: when the time is over, the job waits on in the reservation, which ends by itself. The pin goes: a
-        survivor that is drained later would keep the job from starting, and nobody would take it off.
+        No reservation is held then, except with `leave_held`.
+
+        Args:
+            limit_s: Time limit in seconds.
+            leave_held: Whether the job waits on in the reservation when the time is over; the reservation ends by
+                itself. The pin is removed: a survivor that is drained later would keep the job from starting, and
+                no program would remove the pin.
         """
         survey = tasks.start("survey", self._survey, lambda why: self.say("task_died", "", why))
         began, stopped = clock.monotonic(), False
@@ -152,7 +168,7 @@ class Requeue:
                 await self._unpin("given up")
             return outcome or "given up"
         except asyncio.CancelledError:
-            stopped = True  # the controller steps down: what is held is for the one that goes on from its journal
+            stopped = True  # the controller steps down: the next one takes over the reservation from its journal
             raise
         finally:
             survey.cancel()
@@ -190,7 +206,7 @@ class Requeue:
                 return ""
             return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
         if not again:
-            # Not requeued yet: Slurm acts on DOWN at once; a long wait means that it will not.
+            # Not requeued yet: Slurm acts on DOWN at once; after a long wait, it never will.
             return "not requeued" if clock.monotonic() - began > REQUEUE_WAIT_S else ""
         if job.state == COMPLETING:
             self._once("completing")
@@ -201,7 +217,7 @@ class Requeue:
 
     async def _runs(self, job: Job) -> str:
         if job.state == CONFIGURING:
-            # The survey goes on: a node that died on the way up hangs the prolog until it is DOWN.
+            # The survey goes on: a node that dies during the start hangs the prolog until it is DOWN.
             self._once("configuring", "", ",".join(job.nodes))
             return ""
         self._once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
@@ -253,7 +269,7 @@ class Requeue:
             self._nudge_at = clock.time() + NUDGE_AFTER_S
             self._once("start_set", "", ms(began))
         elif job.start_time <= clock.time() and self._nudge_at <= clock.time():
-            # Slurm looks at start times only every sched_interval (60 s by default); an update makes it look now.
+            # Slurm checks start times only every sched_interval (60 s by default); an update makes it check now.
             self._nudge_at = clock.time() + NUDGE_AFTER_S
             await self.slurm.nudge(job)
         return ""
@@ -268,7 +284,10 @@ class Requeue:
         return "held"
 
     async def _unpin(self, why: str, reservation: str | None = None) -> None:
-        """The original request again, if the job waits and its record has another; in this reservation, if given."""
+        """Restore the original request if the job waits with another one.
+
+        `reservation` replaces the user's own reservation.
+        """
         job = await self.slurm.job(self.raw_id)
         wanted = self.own_request if reservation is None else reservation
         states = (PENDING,) if reservation is None else (PENDING, COMPLETING)
@@ -286,7 +305,7 @@ class Requeue:
         return 0.0 if self._pending_since is None else clock.monotonic() - self._pending_since
 
     async def _pin(self, job: Job) -> bool:
-        """Pin to the survivors that can be; False while nothing is known of them yet."""
+        """Pin the job to the survivors that can be pinned. Return False while nothing is known of them."""
         if not self.survivors.surveyed:
             return False
         nodes = self.survivors.pinnable(patient=self._waited() < PINNED_S)
@@ -302,7 +321,10 @@ class Requeue:
         return True
 
     async def _survey(self) -> None:
-        """Look at the survivors all the time: a pin on a dead one makes the job hang, on a drained one wait."""
+        """Probe the survivors continuously.
+
+        A pin to a dead node makes the job hang. A pin to a drained node makes it wait.
+        """
         while True:
             began = clock.monotonic()
             try:
@@ -331,12 +353,15 @@ class Requeue:
 
 
 def _pace(followed_s: float, answer_s: float) -> float:
-    """How long to wait before Slurm is asked of the job again: what takes long may take half a second more. A Slurm
-    that is slow to answer is busy with that for a quarter of the time at most."""
+    """Return the pause in seconds before the next query about the job.
+
+    The pause grows with the time that the job has been followed, up to half a second. Queries keep a slow Slurm
+    busy for at most a quarter of the time.
+    """
     usual_s = FAST_POLL_S if followed_s < 15 else SLOW_POLL_S if followed_s < PINNED_S else PATIENT_POLL_S
     return max(usual_s, min(REST * answer_s, MOST_REST_S))
 
 
 def given_up(job: Job, dead: Sequence[str]) -> bool:
-    """Whether Slurm has taken its dead nodes out of a job that it lets run on (--no-kill), and will not requeue."""
+    """Return whether Slurm runs the job on without its dead nodes (--no-kill) and will not requeue it."""
     return job.state == RUNNING and bool(job.nodes) and bool(dead) and not set(dead) & set(job.nodes)

@@ -1,4 +1,4 @@
-"""Whom to hold and pin for a job that lost a node, when its replicas are given up: pure rules. No I/O, no clock."""
+"""The rules for a job that lost a node: nodes to hold and pin, and when replicas are given up. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from gemini_hpc.slurm.facts import COMPLETED, Job, Node, Reservation
 
-# ---- whom to reserve -----------------------------------------------------------------------------------
+# ---- nodes to reserve ----------------------------------------------------------------------------------
 
 
 def fits(job: Job, node: Node) -> bool:
-    """Whether Slurm could put this job on the node, as far as partition, features, CPUs, memory and GRES say."""
+    """Return whether Slurm could run this job on the node, by partition, features, CPUs, memory and GRES."""
     partitions = set(job.partition.split(",")) if job.partition else set()
     if partitions and not partitions & set(node.partitions):
         return False
@@ -23,23 +23,30 @@ def fits(job: Job, node: Node) -> bool:
 
 
 def candidates(job: Job, nodes: Mapping[str, Node], without: Iterable[str], reserved: Iterable[str]) -> list[Node]:
-    """Up nodes that could replace a dead one, the idle ones first; `without` are not wanted, `reserved` are held by
-    others."""
+    """Return the up nodes that could replace a dead one, idle ones first.
+
+    Nodes in `without` are not wanted; nodes in `reserved` are held by others.
+    """
     barred = set(without) | set(reserved)
     able = [n for n in nodes.values() if n.name not in barred and n.up and fits(job, n)]
     return sorted(able, key=lambda n: (not n.idle, n.name))
 
 
-# As Slurm spells them in `State=`, from 22.05 on: MAINT and MAINTENANCE, REBOOT_REQUESTED and REBOOT_ISSUED, ...
+# Slurm's spellings in `State=`, from 22.05 on: MAINT and MAINTENANCE, REBOOT_REQUESTED and REBOOT_ISSUED, ...
 _WITHHELD = ("DRAIN", "MAINT", "REBOOT", "FAIL", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "INVALID_REG")
 
 
 def barred(
     job: Job, node: Node, partitions: Mapping[str, str], reservations: Iterable[Reservation], ends_at: float
 ) -> str:
-    """Why Slurm would not start this job on this node now, whoever pins it; "" if it may.
+    """Return why Slurm would not start this job on this node now, even with a pin; "" if it may.
 
-    `reservations`: those that are not the job's own; `ends_at`: when the job would end, if it began now.
+    Args:
+        job: The job.
+        node: The node.
+        partitions: State of each partition by name.
+        reservations: Reservations that are not the job's own.
+        ends_at: Unix time at which the job would end if it began now.
     """
     if node.down:
         return f"the node is {node.state}"
@@ -60,7 +67,7 @@ def barred(
 
 
 def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: int) -> int:
-    """How many nodes to hold beside the survivors: the dead and some, or 1 % of a large partition."""
+    """Return how many nodes to hold beside the survivors: the dead and some more, or 1 % of a large partition."""
     partitions = set(job.partition.split(","))
     size = sum(1 for node in nodes.values() if partitions & set(node.partitions))
     return dead + max(setting, size // 100)
@@ -68,15 +75,18 @@ def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: i
 
 # ---- when replicas are given up ------------------------------------------------------------------------
 
-# Not TIMEOUT: Slurm never requeues such a job, but another one may go on from it (`--gemini-after`).
+# Not TIMEOUT: Slurm never requeues such a job, but another job may continue its training (`--gemini-after`).
 _AT_ONCE = frozenset(("CANCELLED", "REVOKED", "DEADLINE"))
 
 
 def release_reason(state: str | None, ended_for_s: float | None, retention_s: float, doubt_s: float = 0.0) -> str:
-    """Why a job's agents may free everything now; "" while they may not. state None: Slurm does not know the job.
+    """Return why a job's agents may free everything now; "" while they may not.
 
-    `ended_for_s`: since when the job has been seen ended, None: it has not been seen so. `doubt_s`: after its end a
-    loss may be found for so long that has ended the script of a job which is COMPLETED now.
+    Args:
+        state: The job's state; None if Slurm does not know the job.
+        ended_for_s: Seconds since the job was seen ended; None if it was not.
+        retention_s: Seconds for which copies are kept after the job's end.
+        doubt_s: Seconds after the end of a COMPLETED job in which a loss may still be found that ended its script.
     """
     if state is None and ended_for_s is None:
         return "job unknown to Slurm"
@@ -91,5 +101,5 @@ _HELD = ("JobHeld", "Dependency", "Licenses", "Assoc", "QOS", "MaxJobs", "Partit
 
 
 def held(reason: str) -> bool:
-    """Whether a pending job waits for something that no reserved node can give it."""
+    """Return whether a pending job waits for something that no reserved node can provide."""
     return reason.startswith(_HELD)

@@ -1,7 +1,8 @@
-"""The reservation that one recovery holds: survivors and some nodes that could replace the dead.
+"""The reservation of one recovery: survivors, and some nodes that could replace the dead.
 
-It exists before the job leaves COMPLETING, or the next job of a busy cluster takes the survivors within 0.3 s, and it
-is dropped as soon as the job runs. No node of another owner's protected job is ever in it.
+The reservation exists before the job leaves COMPLETING. Otherwise the next job of a busy cluster takes the
+survivors within 0.3 s. It is deleted as soon as the job runs. No node of another owner's protected job is ever in
+it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import RUNNING, Job, Node, Reservation
 
-PREFIX = "gemini_"  # of the names of our reservations
+PREFIX = "gemini_"  # prefix of the names of our reservations
 RESERVED_MINUTES = 10
-HOLD_S = 60  # a survivor's epilog steers a job for so long at most
+HOLD_S = 60  # a survivor's epilog steers a job for at most this long
 Say = Callable[[str, str, str], None]
 Note = Callable[..., None]
 
@@ -38,12 +39,16 @@ def _nothing() -> frozenset[str]:
 
 @dataclass
 class Held:
-    """What is reserved for one requeue. `say(event, host, detail)` goes to the event log, `note(step, phase, **data)`
-    to the journal.
+    """The nodes that are reserved for one requeue.
 
-    `protected`: nodes of other owners' protected jobs, now. `survivors_of`: the survivors for which another
-    reservation of ours is there; None where nobody here knows. `lemons`: how often a node did harm lately.
-    `reserving`: only one recovery at a time chooses.
+    `say(event, host, detail)` writes to the event log, `note(step, phase, **data)` to the journal.
+
+    Attributes:
+        protected: Return the nodes of other owners' protected jobs now.
+        survivors_of: Return the survivors for whom another reservation of ours was made; None if they are not
+            known.
+        lemons: Return how often a node did harm lately.
+        reserving: Lock under which only one recovery at a time chooses nodes.
     """
 
     slurm: SlurmApi
@@ -57,10 +62,10 @@ class Held:
     lemons: Callable[[str], int] = _never
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     name: str = ""
-    own: bool = False  # the job's own, which is neither changed nor dropped
+    own: bool = False  # the reservation is the job's own, and is neither changed nor deleted
     wanted: int = 0
     _said: set[str] = field(default_factory=set)
-    _doubtful: str = ""  # one that may be there: Slurm has not answered
+    _doubtful: str = ""  # a reservation that may exist: Slurm has not answered
 
     async def reserve(
         self,
@@ -72,11 +77,18 @@ class Held:
         *,
         alone: bool = True,
     ) -> None:
-        """Hold the survivors in `keep` and at most `wanted` candidates beside, none of `without`. Where that is
-        refused, nothing is held, and it is said.
+        """Hold the survivors in `keep` and at most `wanted` candidates besides, none of `without`.
 
-        missing: how many nodes the job needs beside. alone: whatever else is reserved for this job is left over and
-        goes first (False in an epilog, where another survivor may be at the same work).
+        If Slurm refuses, nothing is held, and the refusal is logged.
+
+        Args:
+            job: The job.
+            nodes: All nodes by name.
+            keep: Survivors to hold.
+            without: Nodes that must not be held.
+            missing: Number of nodes that the job needs besides.
+            alone: Whether any other reservation for this job is a leftover to be deleted first. False in an epilog,
+                where another survivor may do the same work.
         """
         if job.reservation and not job.reservation.startswith(PREFIX):
             self.name, self.own = job.reservation, True
@@ -119,8 +131,10 @@ class Held:
     async def _candidates(
         self, job: Job, nodes: Mapping[str, Node], without: Collection[str], missing: int, most: int
     ) -> list[str]:
-        """Up nodes that could replace what is missing: idle ones, and where those are too few the next to be free;
-        those that did harm lately come last."""
+        """Return up nodes that could replace the missing ones: idle ones, then those that become free soonest.
+
+        Busy nodes are used only if there are too few idle ones. Nodes that did harm lately come last.
+        """
         unwanted = await self.slurm.excluded(self.raw_id)
         able = candidates(job, nodes, [*without, *unwanted], self.protected())
         idle = sorted((n.name for n in able if n.idle), key=self.lemons)
@@ -130,7 +144,7 @@ class Held:
         return (idle + sorted(await self.slurm.free_soonest(busy), key=self.lemons))[:most]
 
     async def _take_back(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
-        """Take survivors of this job out of other recoveries' reservations: there they are mere candidates."""
+        """Take survivors of this job out of other recoveries' reservations, where they are only candidates."""
         for other in others:
             theirs = self.survivors_of(other.name) if other.name.startswith(PREFIX) else None
             if theirs is None or not (mine := set(keep) & set(other.nodes) - set(theirs)):
@@ -152,7 +166,7 @@ class Held:
     async def widen(
         self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str], missing: int
     ) -> None:
-        """Where what is held beside the survivors does not do: hold what has become free, or will, meanwhile."""
+        """Extend the reservation with nodes that are now free, or will be, if the held candidates do not suffice."""
         if not self.name or self.own or not missing:
             return
         async with self.reserving:
@@ -185,11 +199,11 @@ class Held:
             self.say("widened", "", f"added {','.join([*back, *more])}")
 
     def is_mine(self, name: str) -> bool:
-        """Whether a reservation is, or was, for this job."""
+        """Return whether a reservation is, or was, for this job."""
         return name.startswith(f"{PREFIX}{self.raw_id}_")
 
     async def drop(self, name: str) -> None:
-        """Detach this job from a reservation of ours and delete it."""
+        """Detach this job from a reservation of ours and delete the reservation."""
         try:
             job = await self.slurm.job(self.raw_id)
             if job.reservation == name:
@@ -209,8 +223,10 @@ class Held:
         self.say("reservation_left", "", f"{name} is still in use; the reservation ends by itself")
 
     async def evict(self) -> None:
-        """Detach what else of the same owner has put itself into our reservation: it would take a survivor, and
-        keep the reservation from being deleted."""
+        """Detach other jobs of the same owner that use our reservation.
+
+        Such a job would take a survivor and prevent the deletion of the reservation.
+        """
         if self.name and not self.own:
             await self._evict(self.name)
 
@@ -230,7 +246,7 @@ class Held:
                 self.once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
 
     async def clean(self) -> None:
-        """Let go of what is held."""
+        """Release the reservation."""
         if self.name and not self.own:
             began = clock.monotonic()
             name, self.name = self.name, ""
@@ -241,19 +257,19 @@ class Held:
             await self.drop(name)
 
     def once(self, event: str, host: str, detail: str) -> None:
-        """Say it the first time only."""
+        """Log the event the first time only."""
         if event not in self._said:
             self._said.add(event)
             self.say(event, host, detail)
 
 
 def ms(began: float) -> str:
-    """How long it took since `began` (monotonic), for an event's detail."""
+    """Return the time since `began` (monotonic) as text for an event's detail."""
     return f"[{(clock.monotonic() - began) * 1000:.0f} ms]"
 
 
 async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:
-    """Delete reservations of ours that serve nobody any more (after a takeover); returns their names."""
+    """Delete reservations of ours that are of no more use after a takeover. Return their names."""
     dropped = []
     for reservation in await slurm.reservations():
         part = reservation.name.removeprefix(PREFIX).split("_")

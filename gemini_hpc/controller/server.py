@@ -1,5 +1,7 @@
-"""The acting controller: agents register and report here, users ask here (requirements believe-slurm,
-one-controller)."""
+"""The acting controller: agents register and report to it, users query it.
+
+See requirements believe-slurm and one-controller.
+"""
 
 from __future__ import annotations
 
@@ -41,29 +43,30 @@ from gemini_hpc.wire.rate_limit import RateLimit
 
 log = logging.getLogger("gemini_hpc.controller")
 
-MAX_STRANGERS = 256  # connections that have not been authenticated yet
+MAX_STRANGERS = 256  # connections that are not yet authenticated
 MAX_QUERIES_PER_UID = 16
 MAX_AGENTS_PER_UID = 20_000
-MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
-REGISTER_TIMEOUT_S = 15.0  # an agent dials while its prolog still waits for the peers
+MAX_STRANGERS_PER_UID = 512  # links that have not yet registered
+REGISTER_TIMEOUT_S = 15.0  # an agent connects while its prolog still waits for the peers
 EARLY_EVENTS = 64
-GOODBYE_S = 5.0
-STEP_DOWN_S = 5.0  # what is cancelled has ended by then
-RESOLVE_S = 2.0
-MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
+GOODBYE_S = 5.0  # the link stays open this long after `Release`, so that the agent receives it
+STEP_DOWN_S = 5.0  # cancelled tasks have ended by then
+RESOLVE_S = 2.0  # time limit to resolve the address of an agent's node
+MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0  # of one agent, which is disconnected beyond
+# a job read from Slurm is used again up to the first age; if fresh facts are needed, up to the second
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
-# Frames: a registration names the nodes, a part holds an agent's events and slots.
+# Frame limits: a registration lists the nodes; a part contains an agent's events and slots.
 EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 256 << 10, 4 << 20
-# Per user, whatever number of jobs and agents (requirement believe-slurm).
+# Per user, over all jobs and agents (requirement believe-slurm).
 REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
 EVENT_BYTES_PER_S, EVENT_BYTES_BURST = 500.0, 16e6
 LINES_PER_S, LINES_BURST = 1.0, 10_000.0
-MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are looked at by the same time
-MAX_UNPLACED = 64  # agents of a job of which Slurm has named no nodes
+MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are judged at the same time
+MAX_UNPLACED = 64  # agents of a job for which Slurm has named no nodes
 
 
 class _Rate:
-    """A token bucket."""
+    """A token bucket for one agent's messages."""
 
     def __init__(self) -> None:
         self._tokens, self._at = MESSAGES_BURST, clock.monotonic()
@@ -77,10 +80,17 @@ class _Rate:
 
 
 class Controller:
-    """One controller, on the host whose slurmctld is in charge; `serve` runs until that changes, or cancelled."""
+    """The controller on the host whose slurmctld is in charge.
+
+    `serve` runs until another slurmctld is in charge, or until cancelled.
+    """
 
     def __init__(self, settings: Settings, slurm: SlurmApi, primary: Primary, state_save: str) -> None:
-        """Raises `LockTakenError` where another one acts. `state_save`: StateSaveLocation."""
+        """Take the locks and read the state on disk. `state_save` is Slurm's StateSaveLocation.
+
+        Raises:
+            LockTakenError: Another controller acts.
+        """
         self.settings, self.slurm, self._primary = settings, slurm, primary
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
         self._locks = [take_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
@@ -128,7 +138,7 @@ class Controller:
             ending += [*self.recoveries.cancel(), *self._sick.cancel()]
             for open_link in list(self._links):
                 open_link.close()
-            # The locks are let go, and another controller acts, only when nothing of this one's does.
+            # The locks are released, so that another controller acts, only when no task of this one acts.
             try:
                 await asyncio.wait(ending, timeout=STEP_DOWN_S)
             finally:
@@ -189,11 +199,15 @@ class Controller:
     # ---- agents ----------------------------------------------------------------------------------------
 
     async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
-        """A job from Slurm; the thousand agents of one job cost one call. Raises `SlurmError`."""
+        """Return a job from Slurm. A thousand agents of one job cost one call.
+
+        Raises:
+            SlurmError: Slurm did not answer.
+        """
         asked = clock.monotonic()
         known = self._reads.get(raw_id)
         while fresh and known is not None and known[0] < asked:
-            # The thousand agents of one job, or one that asks without end, still cost one call.
+            # A thousand agents of one job, or one agent that asks endlessly, still cost one call.
             if (age_s := clock.monotonic() - known[0]) >= FRESH_JOB_S:
                 known = None
             else:
@@ -213,7 +227,7 @@ class Controller:
         try:
             early: list[inspect_schema.EventRecord] = []
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                # An agent that is not attached yet may have events to tell before it can register.
+                # An agent that is not attached yet may have events to send before it can register.
                 while not isinstance(first := await link.receive(), controller.Registration):
                     if isinstance(first, controller.EventsUp):
                         room = first.events[: EARLY_EVENTS - len(early)]
@@ -242,12 +256,12 @@ class Controller:
                 self._tell(uid, "job=%d event=agent-gone host=%s", agent.job, agent.host)
 
     def _tell(self, uid: int, line: str, *values: object) -> None:
-        """A line that this user has caused; they come out of the user's budget."""
+        """Log a line that this user has caused. The lines count against the user's budget."""
         if self._lines.take(uid):
             log.info(line, *values)
 
     async def _register(self, link: Link, message: controller.Registration) -> Agent | None:
-        """The agent's entry, if Slurm says that the job is its uid's; None: refused, or told to go."""
+        """Return the agent's entry if, by Slurm, the job belongs to its uid; None if it is refused or released."""
         uid, raw_id = link.session.peer_uid, message.job
         while True:
             try:
@@ -256,7 +270,7 @@ class Controller:
                     job = await self.read_job(raw_id, fresh=True)
                 break
             except UnknownJob:
-                # It is over and forgotten; whoever holds memory for it may free it.
+                # The job is over and forgotten; an agent that holds memory for it may free it.
                 if raw_id not in self.registry.jobs:
                     self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
                     link.send(controller.Release(raw_id, "job unknown to Slurm", save=True))
@@ -276,7 +290,7 @@ class Controller:
         verified = await self._is_of(track, message.host, link.address)
         if track.stored.allocations:
             known = message.host in track.hosts()
-        else:  # Slurm has never named its nodes to us: so only an agent that calls from the node that it names
+        else:  # Slurm has never named its nodes to us: accept only an agent that connects from the node that it names
             known = verified and len(track.agents) < MAX_UNPLACED
         if not known:
             self._tell(uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
@@ -303,7 +317,10 @@ class Controller:
         return await self._is_there(host, address, name)
 
     async def _is_there(self, host: str, address: str, name: str | None = None) -> bool:
-        """Return whether packets from `address` come from this node. name: its address, None: as Slurm has it."""
+        """Return whether packets from `address` come from this node.
+
+        `name` is the node's address; with None, Slurm's address for it is used.
+        """
         try:
             async with asyncio.timeout(RESOLVE_S):
                 if name is None:
@@ -315,10 +332,10 @@ class Controller:
             return False
         return address in {str(entry[4][0]) for entry in found}
 
-    # ---- root's word of a node -------------------------------------------------------------------------
+    # ---- root's report of a node -----------------------------------------------------------------------
 
     async def _red_node(self, link: Link) -> None:
-        """Judge what root of a node reports of it, and answer with what follows."""
+        """Judge root's report of a red node, and answer with the result."""
         host = link.session.peer_host
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             message = await link.receive()
@@ -341,7 +358,7 @@ class Controller:
         elif isinstance(message, controller.HoldersAsk):
             if message.job == agent.job:
                 agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))
-            else:  # its predecessor; unknown and another user's are the same
+            else:  # the job's predecessor; an unknown job and another user's are answered alike
                 other = self.registry.jobs.get(message.job)
                 mine = other is not None and other.user_id == track.user_id
                 ports = other.everywhere() if other is not None and mine else {}
@@ -365,7 +382,7 @@ class Controller:
                     await track.remember_nodes(self.slurm)
 
     async def _report(self, agent: Agent, track: Track, message: controller.Report) -> None:
-        """A hint, of a bounded number per user; the agents repeat what counts."""
+        """Accept a report as a hint, up to a limit for each user. Agents repeat reports that matter."""
         uid = track.user_id
         if not self._reports.take(uid):
             return
@@ -386,7 +403,7 @@ class Controller:
 
 
 def _heard(read: asyncio.Future[Job]) -> None:
-    """Nobody may be left to hear why a read has failed: agents that asked for it have gone meanwhile."""
+    """Retrieve the exception of a failed read: the agents that asked for it may be gone."""
     if not read.cancelled():
         read.exception()
 
@@ -401,6 +418,6 @@ def _keepalive(sock: socket.socket) -> None:
 
 
 def own_name(settings: Settings) -> str:
-    """The name among `controller_host` under which agents dial this host."""
+    """Return the name in `controller_host` under which agents connect to this host."""
     hosts = settings.controller_hosts()
     return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())

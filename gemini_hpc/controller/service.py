@@ -1,5 +1,7 @@
-"""The controller as a service: it stands by until this host's slurmctld is in charge, acts, steps down (requirement
-one-controller)."""
+"""The controller as a service (requirement one-controller).
+
+It stands by until this host's slurmctld is in charge, acts, and steps down.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ log = logging.getLogger("gemini_hpc.controller")
 
 
 def _tell_way(settings: Settings, way: Way) -> None:
-    """In the log, and for `doctor` on disk."""
+    """Record the way to Slurm in the log and, for `doctor`, on disk."""
     log.log(logging.WARNING if way.left else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
     told = Told(settings.slurm_api, way.name, way.why, way.left, clock.time())
     path = os.path.join(settings.state_dir, FILE)
@@ -45,7 +47,7 @@ async def _serve(settings: Settings) -> None:
         on_way=lambda way: _tell_way(settings, way),
     )
     try:
-        with suppress(SlurmError):  # the first question to Slurm chooses it then
+        with suppress(SlurmError):  # on failure the first query to Slurm chooses the way
             await slurm.way()
         await _act(settings, slurm)
     finally:
@@ -62,7 +64,7 @@ async def _act(settings: Settings, slurm: Slurm) -> None:
         except LockTakenError as exc:
             if first and len(config.slurmctld_hosts) < 2:
                 raise ServiceError(f"{exc}; stop it first") from None
-            # The one that stood here before may still be stepping down, or its host's lease has to end.
+            # The controller that stood here before may still be stepping down, or its host's lease must end first.
             log.warning("event=standby reason=%s", exc)
             await asyncio.sleep(1.0)
             continue
@@ -80,7 +82,7 @@ async def _main(settings: Settings) -> None:
 
 
 def main(settings: Settings, verbose: bool = False) -> int:
-    """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
+    """Run in the foreground until SIGTERM. Return 0, or 1 after one line on stderr."""
     logs.to(sys.stderr, verbose=verbose)
     try:
         startup.become(settings)

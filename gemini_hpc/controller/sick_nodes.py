@@ -1,7 +1,7 @@
-"""Drain nodes that root has found red by the site's health check, a few a day.
+"""The drain of nodes that root has found red by the site's health check, a few a day.
 
-A job's agents are processes of its owner: no word of theirs brings a node here. They only make the epilog run the
-check (`node.health_report`), whose outcome arrives under root's MUNGE credential, from the node's own address.
+A job's agents are processes of its owner: no message of theirs brings a node here. They only make the epilog run
+the check (`node.health_report`). Its result arrives under root's MUNGE credential, from the node's own address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemini_hpc.wire.controller import HealthVerdict, RedNode
 log = logging.getLogger("gemini_hpc.controller")
 
 DAY_S = 86400.0
-REASON = "gemini-hpc: sick"  # begins the Reason of the nodes that are drained here
+REASON = "gemini-hpc: sick"  # prefix of the Reason of nodes that are drained here
 _WORDS = {
     HealthVerdict.RED: "the health check is red",
     HealthVerdict.HANGS: "the health check does not end",
@@ -31,7 +31,13 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A red node. node: as Slurm has it, None where it has none; allowed, drained: nodes a day, and of them today."""
+    """The facts about a red node.
+
+    Attributes:
+        node: The node as Slurm has it; None if Slurm does not know it.
+        allowed: Nodes that may be drained in a day.
+        drained: Nodes drained within the last day.
+    """
 
     node: Node | None
     allowed: int
@@ -39,7 +45,7 @@ class Case:
 
 
 def why_not(case: Case) -> str:
-    """Return why the node is not drained, "" where it is. Pure."""
+    """Return why the node is not drained; "" if it is. Pure."""
     if not case.allowed:
         return "sick_nodes_per_day is 0"
     if case.node is None:
@@ -52,7 +58,7 @@ def why_not(case: Case) -> str:
 
 
 class SickNodes:
-    """The drains of one controller. say: add a line to a job's log; alert: call the site's program."""
+    """The drains of one controller. `say` adds a line to a job's log; `alert` calls the site's program."""
 
     def __init__(
         self,
@@ -69,14 +75,14 @@ class SickNodes:
         self._tasks: set[asyncio.Task[str]] = set()
 
     async def judge(self, host: str, red: RedNode) -> str:
-        """Drain a node that root has found red, or leave it; return which, in one sentence."""
+        """Drain a node that root has found red, or leave it. Return the result in one sentence."""
         task = asyncio.ensure_future(self._judge(host, red))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await task
 
     def cancel(self) -> list[asyncio.Task[str]]:
-        """Stop at once; return what is about to end, and may still write to the journal."""
+        """Cancel all work. Return the tasks that are about to end, which may still write to the journal."""
         for task in self._tasks:
             task.cancel()
         return list(self._tasks)

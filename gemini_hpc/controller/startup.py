@@ -1,4 +1,4 @@
-"""What the controller does before it serves: it gives up root, takes its limits, and sees to its log lines."""
+"""The controller's steps before it serves: give up root, take its limits, and check its host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gemini_hpc.config import Settings
 
 
 class ServiceError(Exception):
-    """The controller cannot run here; the message says why and what to do."""
+    """An error for a host where the controller cannot run; the message contains the reason and the remedy."""
 
 
 def elsewhere(settings: Settings) -> str:
-    """Return why no controller belongs on this host: the settings name others. "" where it may be one of them."""
+    """Return why no controller belongs on this host: the settings name others. "" if it may be one of them."""
     names = settings.controller_hosts()
     if not names or any(_may_be_here(name) for name in names):
         return ""
@@ -27,7 +27,7 @@ def elsewhere(settings: Settings) -> str:
 
 
 def _may_be_here(host: str) -> bool:
-    """Return whether a name is this host's, or has an address of it; True for one that cannot be looked up."""
+    """Return whether a name is this host's or has one of its addresses; True for a name that cannot be resolved."""
     if host.partition(".")[0] == socket.gethostname().partition(".")[0]:
         return True
     try:
@@ -37,7 +37,7 @@ def _may_be_here(host: str) -> bool:
     for family, kind, proto, _, address in found:
         try:
             with socket.socket(family, kind, proto) as probe:
-                probe.bind(address)  # of this host alone
+                probe.bind(address)  # succeeds only for an address of this host
         except OSError:
             continue
         return True
@@ -45,8 +45,14 @@ def _may_be_here(host: str) -> bool:
 
 
 def become(settings: Settings) -> None:
-    """Run as SlurmUser: agents and users encrypt their greetings for that uid alone, so root becomes it, for good,
-    and makes `state_dir` for it. Raises `ServiceError` and OSError; the caller must not go on then."""
+    """Run as SlurmUser for good, and make `state_dir` for that user.
+
+    Agents and users encrypt their greetings for that uid alone, so root must become it.
+
+    Raises:
+        ServiceError: The process could not become SlurmUser. The caller must not go on then.
+        OSError: As for `ServiceError`.
+    """
     try:
         user = pwd.getpwnam(settings.slurm_user)
     except KeyError:
@@ -73,8 +79,11 @@ def become(settings: Settings) -> None:
 
 
 def _give(path: str, uid: int, gid: int) -> None:
-    """Make `path` the directory of SlurmUser's. Its parent may be SlurmUser's as well, who could have put a link or
-    somebody else's directory there: root follows none, and gives away only an empty one of its own."""
+    """Make `path` a directory that belongs to SlurmUser.
+
+    Its parent may belong to SlurmUser, too, who could have put a link or another user's directory there. So root
+    follows no link, and gives away only an empty directory of its own.
+    """
     os.makedirs(path, mode=0o700, exist_ok=True)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -96,6 +105,6 @@ def _give(path: str, uid: int, gid: int) -> None:
 
 
 def take_limits() -> None:
-    """One descriptor an agent; what a shell passes on (often 1024) is for programs with select()."""
+    """Raise the limit of descriptors: each agent needs one. A shell's usual 1024 is for programs with select()."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

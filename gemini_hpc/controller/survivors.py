@@ -1,8 +1,9 @@
-"""The nodes of a job that have not died: which of them can be pinned now.
+"""The nodes of a job that have not died, and which of them can be pinned now.
 
-A pin on a node that does not answer makes the job hang; on one that Slurm would not allocate (drained, in another's
-reservation, ...) it makes the job wait although others are idle. Such a node is left out, its copies are pulled from
-it, and it is taken in again when that is over. Nothing is done to a node here: that is `fencing`'s to judge.
+A pin to a node that does not answer makes the job hang. A pin to a node that Slurm would not allocate (drained, in
+another reservation, ...) makes the job wait although other nodes are idle. Such a node is left out, and its copies
+are pulled from it. It is taken in again when the obstacle is over. This module takes no action on a node: `fencing`
+judges that.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ Fence = Callable[[str, Seen], Awaitable[bool]]
 
 @dataclass
 class Survivors:
-    """Of one recovery. `target`: where a node is probed. `vouched`: whether an agent there has just spoken. `fence`:
-    judges a silent one and fences it if that follows; true if the node is dead then."""
+    """The survivors of one recovery.
+
+    Attributes:
+        target: Return the addresses at which a node is probed.
+        vouched: Return whether an agent on the node has just sent a message.
+        fence: Judge a silent node and fence it if that follows. Return whether the node is dead then.
+    """
 
     names: list[str]
     say: Say
@@ -47,13 +53,21 @@ class Survivors:
         reservations: Iterable[Reservation],
         length_s: float,
     ) -> None:
-        """Take over what Slurm says. `reservations`: those that are not the job's; `length_s`: the job's time."""
+        """Take over from Slurm which survivors are barred.
+
+        Args:
+            job: The job.
+            nodes: All nodes by name.
+            partitions: State of each partition by name.
+            reservations: Reservations that are not the job's own.
+            length_s: The job's length in seconds.
+        """
         others, ends_at = list(reservations), clock.time() + length_s
         known = {n: barred(job, nodes[n], partitions, others, ends_at) for n in self.names if n in nodes}
         self._barred = {n: why for n, why in known.items() if why}
 
     async def look(self, nodes: Mapping[str, Node]) -> None:
-        """Probe those for which no agent vouches, once; those that have been silent are put to the judgement."""
+        """Probe once the survivors for which no agent vouches. Judge those that have been silent."""
         began = clock.monotonic()
         targets: dict[str, Target] = {}
         for name in self.names:
@@ -76,7 +90,10 @@ class Survivors:
                 self._seen.pop(name)
 
     def left_out(self, *, patient: bool) -> dict[str, str]:
-        """Which must not be pinned now, and why. patient: some silence of one that has answered is forgiven."""
+        """Return the survivors that must not be pinned now, with the reasons.
+
+        With `patient`, a short silence of a node that has answered before is tolerated.
+        """
         out = dict(self._barred)
         for name, seen in self._seen.items():
             patience_s = self.confirm_s if patient and name in self._fine else 0.0
@@ -85,7 +102,7 @@ class Survivors:
         return {n: why for n, why in out.items() if n in self.names}
 
     def pinnable(self, *, patient: bool) -> tuple[str, ...]:
-        """Those that a pin may name; what has changed is told."""
+        """Return the survivors that a pin may name. Log the changes."""
         out = self.left_out(patient=patient)
         for name in self.names:
             why, told = out.get(name, ""), self._told.get(name, "")

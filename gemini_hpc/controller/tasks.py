@@ -1,4 +1,4 @@
-"""Tasks in the background that must not die unnoticed: a death is logged, told, and followed by a new start."""
+"""Background tasks that must not die unnoticed: a death is logged and reported, and the task restarts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gemini_hpc import clock
 
 log = logging.getLogger("gemini_hpc.controller")
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
-LASTED_S = 60.0  # a life so long was a good one: the next pause is short again
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # pause before a restart; it doubles each time
+LASTED_S = 60.0  # after a life this long, the next pause is short again
 Died = Callable[[str], None]
 
 
 def tell(died: Died, why: str) -> None:
-    """Where a death cannot be told (a full disk) the log has it; that ends nothing else."""
+    """Report a task's death. If that fails (a full disk), log it; no other task ends."""
     try:
         died(why)
     except Exception:
@@ -24,7 +24,7 @@ def tell(died: Died, why: str) -> None:
 
 
 async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> None:
-    """Run `work` until it returns; where it raises, tell `died` and begin again after a pause that doubles."""
+    """Run `work` until it returns. If it raises, call `died` and start again after a pause that doubles."""
     pause_s = FIRST_PAUSE_S
     while True:
         began = clock.monotonic()
@@ -32,9 +32,9 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
             return await work()
         except Exception as exc:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError from exc  # a fault on the way out is no reason to begin again
+                raise asyncio.CancelledError from exc  # a fault during cancellation is no reason to start again
             log.exception("event=task-died task=%s", name)
-            tell(died, f"{name}: {type(exc).__name__}")  # its own text may be a user's
+            tell(died, f"{name}: {type(exc).__name__}")  # only the type: the text may contain a user's input
         if clock.monotonic() - began > LASTED_S:
             pause_s = FIRST_PAUSE_S
         await asyncio.sleep(pause_s)
@@ -42,5 +42,5 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
 
 
 def start(name: str, work: Callable[[], Awaitable[None]], died: Died) -> asyncio.Task[None]:
-    """The same as a task; cancel it to end it."""
+    """Start `keep` as a task. Cancel the task to end it."""
     return asyncio.create_task(keep(name, work, died), name=name)

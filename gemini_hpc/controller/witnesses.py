@@ -1,36 +1,36 @@
-"""Which agents of a job say that a node of it is silent, and when each has said so last. No I/O, no clock.
+"""The agents of a job that report a node as silent, with the time of each last report. No I/O, no clock.
 
-Agents repeat what counts every 2 s. What was said long ago says nothing of the node as it is now: it may have hung,
-and be back since. So only what is fresh counts, and an agent that hears the node again takes its word back.
+Agents repeat current reports every 2 s. An old report proves nothing about the node now: it may have hung and be
+back since. So only fresh reports count, and an agent that receives from the node again withdraws its report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-FRESH_S = 10.0
+FRESH_S = 10.0  # agents repeat a report every 2 s
 
 
 class Witnesses:
-    """Of one job, for all of its incarnations. Times are monotonic."""
+    """The reports about the nodes of one job, for all of its incarnations. Times are monotonic."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[int, str], dict[str, float]] = {}  # (restart, node) -> witness -> when
+        self._said: dict[tuple[int, str], dict[str, float]] = {}  # (restart, node) -> witness -> time of the report
 
     def hear(self, restart: int, node: str, who: Iterable[str], now: float) -> None:
-        """These say so of a node of this incarnation."""
+        """Record that these witnesses report a node of this incarnation as silent."""
         self._forget(now)
         said = self._said.setdefault((restart, node), {})
         said.update(dict.fromkeys(who, now))
 
     def take_back(self, restart: int, who: str, but: Collection[str]) -> None:
-        """This one holds no node of the incarnation for dead but these."""
+        """Withdraw a witness's reports about all nodes of the incarnation except those in `but`."""
         for (of, node), said in self._said.items():
             if of == restart and node not in but:
                 said.pop(who, None)
 
     def fresh(self, restart: int, node: str, now: float, *, later: bool = False) -> frozenset[str]:
-        """Who has said so lately. later: also those of later incarnations."""
+        """Return the agents that have reported the node lately. With `later`, include later incarnations."""
         found = [
             who
             for (of, host), said in self._said.items()

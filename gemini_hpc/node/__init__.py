@@ -1,1 +1,1 @@
-"""What runs as root on a node: prolog, epilog, the reaper, and what they need. Standard library only."""
+"""The code that runs as root on a node: prolog, epilog, reaper and their helpers. Standard library only."""

@@ -1,9 +1,12 @@
-"""`python3 -I -m gemini_hpc.node.again JOB UID`: make a job's directory once more, where somebody has unmounted it.
+"""The program that makes a job's directory again after somebody has unmounted or removed it.
 
-Its agent lives, and moves in by itself. The epilog has it done, and the plugin in slurmstepd before a step begins: no
-prolog comes between two steps of a job. Runs as root, and touches nothing inside the directory.
+    python3 -I -m gemini_hpc.node.again JOB UID
 
-Exit status: 0 where the directory was made.
+The job's living agent moves into the new directory by itself. The epilog calls `make`. The SPANK plugin in
+slurmstepd runs the program before a step begins, because no prolog runs between two steps of a job. The program
+runs as root and touches nothing inside the directory.
+
+Exit status: 0 if the directory was made, 1 if not.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from gemini_hpc.node import job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.prolog import parse_number
 
-LEDGER_S = 1.0
+LEDGER_S = 1.0  # a step, or the epilog, waits for this
 
 
 def make(run_dir: str, job: int, uid: int) -> bool:
-    """Make the directory of a job whose agent is here and holds something; return whether there is one now.
+    """Make the directory of a job whose agent is alive on this node and has not released its memory.
+
+    Return whether the directory exists now.
 
     Raises:
-        OSError, JobDirError, PrivilegeError: it could not be made.
+        OSError, JobDirError, PrivilegeError: The directory could not be made.
     """
     with ledger.opened(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)
@@ -32,7 +37,7 @@ def make(run_dir: str, job: int, uid: int) -> bool:
     group = privileges.owner(uid).pw_gid
     run_fd = job_directory.open_run_dir(run_dir, create=True)
     try:
-        with ledger.opened(run_dir, LEDGER_S):  # of steps that begin at the same time one makes it
+        with ledger.opened(run_dir, LEDGER_S):  # of several steps that begin at once, only one makes the directory
             job_directory.make(run_fd, job, uid, group)
     finally:
         os.close(run_fd)
@@ -40,7 +45,7 @@ def make(run_dir: str, job: int, uid: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Make it; return the exit status. Never raises."""
+    """Make the directory and return the exit status. Never raise."""
     job = 0
     try:
         if len(argv) != 2:

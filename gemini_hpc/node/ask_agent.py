@@ -1,5 +1,7 @@
-"""One question to the job's agent, as prolog and epilog put it: with nothing but the standard library,
-because an interpreter with msgspec takes three times as long to start."""
+"""A single request to the job's agent, as prolog and epilog send it.
+
+The module uses only the standard library: an interpreter that imports msgspec takes three times as long to start.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,24 @@ SOCKET_NAME = "agent.sock"
 
 
 class NobodyAnswersError(Exception):
-    """There is no agent: no socket, nobody behind it, or it went away before it answered."""
+    """An error for an absent agent: no socket, no listener, or an agent that ended before it answered."""
 
 
 class AskError(Exception):
-    """There is an agent, or somebody in its place, and it did not answer as it should."""
+    """An error for a listener (the agent, or an impostor) that did not answer as it should."""
 
 
 def connect(directory: str, uid: int, deadline: float) -> socket.socket:
-    """A connection to the agent in `directory`, if it runs as `uid`; `deadline` is of `clock.monotonic`.
+    """Connect to the agent in `directory`, which must run as `uid`.
 
-    Raises `NobodyAnswersError` and `AskError`.
+    Args:
+        directory: The job's directory, which contains the socket.
+        uid: The uid that the listener must have.
+        deadline: Latest time for the connection, on the clock of `clock.monotonic`.
+
+    Raises:
+        NobodyAnswersError: No agent listens there.
+        AskError: The listener has another uid, or could not be reached in time.
     """
     path = f"{directory}/{SOCKET_NAME}"
     try:
@@ -54,12 +63,22 @@ def connect(directory: str, uid: int, deadline: float) -> socket.socket:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """pid of the process that listens at the other end."""
+    """Return the pid of the process that listens at the other end."""
     return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
 def ask(sock: socket.socket, question: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Sends one packet and returns the one that comes back. Raises `NobodyAnswersError` and `AskError`."""
+    """Send one packet and return the reply.
+
+    Args:
+        sock: The connection from `connect`.
+        question: The request, sent as JSON.
+        deadline: Latest time for the reply, on the clock of `clock.monotonic`.
+
+    Raises:
+        NobodyAnswersError: The agent closed the connection before it answered.
+        AskError: The request is too long, or the agent refused it, or its reply is late or not valid.
+    """
     packet = json.dumps(question).encode()
     if len(packet) > MAX_PACKET_BYTES:
         raise AskError(f"a request of {len(packet)} bytes is too long; at most {MAX_PACKET_BYTES} are")
@@ -90,7 +109,7 @@ def ask(sock: socket.socket, question: dict[str, Any], deadline: float) -> dict[
 
 
 def wait_until_gone(sock: socket.socket, deadline: float) -> None:
-    """Returns when the agent has closed the connection, at the latest at `deadline`."""
+    """Wait until the agent has closed the connection, at the latest until `deadline`."""
     try:
         while True:
             _set_timeout(sock, deadline)

@@ -1,6 +1,7 @@
-"""The agents' cgroup: root's prolog makes it and puts the agent in, the agent reads what is left in it, root ends it.
+"""The agents' cgroups as files: root's prolog makes them, an agent reads its remaining room, root ends them.
 
-Nothing here ever fails a prolog: an agent that cannot be moved stays in slurmd's cgroup, and minds that one's limit.
+No failure here fails a prolog. An agent that cannot be moved stays in slurmd's cgroup and respects the limit of
+that cgroup.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from gemini_hpc.node.memory_cgroup import Choice, Place, Step
 
 BUSCTL = "/usr/bin/busctl"
 SYSTEMD_BOOTED = "/run/systemd/system"
-SYSTEMD_TIMEOUT_S = 3.0
+SYSTEMD_TIMEOUT_S = 3.0  # systemd may hang, and a prolog waits for it
 _POLL_S = 0.01
-_END_S = 2.0
+_END_S = 2.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The cgroup of one job's agent; version 0: it has none of its own. directories: where the memory is counted,
-    then those of v1's other hierarchies."""
+    """The cgroup of one job's agent.
+
+    Attributes:
+        version: Version of the cgroup hierarchy, 1 or 2. 0 means that the agent has no cgroup of its own.
+        directories: First the directory where the memory is counted, then those of v1's other hierarchies.
+    """
 
     version: int = 0
     directories: tuple[str, ...] = ()
@@ -37,7 +42,7 @@ NO_GROUP = Group()
 
 
 def place(pid: int | str = "self") -> Place | None:
-    """The memory cgroup of a process, as seen from here."""
+    """Return the memory cgroup of a process as this process sees it, or None if none is visible."""
     try:
         found = memory_cgroup.place(_text(f"/proc/{pid}/cgroup"), _text("/proc/self/mountinfo"))
     except OSError:
@@ -50,7 +55,7 @@ def place(pid: int | str = "self") -> Place | None:
 
 
 def lowest_limit(here: Place) -> tuple[int, str] | None:
-    """Return (bytes, file that says so) of the lowest limit on the way up; None where there is none."""
+    """Return (bytes, file with that limit) of the lowest limit from here up to the top, or None without a limit."""
     lowest: tuple[int, str] | None = None
     for directory in here.chain():
         path = f"{directory}/{memory_cgroup.limit_file(here.version)}"
@@ -65,20 +70,24 @@ def lowest_limit(here: Place) -> tuple[int, str] | None:
 
 
 def _text(path: str) -> str:
-    """Names of mount points, and of cgroups, are any bytes; users choose some."""
+    """Read a file of any bytes: users choose some names of mount points and cgroups."""
     with open(path, encoding="utf-8", errors="surrogateescape") as f:
         return f.read()
 
 
 def cap_bytes(settings: Settings, total_bytes: int) -> int:
-    """What the agents of a node may take together; total_bytes: the node's memory."""
+    """Return the memory that all agents of a node may use together; `total_bytes` is the node's memory."""
     return settings.memory_cap_bytes or int(total_bytes * settings.memory_fraction)
 
 
 def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
-    """Choose the agents' cgroup, and make it where it is made of files. By root.
+    """Choose the agents' cgroup and, on v1 or a file-based v2, create it. Requires root.
 
-    agents: how many have room in it beside the cap; root counts them and sets the limit while no other prolog does.
+    Args:
+        settings: The site's settings.
+        total_bytes: The node's memory.
+        agents: Number of agents that get room for their own processes on top of the cap. Root counts them and sets
+            the limit while it keeps every other prolog out.
     """
     here = place()
     choice = memory_cgroup.choose(here, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
@@ -91,7 +100,7 @@ def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
 
 
 def no_room(choice: Choice, settings: Settings) -> str:
-    """Return why one more agent would take memory of others, perhaps of the training; "" where it would not."""
+    """Return why one more agent would take memory from others, perhaps from the training; "" if there is room."""
     here, needed = place(), memory_cgroup.AGENT_ROOM_BYTES
     free = meminfo()["MemAvailable"] - settings.memory_floor_bytes
     if free < needed:
@@ -108,15 +117,15 @@ def no_room(choice: Choice, settings: Settings) -> str:
 
 
 def resize(group: Group, limit_bytes: int) -> str:
-    """Set another limit for the cgroup of a running agent, never below what is taken; return what failed, or "".
+    """Set a new limit for the cgroup of a running agent, never below its current use. Requires root.
 
-    By root.
+    Return the error, or "".
     """
     if not group.version:
         return ""
     directory, name = group.directories[0], memory_cgroup.limit_file(group.version)
     used = _bytes(directory, memory_cgroup.usage_file(group.version))
-    if not 0 <= used <= limit_bytes:  # -1: it is gone, with its agent
+    if not 0 <= used <= limit_bytes:  # -1: the cgroup is gone, with its agent
         return ""
     try:
         if _read(f"{directory}/{name}").strip() == str(limit_bytes):
@@ -131,7 +140,7 @@ def resize(group: Group, limit_bytes: int) -> str:
 
 
 def _take(steps: list[Step]) -> str:
-    """Why a step that is needed could not be done, or ""."""
+    """Carry out the steps. Return why a needed step failed, or ""."""
     for step in steps:
         try:
             if step.text is None:
@@ -146,8 +155,10 @@ def _take(steps: list[Step]) -> str:
 
 
 def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, str]:
-    """By root: move a process of ours that will become the agent into the job's own cgroup; the cgroup, and what went
-    wrong, or "". Bounded in time."""
+    """Move the process that becomes the agent into the job's own cgroup. Requires root; bounded in time.
+
+    Return the cgroup, and the error or "".
+    """
     if choice.how == "stay":
         return NO_GROUP, choice.why
     if choice.how == "systemd":
@@ -165,13 +176,15 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, 
     assert here is not None
     directory = memory_cgroup.job_directory(choice, job)
     problem = _take(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
-    if problem:  # v2: processes of an older release in the cgroup itself; better with them than in slurmd's
+    # v2: the parent cgroup holds processes of an older release. Sharing with them is better than staying in
+    # slurmd's.
+    if problem:
         return NO_GROUP, _enter(choice.directory, pid) or f"the agent has no cgroup of its own: {problem}"
     return Group(here.version, (directory, *_beside(here, choice, job, pid))), ""
 
 
 def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
-    """Where else v1 has cgroups for it, entered."""
+    """Enter the process into cgroups of v1's other hierarchies. Return the directories entered."""
     if here.version != 1:
         return []
     mountinfo = _text("/proc/self/mountinfo")
@@ -189,7 +202,7 @@ def _enter(directory: str, pid: int) -> str:
 
 
 def members(group: Group) -> list[int]:
-    """Pids of the processes in it, as they are seen from here; none where it is gone."""
+    """Return the pids of the processes in the cgroup as this process sees them; none if the cgroup is gone."""
     try:
         return [int(line) for line in _read(f"{group.directories[0]}/cgroup.procs").split()]
     except (OSError, ValueError, IndexError):
@@ -197,7 +210,7 @@ def members(group: Group) -> list[int]:
 
 
 def held_bytes(group: Group) -> int:
-    """Return the bytes of copies in it; 0 where that cannot be known."""
+    """Return the bytes of copies in the cgroup; 0 if they cannot be read."""
     try:
         return memory_cgroup.held(group.version, _read(f"{group.directories[0]}/memory.stat"))
     except (OSError, ValueError, IndexError):
@@ -205,8 +218,13 @@ def held_bytes(group: Group) -> int:
 
 
 def end(group: Group, timeout_s: float = _END_S) -> int:
-    """By root: kill whatever is in it, all at once where the kernel can, and remove it; how many there were.
-    Raises OSError where some are left after `timeout_s`: those hang in the kernel, and die when it lets go."""
+    """Kill all processes in the cgroup, at once where the kernel can, and remove it. Requires root.
+
+    Return the number of processes that it contained.
+
+    Raises:
+        OSError: Some processes are left after `timeout_s`. They hang in the kernel and die when it releases them.
+    """
     first = len(members(group))
     deadline = clock.monotonic() + timeout_s
     while inside := members(group):
@@ -221,13 +239,16 @@ def end(group: Group, timeout_s: float = _END_S) -> int:
                 break
             except FileNotFoundError:
                 break
-            except OSError:  # a process that is just dying is still in it
+            except OSError:  # a dying process still counts as a member
                 clock.sleep(_POLL_S)
     return first
 
 
 def remove_empty(group: Group) -> bool:
-    """By root: remove it if nobody is in it; whether nothing of it is left. A process that is just dying is in it."""
+    """Remove the cgroup if it is empty. Return whether nothing of it is left. Requires root.
+
+    A dying process still counts as a member.
+    """
     for directory in group.directories:
         try:
             os.rmdir(directory)
@@ -238,8 +259,10 @@ def remove_empty(group: Group) -> bool:
 
 
 def kill(group: Group, inside: list[int]) -> None:
-    """By root: every process that is in it. Nobody may fork meanwhile, and where there is a freezer all stand still
-    until each has been told to die."""
+    """Kill every process in the cgroup. Requires root.
+
+    No process may fork meanwhile. Where there is a freezer, all processes are frozen until each has its SIGKILL.
+    """
     for directory in group.directories:
         with suppress(OSError):
             _write(f"{directory}/pids.max", "0")
@@ -253,7 +276,7 @@ def kill(group: Group, inside: list[int]) -> None:
             with suppress(OSError):
                 process = os.pidfd_open(pid)
                 try:
-                    if pid in members(group):  # its number may have become another process's
+                    if pid in members(group):  # the kernel may have given the pid to another process
                         signal.pidfd_send_signal(process, signal.SIGKILL)
                 finally:
                     os.close(process)
@@ -262,7 +285,7 @@ def kill(group: Group, inside: list[int]) -> None:
 
 
 def _freeze(group: Group, state: str) -> None:
-    """Of v1; v2 kills all at once."""
+    """Set the freezer state of a v1 cgroup. v2 kills all processes at once and needs no freezer."""
     for directory in group.directories if group.version == 1 else ():
         with suppress(OSError):
             _write(f"{directory}/freezer.state", state)
@@ -271,7 +294,7 @@ def _freeze(group: Group, state: str) -> None:
 def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
     _ask(memory_cgroup.scope_call(BUSCTL, job, pid, limit_bytes))
     deadline = clock.monotonic() + SYSTEMD_TIMEOUT_S
-    while True:  # the call only queues the move
+    while True:  # the busctl call only queues the move
         found = place(pid)
         if found is not None and found.path.endswith(memory_cgroup.scope_name(job, pid)):
             return
@@ -281,7 +304,11 @@ def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
 
 
 def _ask(call: list[str]) -> None:
-    """Run a call of busctl's; bounded in time. Raises `OSError`."""
+    """Run a busctl command, bounded in time.
+
+    Raises:
+        OSError: The command failed or did not end in time.
+    """
     import subprocess
 
     try:
@@ -311,7 +338,7 @@ class Room:
         self._ours = 2 if here is not None and memory_cgroup.is_a_jobs(here, settings.agent_cgroup) else 0
 
     def share_bytes(self) -> int | None:
-        """Return what root has set as this job's share of the cap; None where the job has no cgroup of its own."""
+        """Return this job's share of the cap as root has set it; None if the job has no cgroup of its own."""
         if not self._ours:
             return None
         try:
@@ -321,17 +348,19 @@ class Room:
         return None if most is None else max(0, most - memory_cgroup.AGENT_ROOM_BYTES)
 
     def left_bytes(self) -> tuple[int, str] | None:
-        """Return the bytes until the nearest limit, without what is kept for the agents' own processes, and whose
-        they are; None: there is no limit."""
+        """Return (bytes left until the nearest limit, name of that room), or None without a limit.
+
+        The bytes exclude the room that is kept for the agents' own processes.
+        """
         found = [
             each for at, directory in enumerate(self._directories) if (each := self._left(at, directory)) is not None
         ]
         return min(found, default=None)
 
     def _left(self, at: int, directory: str) -> tuple[int, str] | None:
-        """Return the bytes left in one cgroup above this process, and whose room that is; None without a limit.
+        """Return (bytes left, name of that room) for one cgroup above this process, or None without a limit.
 
-        What agents take for themselves comes from their own room, as far as that goes.
+        An agent's own processes use their reserved room first, as far as it goes.
         """
         free = _left(self._version, directory)
         if at >= self._ours:
@@ -358,7 +387,7 @@ class Room:
 
 
 def _left(version: int, directory: str) -> int | None:
-    """Return what a cgroup can still take; None: it has no limit, as the top of v2."""
+    """Return the bytes that a cgroup can still take; None if it has no limit, as the top of v2."""
     try:
         limit = _read(f"{directory}/{memory_cgroup.limit_file(version)}")
         usage = _read(f"{directory}/{memory_cgroup.usage_file(version)}")
@@ -377,7 +406,7 @@ def _read(path: str) -> str:
 
 
 def _bytes(directory: str, name: str) -> int:
-    """-1 where there is no such file; at the top of v2 there is none, but the directory is."""
+    """Return the number in a cgroup's file; -1 if the file is missing, 0 at the top of v2, which has no such file."""
     try:
         return int(_read(f"{directory}/{name}"))
     except (OSError, ValueError):

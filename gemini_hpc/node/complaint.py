@@ -1,4 +1,4 @@
-"""How prolog and epilog complain: one line to slurmd (stderr) and to the system's log, nothing else."""
+"""The error output of prolog and epilog: one line to slurmd (stderr) and to the system log, nothing else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gemini_hpc import lines
 
 
 def complain(where: str, job: int, text: str) -> None:
-    """Logs `text`, which may hold anything, as one line."""
+    """Log `text`, which may contain any character, as one line."""
     shown = "".join(c if c.isprintable() else "?" for c in text)[:500]
     line = f"{where}: job={job} {shown}"
-    lines.tell(line)  # slurmd may have closed its end; the system's log still gets it
+    lines.tell(line)  # slurmd may have closed its end; the system log still gets the line
     syslog.openlog("gemini-hpc", syslog.LOG_PID, syslog.LOG_DAEMON)
     syslog.syslog(syslog.LOG_ERR, line)

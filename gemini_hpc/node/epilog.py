@@ -1,10 +1,10 @@
-"""The epilog's work on one node: the agent learns that the job has ended here.
+"""The epilog's work on one node: report to the agent that the job has ended here.
 
     python3 -I -m gemini_hpc.node.epilog JOB UID RESTART EXIT_CODE NODE NODELIST
 
-Runs as root, called by `prolog_epilog/epilog`, perhaps more than once for a job. A child that has become the job's
-owner for good talks to the agent; root itself only removes the job's directory, once the agent has released the
-memory. An agent that keeps its replicas ("detached") keeps its directory.
+`prolog_epilog/epilog` calls it as root, perhaps more than once for a job. A child that has become the job's owner
+for good talks to the agent. Root itself only removes the job's directory, after the agent has released the memory.
+An agent that keeps its replicas ("detached") keeps its directory.
 
 Exit status: 0, always.
 """
@@ -23,22 +23,22 @@ from gemini_hpc.node import again, ask_agent, health_report, job_directory, ledg
 from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
 
-ANSWER_TIMEOUT_S = 3.0
-LEDGER_S = 1.0
-GONE_TIMEOUT_S = 1.0
-OWNER_GRACE_S = 0.2
-TOTAL_S = 4.4  # of the 5 s that an epilog may take (requirement users-errors), from the start of Python to its end
+ANSWER_TIMEOUT_S = 3.0  # for the agent's answer, within TOTAL_S
+LEDGER_S = 1.0  # for the ledger's lock, within TOTAL_S
+GONE_TIMEOUT_S = 1.0  # for a released agent to end
+OWNER_GRACE_S = 0.2  # for the owner's child to end after its own time limit
+TOTAL_S = 4.4  # of the 5 s that an epilog may take (requirement users-errors), from Python's start to its end
 
-# How the child that is the job's owner tells root how it went.
+# Exit statuses by which the child that is the job's owner reports its outcome to root.
 _RELEASED, _KEPT, _FAILED = 10, 11, 12
-# The incarnation that has ended is slurmd's, or the one before: slurmd may tell of the next one already. Which of the
-# two is all that the agent is asked for; it is its owner's, and could say anything.
+# The incarnation to hold is slurmd's or the one before, because slurmd may already report the next one. Root takes
+# only this choice from the agent: the agent belongs to its owner and could send anything.
 _HOLD_THIS, _HOLD_FORMER = 64, 65
-_CHECK = 128  # added to each of them where the agent doubts this node's health
+_CHECK = 128  # added to a status if the agent doubts this node's health
 
 
 def main(argv: list[str]) -> int:
-    """Does the epilog's work; returns 0. Never raises."""
+    """Do the epilog's work and return 0. Never raise."""
     deadline = clock.monotonic() + TOTAL_S - _age_s()
     job = 0
     try:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 
 def _age_s() -> float:
-    """Return for how long this process has been there: the script's time runs while Python starts."""
+    """Return the age of this process in seconds. The script's time already runs while Python starts."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
@@ -72,7 +72,7 @@ def _end(
         run_fd = job_directory.open_run_dir(run_dir, create=False)
     except FileNotFoundError:
         return
-    # First of all: whatever comes then, or does not, what is left of the agent is on borrowed time.
+    # Enter the end first: from here on the agent's time is limited, whatever fails later.
     _note(run_fd, run_dir, job, uid, restart)
     try:
         there, patience_s = job_directory.exists(run_fd, job, uid), 0.0
@@ -91,7 +91,17 @@ def _end(
 
 
 def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float) -> int:
-    """Report the end to the agent; return its answer as a status. patience_s: for so long no answer may come."""
+    """Report the end to the agent. Return its answer as a status.
+
+    Args:
+        run_dir: The run directory.
+        job: The job's id.
+        uid: The uid of the job's owner.
+        restart: The restart count of the incarnation that slurmd reports.
+        exit_code: The job's exit code.
+        deadline: Latest time for the epilog, on the clock of `clock.monotonic`.
+        patience_s: Seconds during which an absent agent is tolerated; it may be moving into its new directory.
+    """
     answer_by = min(clock.monotonic() + ANSWER_TIMEOUT_S, deadline - GONE_TIMEOUT_S - OWNER_GRACE_S)
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 
@@ -106,11 +116,11 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadli
                     return check + _hold_status(restart, answer.get("restart"))
                 if answer["state"] == "detached":
                     return check + _KEPT
-                # So that the next prolog of this job does not meet a dying agent.
+                # Otherwise the next prolog of this job could meet a dying agent.
                 ask_agent.wait_until_gone(sock, clock.monotonic() + GONE_TIMEOUT_S)
                 return check + _RELEASED
         except ask_agent.NobodyAnswersError:
-            return _KEPT  # perhaps about to be started again; if not, a later prolog on this node cleans up
+            return _KEPT  # its supervisor may start it again; if not, a later prolog on this node cleans up
         except ask_agent.AskError as exc:
             complain("epilog", job, str(exc))
             return _FAILED
@@ -132,7 +142,8 @@ def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> s
 
 def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
     try:
-        there = job_directory.look(run_fd, str(job)) is not None  # never walks into what a user has mounted there
+        # `look` never enters a file system that a user has mounted there
+        there = job_directory.look(run_fd, str(job)) is not None
     except job_directory.JobDirError:
         there = True
     try:
@@ -144,8 +155,12 @@ def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
 
 
 def _released(run_fd: int, run_dir: str, job: int) -> None:
-    """The agent has let go. It is there for a moment more where it completes a version on the tier: then the reaper
-    waits for it, and no prolog takes it for one that was left behind."""
+    """Record that the agent has released its memory, and remove the job's directory.
+
+    If no process of the agent is left, its cgroup and ledger entry are removed, too. The agent lives a moment
+    longer while it completes a version on the tier. Then the reaper waits for it, and no prolog treats it as a
+    leftover.
+    """
     with ledger.opened(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)
         if entry is not None:
@@ -163,17 +178,18 @@ def _hold_status(restart: int, said: object) -> int:
 
 
 def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
-    """A peer died, no controller answers and this node is the first alive: the survivors are held from here.
+    """Hold the job's survivors: a peer died, no controller answers, and this node is the first alive.
 
-    The one Slurm action of prolog and epilog; what the agent says is a hint that `controller.epilog_fallback` checks
-    with Slurm. What is not done in time goes on, in a session of its own and without slurmd's pipes: only the waiting
-    for it ends."""
+    This is the only Slurm action of prolog and epilog. The agent's answer is a hint that
+    `controller.epilog_fallback` checks with Slurm. A hold that is not done in time goes on in a session of its own,
+    without slurmd's pipes. Only the waiting for it ends.
+    """
     argv = [sys.executable, "-I", "-m", "gemini_hpc.controller.epilog_fallback"]
     argv += ["--job", str(job), "--restart", str(restart), "--node", place[0], "--nodes", place[1]]
     try:
         null = subprocess.DEVNULL
         hold = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
-        hold.wait(max(0.2, deadline - clock.monotonic()))  # not `run`, which would kill it
+        hold.wait(max(0.2, deadline - clock.monotonic()))  # `subprocess.run` would kill it at the timeout
     except subprocess.TimeoutExpired:
         complain("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
     except OSError as exc:

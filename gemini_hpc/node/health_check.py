@@ -1,7 +1,8 @@
-"""Run the site's health check of this node.
+"""The runner of the site's health check of this node.
 
-A launcher runs it beside a rank that has failed, as the job's owner and in the job's cgroup, with the job's GPUs:
-that decides whether this job leaves the node. Root runs it after the job (`health_report`): that alone drains it.
+A launcher runs the check beside a rank that has failed, as the job's owner, in the job's cgroup and with the job's
+GPUs. Its result decides whether this job leaves the node. Root runs the check after the job (`health_report`). Only
+that result drains the node.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 
 from gemini_hpc import clock
 
-LIMIT_S = 30.0
-_LOOK_S = 0.2
-_END_S = 2.0
+LIMIT_S = 30.0  # a check that takes longer is red
+_LOOK_S = 0.2  # pause between two checks of `stop`
+_END_S = 2.0  # a check that SIGKILL has not ended by then is left to the kernel
 _MOST_BYTES = 4096
 _CHARS = 150
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
@@ -26,7 +27,12 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A red node. text: the first line of the check's output, or what is wrong; hangs: the check does not end."""
+    """A red result of the health check.
+
+    Attributes:
+        text: The first line of the check's output, or a description of the failure.
+        hangs: Whether the check did not end.
+    """
 
     text: str
     hangs: bool = False
@@ -35,16 +41,16 @@ class Problem:
 def find_problem(
     path: str, stop: Callable[[], bool], say: Callable[[str], None], limit_s: float = LIMIT_S
 ) -> Problem | None:
-    """Run the check; return why this node is not healthy.
+    """Run the health check. Return why this node is not healthy.
 
     Args:
-        path: the program.
-        stop: whether nobody needs the outcome any more.
-        say: called with why the program cannot be run.
-        limit_s: a check that takes longer is red.
+        path: Absolute path of the check's program.
+        stop: Return whether the result is no longer needed.
+        say: Called with the reason why the program cannot be run.
+        limit_s: Time limit in seconds; a check that takes longer is red.
 
     Returns:
-        None for a healthy node, for a program that cannot be run, and where `stop` says so.
+        None for a healthy node, for a program that cannot be run, and after `stop` returned true.
     """
     if not os.path.isabs(path):
         say(f"health_check: wanted an absolute path, found {path[:200]!r}")
@@ -69,7 +75,7 @@ def find_problem(
             os.killpg(process.pid, signal.SIGKILL)
         if process.stdout is not None:
             process.stdout.close()
-        with suppress(subprocess.TimeoutExpired):  # a driver may hold it for good
+        with suppress(subprocess.TimeoutExpired):  # a driver may keep the process from dying
             process.wait(_END_S)
     if text is None:
         return None if stop() else Problem(f"the health check does not end within {limit_s:g} s", hangs=True)
@@ -79,7 +85,7 @@ def find_problem(
 
 
 def _output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline: float) -> bytes | None:
-    """What it says until it ends; None where that takes too long."""
+    """Return the check's output until its end; None if it takes too long."""
     assert process.stdout is not None
     fd, text, said_all = process.stdout.fileno(), b"", False
     while clock.monotonic() < deadline and not stop():
@@ -90,7 +96,7 @@ def _output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline
         elif said_all:
             clock.sleep(0.01)
         if process.poll() is not None:
-            if not said_all:  # what it has left in the pipe; who else holds that end is not waited for
+            if not said_all:  # read the rest in the pipe without waiting for other processes that hold its write end
                 os.set_blocking(fd, False)
                 with suppress(BlockingIOError):
                     text = (text + os.read(fd, _MOST_BYTES))[:_MOST_BYTES]

@@ -1,10 +1,10 @@
-"""Check this node's health after a job, and report a red node to the controller.
+"""The program that checks this node's health after a job and reports a red node to the controller.
 
     python3 -I -m gemini_hpc.node.health_report JOB RESTART NODE
 
-The epilog starts it, as root and in a session of its own, where the job's agent doubts the node. One runs at a time.
-A red node is a line in the system's log, with the check's own words. The controller gets one of two fixed words, and
-decides alone whether it drains the node.
+The epilog starts it as root, in a session of its own, if the job's agent doubts the node. Only one runs at a time
+on a node. A red node is logged as one line in the system log, with the check's own words. The controller gets one
+of two fixed values and alone decides whether to drain the node.
 
 Exit status: 0, always.
 """
@@ -23,12 +23,12 @@ from gemini_hpc.node.health_check import Problem, find_problem
 from gemini_hpc.node.prolog import parse_number
 
 LOCK = "health"
-REPORT_S = 60.0  # for so long a controller is looked for
-RETRY_S = 2.0
+REPORT_S = 60.0  # retry for this long to reach a controller
+RETRY_S = 2.0  # pause between two rounds over the controller's hosts
 
 
 def start(settings: Settings, job: int, restart: int, node: str) -> None:
-    """Begin the check, where the site has one. By root, in an epilog; never raises."""
+    """Start the health check if the site has one. Requires root; called in an epilog. Never raise."""
     if not settings.health_check:
         return
     argv = [sys.executable, "-I", "-m", "gemini_hpc.node.health_report", str(job), str(restart), node]
@@ -39,7 +39,7 @@ def start(settings: Settings, job: int, restart: int, node: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Check, and report; return 0."""
+    """Check the node, report a red result, and return 0."""
     job = 0
     try:
         if len(argv) != 3:
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         settings = load()
         lock = ledger.lock(settings.run_dir, LOCK)
         if lock < 0:
-            return 0  # another job's epilog has begun the check
+            return 0  # another job's epilog has started the check
         problem = _check(settings, job)
         if problem is not None:
             complain("health", job, f"this node is red: {problem.text}")
@@ -67,8 +67,8 @@ def _check(settings: Settings, job: int) -> Problem | None:
 
 
 def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: bool) -> None:
-    """Tell the acting controller, whichever host it is on; what it answers is logged."""
-    # Only here: a healthy node's check needs nothing but the standard library.
+    """Report the red node to the acting controller, whichever host it runs on, and log the answer."""
+    # Imported only here: the check of a healthy node needs nothing but the standard library.
     from gemini_hpc.wire import controller
     from gemini_hpc.wire.handshake import Client, HandshakeError
     from gemini_hpc.wire.link import BlockingLink, LinkClosed

@@ -1,9 +1,9 @@
-"""The jobs' directories below the run directory, as root handles them: through descriptors, links never followed.
+"""The jobs' directories in the run directory, which root handles by descriptors and without following links.
 
-The run directory belongs to root, so nobody else changes the entries in it. Each job's directory is a small file
-system of its own, so that what one owner fills is nobody else's; where none can be mounted it is a plain directory.
-What is *inside* belongs to the job's owner, who may change it at any moment, or mount something over it: root only
-ever detaches and removes there.
+The run directory belongs to root, so only root changes its entries. Each job's directory is a small file system of
+its own: an owner who fills it harms no other. If none can be mounted, it is a plain directory. The *content*
+belongs to the job's owner, who may change it at any moment or mount something over it. Root only ever detaches and
+removes there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gemini_hpc.node.complaint import complain
 
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
-REMOVE_TIMEOUT_S = 2.0
-LOCK_TIMEOUT_S = 2.0
+REMOVE_TIMEOUT_S = 2.0  # a user can make a directory arbitrarily large, and a prolog waits for its removal
+LOCK_TIMEOUT_S = 2.0  # a user may hold the lock (`_wait_for`)
 
 RUN_OPTIONS = "mode=0755,size=64m,nr_inodes=16384"
 JOB_OPTIONS = "mode=0700,size=16m,nr_inodes=512"
@@ -27,14 +27,17 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class JobDirError(Exception):
-    """A directory is not what it must be; the message says what was found."""
+    """An error for a directory in an unexpected state; the message describes the state found."""
 
 
 def open_run_dir(path: str, create: bool) -> int:
-    """Descriptor of the run directory. With `create` it is made where missing, as a small file system of its own.
+    """Open the run directory and return its descriptor.
 
-    Raises `FileNotFoundError` (without `create`) and `JobDirError` unless it is a real directory of root's
-    that nobody else can write to.
+    With `create`, a missing run directory is made as a small file system of its own.
+
+    Raises:
+        FileNotFoundError: The directory is missing and `create` is false.
+        JobDirError: The path is not a real directory that belongs to root and that only root can write to.
     """
     if create:
         _create(path)
@@ -55,9 +58,10 @@ def open_run_dir(path: str, create: bool) -> int:
 
 
 def _create(path: str) -> None:
-    """Jobs' owners write below it, and what is full must not be /run: there, root's own services would stop.
+    """Make the run directory as a file system of its own.
 
-    One prolog at a time: a job's directory that another one makes before the mount would be hidden by it.
+    Job owners write below it. If they filled /run itself, root's own services would stop. A lock admits one prolog
+    at a time: the mount would hide a job's directory that another prolog makes before it.
     """
     if _is_mounted(path):
         return
@@ -84,8 +88,10 @@ def _create(path: str) -> None:
 
 
 def _wait_for(lock: int) -> None:
-    """The others' mount, for a bounded time: whoever can open the file, where its directory is not root's, can hold
-    it."""
+    """Wait for another prolog's mount, at most LOCK_TIMEOUT_S.
+
+    The time is bounded: if the lock's directory is not root's, any user who can open the lock file can hold it.
+    """
     deadline = clock.monotonic() + LOCK_TIMEOUT_S
     while clock.monotonic() < deadline:
         try:
@@ -104,14 +110,23 @@ def _is_mounted(path: str) -> bool:
 
 
 def exists(run_fd: int, job: int, uid: int) -> bool:
-    """Whether the job has a directory of its owner's. Asks nothing of what a user may have mounted over it: that is
-    detached. Raises `JobDirError` where it cannot be."""
+    """Return whether the job has a directory that belongs to its owner.
+
+    A file system that a user has mounted over it is detached without a request to its server.
+
+    Raises:
+        JobDirError: The mount cannot be detached.
+    """
     info = look(run_fd, str(job))
     return info is not None and stat.S_ISDIR(info.st_mode) and info.st_uid == uid
 
 
 def look(run_fd: int, name: str) -> os.stat_result | None:
-    """What an entry of the run directory is, uncovered; None: there is none. Raises `JobDirError`."""
+    """Return the status of an entry of the run directory after detaching mounts over it; None if it is missing.
+
+    Raises:
+        JobDirError: A mount over the entry cannot be detached.
+    """
     try:
         fd = mounts.uncover(run_fd, name)
     except FileNotFoundError:
@@ -125,14 +140,19 @@ def look(run_fd: int, name: str) -> os.stat_result | None:
 
 
 def make(run_fd: int, job: int, uid: int, gid: int) -> str:
-    """Makes the job's directory (0700, its owner's), as a file system of its own; "" or why it has none. One of the
-    same owner stays as it is; anything else of that name is a leftover of another job and is removed first. Raises
-    `JobDirError`."""
+    """Make the job's directory (0700, owned by the job's owner) as a file system of its own.
+
+    A directory of the same owner stays as it is. Anything else of that name is a leftover of another job and is
+    removed first. Return "", or why the directory has no file system of its own.
+
+    Raises:
+        JobDirError: The directory could not be made.
+    """
     name = str(job)
     if exists(run_fd, job, uid):
         return ""
     remove(run_fd, name)
-    # Root's until it is complete: its owner finds it empty and with the right mode, or not at all.
+    # The directory is root's until it is complete: its owner finds it empty and with the right mode, or not at all.
     try:
         os.mkdir(name, 0o700, dir_fd=run_fd)
         fd = os.open(name, _DIRECTORY, dir_fd=run_fd)
@@ -149,9 +169,14 @@ def make(run_fd: int, job: int, uid: int, gid: int) -> str:
 
 
 def remove(run_fd: int, name: str) -> None:
-    """Removes one entry of the run directory with all below it. Its file system is detached, whatever is in it; of a
-    plain directory, raises `JobDirError` where the bounds on entries, depth or time are exceeded, and leaves the rest
-    for another time. Missing is fine."""
+    """Remove one entry of the run directory with all its content. A missing entry is fine.
+
+    A file system of the job's own is detached, whatever it contains. A plain directory is removed within bounds on
+    entries, depth and time.
+
+    Raises:
+        JobDirError: A bound was exceeded. The rest is left for another time.
+    """
     try:
         while True:
             fd = mounts.uncover(run_fd, name)
@@ -174,7 +199,7 @@ def remove(run_fd: int, name: str) -> None:
 
 
 class _Removal:
-    """Bounds shared by one recursive removal; never leaves the file system and the owner it began with."""
+    """A bounded recursive removal that never leaves the file system and the owner it began with."""
 
     def __init__(self, top: os.stat_result, mount: int) -> None:
         self.top, self.mount = top, mount
@@ -182,6 +207,7 @@ class _Removal:
         self.deadline = clock.monotonic() + REMOVE_TIMEOUT_S
 
     def empty(self, parent_fd: int, name: str, depth: int) -> None:
+        """Remove all content of the directory `name`, at most `depth` levels deep."""
         if depth == 0:
             raise JobDirError(f"leftover is deeper than {DEPTH_MAX} directories")
         fd = self._open(parent_fd, name)
@@ -200,7 +226,10 @@ class _Removal:
             os.close(fd)
 
     def _open(self, parent_fd: int, name: str) -> int:
-        """A directory of the file system that the removal is in; another one's server may hang: not asked."""
+        """Open a directory if it is on the removal's own file system.
+
+        The server of another file system may hang, so the removal never sends a request to one.
+        """
         path = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
         try:
             if mounts.number(path) != self.mount:

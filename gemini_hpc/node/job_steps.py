@@ -1,6 +1,6 @@
-"""Which jobs have a step on this node, without asking slurmd.
+"""The jobs that have a step on this node, found without slurmd.
 
-Of a user's process not even the command line is read: it lies in memory that the user can make hang.
+Root does not read even the command line of a user's process: the line lies in memory that the user can make hang.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _TITLE = re.compile(rb"slurmstepd: \[(\d{1,10})\.")
 
 
 def jobs_with_steps() -> set[int]:
-    """Those of which a slurmstepd runs here: a process of root's with the title `slurmstepd: [JOB.STEP]`."""
+    """Return the jobs with a slurmstepd here: a process of root's with the title `slurmstepd: [JOB.STEP]`."""
     found = set[int]()
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
@@ -30,7 +30,12 @@ def jobs_with_steps() -> set[int]:
 
 
 def started_by(pid: str, uid: int) -> bool:
-    """By its real uid: anybody can give a process any title, and slurmstepd is its job's owner for moments. Raises
-    OSError."""
+    """Return whether the process has `uid` as its real uid.
+
+    The real uid decides: any process can give itself any title, and slurmstepd briefly runs as its job's owner.
+
+    Raises:
+        OSError: The process is gone.
+    """
     with open(f"/proc/{pid}/status", "rb") as f:
         return re.search(rb"^Uid:\t%d\t" % uid, f.read(4096), re.MULTILINE) is not None

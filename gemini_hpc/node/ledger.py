@@ -1,9 +1,10 @@
-"""What root knows of the agents on this node: a small file for each job, in a directory that only root can enter.
+"""The ledger: root's own record of the agents on this node, one small file for each job.
 
-The prolog enters a job with the cgroup of its agent, the epilog notes when its incarnation has ended here, and
-whoever ends the agent (`reaper`) strikes it out. Nothing in it comes from the agent. It lies beside the run
-directory: to unmount that takes the jobs' directories away, and not what root knows of their agents. Times are those
-of CLOCK_BOOTTIME; what is left of an earlier boot counts as not there.
+Only root can enter its directory. The prolog enters a job with the cgroup of its agent. The epilog records when the
+incarnation ended here. The process that ends the agent (`reaper`) strikes the entry out. Nothing in the ledger
+comes from the agent. The ledger lies beside the run directory: unmounting the run directory removes the jobs'
+directories, but not root's record of their agents. Times are those of CLOCK_BOOTTIME. Entries of an earlier boot
+are ignored.
 """
 
 from __future__ import annotations
@@ -20,23 +21,32 @@ from gemini_hpc import clock
 from gemini_hpc.node.cgroup import NO_GROUP, Group
 
 SUFFIX = ".agents"
-LOCK_TIMEOUT_S = 4.0
+LOCK_TIMEOUT_S = 4.0  # no process holds the lock for long, since none waits under it
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENTRY_BYTES = 16384
 
 
 def boot_id() -> str:
-    """The kernel's name for this boot."""
+    """Return the kernel's name for this boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         return f.read(64).strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One job. restart: of the incarnation that the prolog has announced last; started_s: when it did; ended_s: when
-    the epilog of that one came, None while it runs here; doubted_s: since when nobody has answered for it although no
-    epilog came, None where somebody does; released: its agent has let go, and may still write to the tier; boot: of
-    the node."""
+    """The entry of one job.
+
+    Attributes:
+        job: The job's id.
+        uid: The uid of the job's owner.
+        restart: Restart count of the last incarnation that the prolog announced.
+        group: The cgroup of the job's agent.
+        ended_s: Time of that incarnation's epilog; None while the incarnation runs here.
+        started_s: Time at which the prolog announced that incarnation.
+        doubted_s: Time since which no agent answers and no step runs although no epilog came; None otherwise.
+        released: Whether the agent has released its memory. It may still write to the tier.
+        boot: The node's boot.
+    """
 
     job: int
     uid: int
@@ -50,18 +60,18 @@ class Entry:
 
 
 def now_s() -> float:
-    """The clock of `Entry.ended_s`."""
+    """Return the current time on the clock of `Entry.ended_s`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Ledger:
-    """All entries, for one process at a time."""
+    """The entries of all jobs, accessible to one process at a time."""
 
     def __init__(self, directory_fd: int) -> None:
         self._fd = directory_fd
 
     def get(self, job: int) -> Entry | None:
-        """The entry of a job; None: there is none that can be read."""
+        """Return the entry of a job, or None if there is none that can be read."""
         try:
             fd = os.open(str(job), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
             with os.fdopen(fd, "rb") as f:
@@ -76,7 +86,11 @@ class Ledger:
             return None
 
     def put(self, entry: Entry) -> None:
-        """Write an entry, in one step. Raises OSError."""
+        """Write an entry atomically.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
         temporary = f"new.{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._fd), "w") as f:
@@ -84,7 +98,7 @@ class Ledger:
         os.rename(temporary, str(entry.job), src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def strike(self, job: int) -> None:
-        """No agent of this job is here any more."""
+        """Remove the entry of a job, which has no agent here any more."""
         with suppress(OSError):
             os.unlink(str(job), dir_fd=self._fd)
 
@@ -94,7 +108,11 @@ class Ledger:
                 yield entry
 
     def started(self, job: int, uid: int, restart: int) -> None:
-        """An incarnation begins here: what is kept for it is not ended. Raises OSError."""
+        """Record that an incarnation begins here. The entry no longer counts as ended, doubted or released.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
         known = self.get(job)
         if known is None or known.uid != uid:
             known = Entry(job, uid, restart)
@@ -102,46 +120,62 @@ class Ledger:
         self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None, released=False))
 
     def ended(self, job: int, uid: int, restart: int) -> None:
-        """The epilog of an incarnation: the agent may stay, but not for ever. Raises OSError."""
+        """Record the epilog of an incarnation. The agent may stay from then on, but only for a limited time.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
         known = self.get(job)
         if known is None or known.uid != uid:
             self.put(Entry(job, uid, restart, ended_s=now_s()))
-        elif restart > known.restart:  # of one that no prolog has announced
+        elif restart > known.restart:  # no prolog has announced this incarnation
             self.put(replace(known, restart=restart, ended_s=now_s(), doubted_s=None))
         elif restart == known.restart and known.ended_s is None:
             self.put(replace(known, ended_s=now_s(), doubted_s=None))
 
     def lets_go(self, known: Entry) -> None:
-        """The agent has released what it held; nothing is changed where its entry is another one by now. Raises
-        OSError."""
+        """Record that the agent has released its memory, unless its entry has changed since `known` was read.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
         if self.get(known.job) == known:
             self.put(replace(known, released=True))
 
     def goes_on(self, known: Entry) -> None:
-        """The job runs here after all; nothing is changed where its entry is another one by now. Raises OSError."""
+        """Record that the job runs here after all, unless its entry has changed since `known` was read.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
         if self.get(known.job) == known:
             self.put(replace(known, ended_s=None, doubted_s=None))
 
     def doubt(self, known: Entry, since_s: float | None) -> None:
-        """Nobody answers for a job since then, or somebody does again (None); nothing is changed where its entry is
-        another one by now. Raises OSError."""
+        """Record since when no agent answers for a job, unless its entry has changed since `known` was read.
+
+        None as `since_s` records that an agent answers again.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
         if self.get(known.job) == known:
             self.put(replace(known, doubted_s=since_s))
 
 
 def place(run_dir: str) -> str:
-    """Return the directory of the ledger of a run directory."""
+    """Return the directory of the ledger that belongs to a run directory."""
     return run_dir.rstrip("/") + SUFFIX
 
 
 def lock(run_dir: str, name: str) -> int:
-    """Take a lock beside the ledger, for a process that runs once on a node.
+    """Take a lock beside the ledger, for a process of which a node runs only one.
 
     Returns:
-        Its descriptor, -1 where another process has it.
+        The lock's descriptor; -1 if another process has the lock.
 
     Raises:
-        OSError: there is no ledger yet.
+        OSError: There is no ledger yet.
     """
     fd = os.open(f"{place(run_dir)}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -154,8 +188,14 @@ def lock(run_dir: str, name: str) -> int:
 
 @contextmanager
 def opened(run_dir: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
-    """The ledger of a run directory, locked; made where missing. Nobody holds it while waiting for a process. Raises
-    OSError, TimeoutError."""
+    """Lock the ledger of a run directory and yield it. A missing ledger is made.
+
+    No process holds the lock while it waits for another process.
+
+    Raises:
+        OSError: The ledger cannot be opened, or does not belong to root alone.
+        TimeoutError: The ledger stayed locked for `timeout_s` seconds.
+    """
     path = place(run_dir)
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)

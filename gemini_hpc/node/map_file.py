@@ -1,5 +1,7 @@
-"""The map file: what the SPANK plugin and the batch script read of an incarnation, all or nothing (requirement
-all-or-nothing-map)."""
+"""The map file: an incarnation as the SPANK plugin and the batch script read it, all or nothing.
+
+See requirement all-or-nothing-map.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 NAME = "map"
-WAITING = "waiting"  # beside no map: steps wait a moment, for slurmd may have skipped the prolog (see `summons`)
+WAITING = "waiting"  # without a map, steps wait a moment: slurmd may have skipped the prolog (see `agent.wake_peers`)
 
 
 def render(
@@ -25,8 +27,11 @@ def render(
     epoch: int,
     map_hash: str,
 ) -> str:
-    """The file's text; `hosts`: those that train, in the order of Slurm's node list, which `nodelist` compresses. A
-    spare has the node rank "spare"."""
+    """Return the text of the map file.
+
+    `hosts` are the nodes that train, in the order of Slurm's node list, which `nodelist` compresses. A spare has
+    the node rank "spare".
+    """
     by_rank = {rank: name for name, rank in noderanks.items()}
     lines = {
         "job": job,
@@ -46,7 +51,7 @@ def render(
 
 
 def write(directory: str, text: str) -> None:
-    """Put the file in place in one step."""
+    """Put the file in place atomically."""
     temporary = os.path.join(directory, f".{NAME}.{os.getpid()}")
     with open(temporary, "w", encoding="ascii") as f:
         f.write(text)
@@ -55,19 +60,19 @@ def write(directory: str, text: str) -> None:
 
 
 def remove(directory: str) -> None:
-    """No map: plain Slurm."""
-    with suppress(OSError):  # it is not there, or the directory is gone
+    """Remove the map: the job runs as under plain Slurm."""
+    with suppress(OSError):  # the map is missing, or its directory is gone
         os.unlink(os.path.join(directory, NAME))
 
 
 def wait(directory: str) -> None:
-    """No map, and the agent has not heard of the next incarnation yet."""
+    """Remove the map and mark that the agent has no notice of the next incarnation yet."""
     remove(directory)
     with suppress(OSError), open(os.path.join(directory, WAITING), "w", encoding="ascii"):
         pass
 
 
 def settle(directory: str) -> None:
-    """Whether there is a map is decided."""
+    """Remove the mark of `wait`: the decision on the map has been made."""
     with suppress(OSError):
         os.unlink(os.path.join(directory, WAITING))

@@ -1,10 +1,10 @@
-"""The node's memory, as the kernel tells it."""
+"""The node's memory as the kernel reports it."""
 
 from __future__ import annotations
 
 
 def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+    """Return the values of /proc/meminfo in bytes."""
     table: dict[str, int] = {}
     with open("/proc/meminfo", encoding="ascii") as f:
         for line in f:

@@ -1,10 +1,11 @@
-"""Where an agent's memory is counted: what /proc says of memory cgroups, and the choice of one (requirement memory).
+"""The choice of the memory cgroup for agents, from what /proc shows of memory cgroups (requirement memory).
 
-The prolog is a child of slurmd, and so would be the agent. slurmd's cgroup may be limited to MemSpecLimit: replicas
-in it would get slurmd killed. So the agents of a node have a cgroup of their own, beside slurmd's, and in it one for
-each job: what runs there is outside of Slurm's limits, so it has some of its own, and root can end it as a whole. A
-job's limit is its share of the site's cap, that of all is the cap, both with room for each agent's own processes.
-Which files that takes depends on cgroup v1, v2 and systemd; here is only the choosing.
+The prolog is a child of slurmd, and without a move so is the agent. slurmd's cgroup may be limited to MemSpecLimit:
+replicas in it would get slurmd killed. So the agents of a node have a cgroup of their own beside slurmd's. Each job
+has one cgroup in it. Processes there are outside of Slurm's limits, so the cgroup has limits of its own, and root
+can end it as a whole. A job's limit is its share of the site's cap; the limit of all agents is the cap. Both limits
+add room for each agent's own processes. The files needed depend on cgroup v1, v2 and systemd. This module only
+chooses; `cgroup` writes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ DEFAULT_PATH = "/gemini-hpc"
 NONE = "none"
 _MANAGER = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
 SLICE = "geminihpc.slice"  # systemd reads "-" in a slice's name as a level
-# What the kernel's limit has above the cap for the processes of each agent, so that a reservation is refused by us,
-# with numbers, before the kernel ends somebody. An agent takes 28 MiB, and 32 more while two of its workers save.
+# Room above the cap in the kernel's limit for each agent's own processes: the agent then refuses a reservation with
+# numbers before the kernel kills a process. An agent takes 28 MiB, and 32 MiB more while two of its workers save.
 AGENT_ROOM_BYTES = 96 << 20
-UNLIMITED = 1 << 60  # v1 writes a huge number for none
-# All processes and threads of one job's agent: some 50 of the agent's, and its workers'.
+UNLIMITED = 1 << 60  # v1 writes a huge number for "no limit"
+# Most processes and threads of one job's agent: the agent has some 50, its workers have more.
 TASKS_MAX = 512
-_CONTROLLERS = ("memory", "cpu", "pids")  # of v2, one at a time: those that a kernel lacks are done without
-_WEIGHT = "100"  # cpu.weight of v2, as has a group of which nobody says anything; shares of v1: 1024
+_CONTROLLERS = ("memory", "cpu", "pids")  # of v2; enabled one at a time, because a kernel may lack some
+_WEIGHT = "100"  # the default weight of a v2 cgroup; v1's default shares are 1024
 _SHARES = "1024"
-# null, zero, full, random, urandom, the controlling terminal: nothing that computes, stores or reaches a network.
+# null, zero, full, random, urandom, the controlling terminal: no device that computes, stores or reaches a network.
 _DEVICES = ("c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _SCOPE = re.compile(r"geminihpc-[0-9]+-[0-9]+\.scope")
@@ -35,7 +36,14 @@ _SCOPE = re.compile(r"geminihpc-[0-9]+-[0-9]+\.scope")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process's memory cgroup. mount: where the hierarchy is mounted; path: from there, "/" is the top."""
+    """The memory cgroup of a process.
+
+    Attributes:
+        version: Version of the cgroup hierarchy, 1 or 2.
+        mount: Directory where the hierarchy is mounted.
+        path: Path of the cgroup below the mount; "/" is the top.
+        writable: Whether the mount is writable.
+    """
 
     version: int
     mount: str
@@ -43,12 +51,12 @@ class Place:
     writable: bool
 
     def directory(self, path: str | None = None) -> str:
-        """The directory of `path` (default: the process's own)."""
+        """Return the directory of `path` (default: the process's own)."""
         below = (self.path if path is None else path).strip("/")
         return f"{self.mount}/{below}" if below else self.mount
 
     def chain(self) -> Iterator[str]:
-        """The process's own directory and all above it: each may have a limit."""
+        """Yield the process's own directory and all above it, each of which may have a limit."""
         path = self.path
         while True:
             yield self.directory(path)
@@ -59,8 +67,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """how: "v1" or "v2" (files below `directory`), "systemd" (a scope in `SLICE`), "stay"; why: of staying, empty
-    where there is nothing to leave or the site wants it so."""
+    """The choice of the agents' cgroup.
+
+    Attributes:
+        how: "v1" or "v2" (files below `directory`), "systemd" (a scope in `SLICE`), or "stay" (in slurmd's cgroup).
+        directory: The agents' cgroup for "v1" and "v2".
+        why: Reason for "stay"; empty if there is no cgroup to leave or the site has chosen it.
+    """
 
     how: str
     directory: str = ""
@@ -69,7 +82,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to do below a cgroup mount; text None: make the directory. A step that is not `needed` may fail."""
+    """A single write below a cgroup mount.
+
+    Attributes:
+        path: The file or directory.
+        text: Text for the file; None makes the directory.
+        needed: Whether a failure of this step counts.
+    """
 
     path: str
     text: str | None = None
@@ -77,14 +96,14 @@ class Step:
 
 
 def place(cgroup: str, mountinfo: str) -> Place | None:
-    """From the texts of /proc/PID/cgroup and /proc/PID/mountinfo; None where no memory cgroup is visible."""
+    """Return the memory cgroup in the texts of /proc/PID/cgroup and /proc/PID/mountinfo; None if none is visible."""
     for version, path in _memory_paths(cgroup):
         mount = _mount(mountinfo, version)
         if mount is None:
             continue
         point, root, writable = mount
         if root not in ("/", path) and not path.startswith(root + "/"):
-            continue  # only a part of the hierarchy is mounted here (containers), and the process is not in it
+            continue  # a container may mount only a part of the hierarchy, without this process's cgroup
         below = path if root == "/" else path[len(root) :] or "/"
         if ".." not in below.split("/"):
             return Place(version, point, below, writable)
@@ -92,7 +111,7 @@ def place(cgroup: str, mountinfo: str) -> Place | None:
 
 
 def _memory_paths(cgroup: str) -> list[tuple[int, str]]:
-    """v1's memory controller where it is in use, else v2's hierarchy."""
+    """Return (version, path) of v1's memory controller if it is in use, else of v2's hierarchy."""
     found: list[tuple[int, str]] = []
     for line in cgroup.splitlines():
         _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
@@ -106,7 +125,7 @@ def _memory_paths(cgroup: str) -> list[tuple[int, str]]:
 
 
 def _mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[str, str, bool] | None:
-    """(mount point, root within the hierarchy, writable) of the mount that is on top; v1: of that controller."""
+    """Return (mount point, root within the hierarchy, writable) of the topmost mount; for v1, of that controller."""
     found: tuple[str, str, bool] | None = None
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -118,7 +137,7 @@ def _mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[st
         )
         if wanted:
             point, root = _plain(fields[4]), _plain(fields[3])
-            if found is None or point == found[0]:  # a later mount on the same point covers the earlier one
+            if found is None or point == found[0]:  # a later mount covers an earlier one on the same point
                 writable = "ro" not in fields[5].split(",") and "ro" not in source[2].split(",")
                 found = (point, root, writable)
     return found
@@ -129,8 +148,15 @@ def _plain(text: str) -> str:
 
 
 def choose(here: Place | None, setting: str, *, systemd: bool) -> Choice:
-    """Where the agents of this node go. here: the prolog's own place; setting: `agent_cgroup` of gemini.toml;
-    systemd: whether it runs this host. On v2 all of the tree is systemd's, so it is asked; v1's it shares."""
+    """Choose the cgroup for the agents of this node.
+
+    On v2 the whole tree belongs to systemd, so systemd makes the cgroup. On v1 systemd shares the tree.
+
+    Args:
+        here: The prolog's own place.
+        setting: `agent_cgroup` of gemini.toml.
+        systemd: Whether systemd runs this host.
+    """
     if setting == NONE or here is None:
         missing = setting not in ("", NONE)
         return Choice("stay", why=f"agent_cgroup is {setting!r}, and no memory cgroup is visible here" * missing)
@@ -148,13 +174,20 @@ def choose(here: Place | None, setting: str, *, systemd: bool) -> Choice:
 
 
 def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[Step]:
-    """What makes the agents' cgroup, or brings its limit up to date. used_bytes: taken in it now: the limit is never
-    put below, for v2 kills where v1 refuses."""
+    """Return the steps that make the agents' cgroup or update its limit.
+
+    Args:
+        here: The prolog's own place.
+        choice: The chosen cgroup.
+        limit_bytes: The limit of all agents together.
+        used_bytes: Bytes in use in the cgroup now. The limit is never set below them: v2 kills where v1 refuses.
+    """
     below = choice.directory[len(here.mount) :].strip("/").split("/")
     above = ["/".join([here.mount, *below[:n]]) for n in range(len(below))]
     steps = []
     for parent, name in zip(above, below, strict=True):
-        if here.version == 2:  # perhaps on already; if it cannot be, the limit's file will be missing
+        # the controller may be on already; if it cannot be enabled, the limit's file is missing
+        if here.version == 2:
             steps += [Step(f"{parent}/cgroup.subtree_control", f"+{name}", needed=False) for name in _CONTROLLERS]
         steps.append(Step(f"{parent}/{name}"))
     limit, swap = ("memory.limit_in_bytes", ("memory.swappiness", "0"))
@@ -167,13 +200,14 @@ def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) 
 
 
 def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[Step]:
-    """What makes the cgroup of one job's agent in that of all agents, the memory's; limit_bytes: of this one."""
+    """Return the steps that make the memory cgroup of one job's agent, with `limit_bytes` as its limit."""
     directory = job_directory(choice, job)
     if here.version == 1:
         return [
             Step(directory),
             Step(f"{directory}/memory.swappiness", "0", needed=False),
-            Step(f"{directory}/memory.limit_in_bytes", str(limit_bytes), needed=False),  # refused below what is taken
+            # v1 refuses a limit below current use
+            Step(f"{directory}/memory.limit_in_bytes", str(limit_bytes), needed=False),
         ]
     control = f"{choice.directory}/cgroup.subtree_control"
     return [
@@ -187,13 +221,16 @@ def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[Step
 
 
 def job_directory(choice: Choice, job: int) -> str:
-    """Where the memory of one job's agent is counted."""
+    """Return the directory where the memory of one job's agent is counted."""
     return f"{choice.directory}/{job}"
 
 
 def beside(mountinfo: str, below: str, job: int) -> dict[str, list[Step]]:
-    """v1 has a hierarchy for each controller: by directory, what makes the job's cgroups in those that are mounted.
-    below: path of the agents' cgroup in each. A hierarchy that cannot be written to is left out."""
+    """Return the steps that make the job's cgroups in v1's other mounted hierarchies, by directory.
+
+    v1 has a hierarchy for each controller. `below` is the path of the agents' cgroup in each. A hierarchy that is
+    not writable is left out.
+    """
     settings = {
         "devices": [("devices.deny", "a"), *(("devices.allow", device) for device in _DEVICES)],
         "cpu": [("cpu.shares", _SHARES)],
@@ -213,19 +250,25 @@ def beside(mountinfo: str, below: str, job: int) -> dict[str, list[Step]]:
 
 
 def usage_file(version: int) -> str:
-    """Name of the file with the bytes that a cgroup takes now."""
+    """Return the name of the file with the current use of a cgroup in bytes."""
     return "memory.current" if version == 2 else "memory.usage_in_bytes"
 
 
 def bound(limit: str) -> int | None:
-    """Return the limit in bytes that the text of its file means; None: there is none."""
+    """Return the limit in bytes in the text of a limit file; None for no limit."""
     text = limit.strip()
     return None if text == "max" or int(text) >= UNLIMITED else int(text)
 
 
 def left(version: int, limit: str, usage: str, stat: str) -> int | None:
-    """Bytes that a cgroup can still take, from its files (limit, usage, memory.stat); None: it has no limit. What is
-    cached of files counts as free."""
+    """Return the bytes that a cgroup can still take, from the texts of its files; None without a limit.
+
+    Args:
+        version: Version of the cgroup hierarchy.
+        limit: Text of the limit file.
+        usage: Text of the usage file.
+        stat: Text of memory.stat. Cached file pages count as free.
+    """
     most = bound(limit)
     if most is None:
         return None
@@ -233,12 +276,12 @@ def left(version: int, limit: str, usage: str, stat: str) -> int | None:
 
 
 def held(version: int, stat: str) -> int:
-    """Return the bytes of copies in a cgroup, from its memory.stat: shared memory, with the files of tmpfs."""
+    """Return the bytes of copies in a cgroup from its memory.stat: shared memory, which includes files of tmpfs."""
     return _sum(version, stat, "shmem")
 
 
 def _sum(version: int, stat: str, *names: str) -> int:
-    """Sum lines of memory.stat; in v1 those that count what is below, too."""
+    """Return the sum of lines of memory.stat; in v1, of those that include the cgroups below."""
     prefix = "" if version == 2 else "total_"
     wanted = {prefix + name for name in names}
     lines = (line.split() for line in stat.splitlines())
@@ -246,30 +289,35 @@ def _sum(version: int, stat: str, *names: str) -> int:
 
 
 def names_job(name: str) -> bool:
-    """Return whether a cgroup in that of all agents is one job's, by its name: see `job_directory`, `scope_name`."""
+    """Return whether a name in the agents' cgroup is one job's cgroup (see `job_directory`, `scope_name`)."""
     return (name.isascii() and name.isdecimal()) or _SCOPE.fullmatch(name) is not None
 
 
 def is_a_jobs(here: Place, setting: str) -> bool:
-    """Return whether a process is in the cgroup of one job's agent; setting: `agent_cgroup` of gemini.toml."""
+    """Return whether a process is in the cgroup of one job's agent; `setting` is `agent_cgroup` of gemini.toml."""
     above, _, name = here.path.rpartition("/")
     scope = _SCOPE.fullmatch(name) is not None and above.endswith(f"/{SLICE}")
     return scope or (names_job(name) and above == os.path.normpath(setting or DEFAULT_PATH))
 
 
 def limit_file(version: int) -> str:
-    """Name of the file with a cgroup's limit."""
+    """Return the name of the file with a cgroup's limit."""
     return "memory.max" if version == 2 else "memory.limit_in_bytes"
 
 
 def scope_name(job: int, pid: int) -> str:
-    """systemd's name for the cgroup of one job's agent; a pid in it, for the last one may not be gone yet."""
+    """Return systemd's name for the cgroup of one job's agent.
+
+    The name contains a pid because the job's last scope may still exist.
+    """
     return f"geminihpc-{job}-{pid}.scope"
 
 
 def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
-    """The command that has systemd move a process into a scope of its own, in a slice beside slurmd's. systemd
-    removes a scope that is empty."""
+    """Return the command by which systemd moves a process into a scope of its own, in a slice beside slurmd's.
+
+    systemd removes an empty scope.
+    """
     properties = [
         *("PIDs", "au", "1", str(pid)),
         *("Slice", "s", SLICE),
@@ -284,6 +332,6 @@ def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
 
 
 def resize_call(busctl: str, scope: str, limit_bytes: int) -> list[str]:
-    """Return the command that has systemd set another limit for a scope."""
+    """Return the command by which systemd sets another limit for a scope."""
     call = [scope, "true", "1", "MemoryMax", "t", str(limit_bytes)]
     return [busctl, "--timeout=2", "call", *_MANAGER, "SetUnitProperties", "sba(sv)", *call]

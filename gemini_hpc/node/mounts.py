@@ -1,7 +1,8 @@
-"""What is mounted at and below an entry of the run directory, without a look at what a user has mounted there.
+"""The mounts at and below an entry of the run directory, examined without a request to a user's file system.
 
-A user may mount a file system of their own (FUSE) over a directory of their own, and its server need not answer: then
-whoever looks through it hangs, root too. A descriptor that is opened as a path only asks nobody, and names its mount.
+A user may mount a file system of their own (FUSE) over their directory, and its server need not answer. Any process
+that accesses it then hangs, even root's. A descriptor opened with O_PATH sends no request to the server, and still
+identifies its mount.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo."""
+    """A line of /proc/self/mountinfo."""
 
     number: int
     point: str
@@ -29,12 +30,12 @@ class Mount:
 
     @property
     def ours(self) -> bool:
-        """Whether root's prolog has mounted it: users may mount nothing of this kind."""
+        """Return whether root's prolog made this mount. Users cannot mount this type."""
         return self.kind == "tmpfs" and self.source == SOURCE
 
 
 def listed() -> list[Mount]:
-    """All mounts that are seen from here, the older ones first."""
+    """Return all mounts visible from here, oldest first."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
         for line in f:
@@ -50,19 +51,19 @@ def _plain(text: str) -> str:
 
 
 def number(fd: int) -> int:
-    """The kernel's number of the mount that a descriptor is in; nobody is asked."""
+    """Return the kernel's number of a descriptor's mount. No server gets a request."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as f:
         return next((int(line.split()[1]) for line in f if line.startswith("mnt_id:")), -1)
 
 
 def own(fd: int) -> Mount | None:
-    """The mount that a descriptor is in; None where it is not to be seen."""
+    """Return the mount of a descriptor, or None if it is not visible."""
     wanted = number(fd)
     return next((mount for mount in listed() if mount.number == wanted), None)
 
 
 def make(fd: int, options: str) -> str:
-    """A tmpfs on the directory of a descriptor; "" or why not."""
+    """Mount a tmpfs on the directory of a descriptor. Return "", or the error."""
     libc = ctypes.CDLL(None, use_errno=True)
     where = f"/proc/self/fd/{fd}".encode()
     if libc.mount(SOURCE.encode(), where, b"tmpfs", ctypes.c_ulong(_NOSUID_NODEV_NOEXEC), options.encode()):
@@ -71,8 +72,12 @@ def make(fd: int, options: str) -> str:
 
 
 def uncover(run_fd: int, name: str) -> int:
-    """A path descriptor of an entry of the run directory, once everything is detached that is mounted over it and not
-    ours. Raises OSError: FileNotFoundError where there is no such entry."""
+    """Return a path descriptor of an entry of the run directory, after detaching all foreign mounts over it.
+
+    Raises:
+        FileNotFoundError: There is no such entry.
+        OSError: A mount could not be detached.
+    """
     run = number(run_fd)
     for _ in range(_COVERS_MAX):
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=run_fd)
@@ -88,8 +93,13 @@ def uncover(run_fd: int, name: str) -> int:
 
 
 def detach(fd: int) -> None:
-    """Take the mount whose root a descriptor is, with all below it, out of the tree now; the kernel ends it when
-    nobody uses it any more. Raises OSError."""
+    """Detach the mount whose root is `fd`, with all mounts below it.
+
+    The mount leaves the tree at once. The kernel ends it when its last user is gone.
+
+    Raises:
+        OSError: The kernel refused.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH):
         error = ctypes.get_errno()

@@ -1,9 +1,11 @@
-"""Which of the agents' processes the kernel ends first where memory is short: before any training, and among
-themselves the newest agent without copies, then others without copies, then those with some. A supervisor comes last,
-for it starts its agent again.
+"""The order in which the kernel's OOM killer ends the agents' processes if memory is short.
 
-The kernel adds what a process has mapped to its score, copies that it has read included; so these are weights. Only
-root may lower a score. An agent cannot even open its own: it is closed to its owner.
+Agents die before any training. The newest agent without copies dies first, then others without copies, then those
+with copies. A supervisor dies last, because it restarts its agent.
+
+The kernel adds the memory that a process has mapped to its score, including copies that it has read. So these
+values are only weights. Only root may lower a score. An agent cannot even open its own score file: it is closed to
+its owner.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from gemini_hpc.node import cgroup
 from gemini_hpc.node.cgroup import Group
 
 NEWEST, WITHOUT_COPIES, WITH_COPIES, SUPERVISOR = 1000, 950, 900, 850
-_COPIES_BYTES = 1 << 20  # more than the log of an agent that holds nothing
+_COPIES_BYTES = 1 << 20  # more than the log of an agent without copies
 
 
 def offer() -> None:
-    """Have the kernel end what this process starts before it ends training. By root; slurmd may be exempt."""
+    """Make the kernel end children of this process before it ends training. Requires root; slurmd may be exempt."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(NEWEST))
 
 
 class OwnScore:
-    """The score of a supervisor, opened while it is root's."""
+    """The OOM score of a supervisor, whose file is opened while the supervisor is root."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -35,7 +37,11 @@ class OwnScore:
         self._set(SUPERVISOR)
 
     def fork(self) -> int:
-        """Fork a process that is ended before this one is; the pid, or 0 in it. Raises `OSError`."""
+        """Fork a process that the kernel ends before this one. Return its pid, or 0 in the child.
+
+        Raises:
+            OSError: The fork failed.
+        """
         self._set(NEWEST)
         pid = -1
         try:
@@ -55,11 +61,11 @@ class OwnScore:
 
 
 def rank(groups: Iterable[Group]) -> None:
-    """Lower the scores of agents that were there before the newest one. By root."""
+    """Lower the scores of the agents that are older than the newest one. Requires root."""
     for group in groups:
         score = WITH_COPIES if cgroup.held_bytes(group) > _COPIES_BYTES else WITHOUT_COPIES
         for pid in cgroup.members(group):
             with suppress(OSError, ValueError), open(f"/proc/{pid}/oom_score_adj", "r+b", buffering=0) as file:
-                # What is open is one process's; its number may have been another's before.
+                # The open file belongs to one process; the number may have been another's before.
                 if int(file.read()) > score and pid in cgroup.members(group):
                     os.pwrite(file.fileno(), b"%d" % score, 0)

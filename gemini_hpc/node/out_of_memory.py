@@ -1,6 +1,6 @@
-"""Find whether the kernel has ended a process of a rank for want of memory, and at which limit.
+"""The check whether the kernel killed a process of a rank for lack of memory, and at which limit.
 
-The kernel counts such ends for the cgroup of who was ended: the rank, or what the rank has started.
+The kernel counts such kills for the cgroup of the killed process: the rank, or a process that the rank started.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ _EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 
 
 class OutOfMemory:
-    """The kernel's count for the cgroup of a process, this one without a pid; where there is none, of the machine."""
+    """The kernel's count of OOM kills in a process's cgroup, by default this process's.
+
+    Without a cgroup, the count of the whole node is used.
+    """
 
     def __init__(self, pid: int | str = "self") -> None:
         self._place = cgroup.place(pid)
@@ -25,11 +28,11 @@ class OutOfMemory:
         return _kills(self._path) or 0
 
     def begin(self) -> None:
-        """Begin an attempt: what was before does not count."""
+        """Begin an attempt: earlier kills do not count."""
         self._before = self._kills()
 
     def happened(self) -> bool:
-        """Return whether something here was ended since it began. A cgroup that is gone says nothing."""
+        """Return whether a process was killed since `begin`. A cgroup that is gone reports no kills."""
         return self._kills() > self._before
 
     def told(self) -> str:

@@ -1,4 +1,4 @@
-"""Becoming the job's owner, for good, as a process that the owner cannot trace."""
+"""The change from root to the job's owner, for good, in a process that the owner cannot trace."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ from gemini_hpc import lines
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 3, 4, 38
 
 
-KILLED_S = 0.3
-HANGS = -256  # the outcome of a child that not even SIGKILL has ended in that time
+KILLED_S = 0.3  # a child that SIGKILL has not ended by then hangs in the kernel
+HANGS = -256  # outcome of a child that survives even SIGKILL for `KILLED_S`
 _SAID_BYTES = 4096
 
 
 class PrivilegeError(Exception):
-    """The process could not become, or not be proved to be, the job's owner."""
+    """An error for a process that could not become the job's owner, or could not prove it."""
 
 
 def owner(uid: int) -> pwd.struct_passwd:
-    """The passwd entry of a job's owner: its gid and groups come from here, never from Slurm's environment
-    (CVE-2018-10995). Raises `PrivilegeError` for a uid that this node does not know."""
+    """Return the passwd entry of a job's owner.
+
+    The gid and groups come from here, never from Slurm's environment (CVE-2018-10995).
+
+    Raises:
+        PrivilegeError: The uid is not known on this node.
+    """
     try:
         return pwd.getpwuid(uid)
     except (KeyError, OverflowError):
@@ -37,10 +42,12 @@ def owner(uid: int) -> pwd.struct_passwd:
 
 
 def drop_to(entry: pwd.struct_passwd) -> None:
-    """Gives up root for `entry`'s uid, gid and groups in real, effective and saved form, and verifies it; the process
-    is shut then (`shut`), until it executes something.
+    """Change from root to `entry`'s uid, gid and groups (real, effective and saved), and verify the change.
 
-    Raises `PrivilegeError`; the caller must not go on then (CVE-2019-19728 is a daemon that did).
+    The process is then closed to its owner (`shut`) until it executes a program.
+
+    Raises:
+        PrivilegeError: The change failed. The caller must not go on (CVE-2019-19728 is a daemon that did).
     """
     uid, gid = entry.pw_uid, entry.pw_gid
     try:
@@ -62,9 +69,14 @@ def drop_to(entry: pwd.struct_passwd) -> None:
 
 
 def shut() -> None:
-    """Keep this process, and what it forks, out of its owner's reach: not to be traced, its memory and descriptors
-    not to be read through /proc, no core file, and nothing that it executes gains rights. Its owner can still stop
-    and end it. Raises `PrivilegeError` where the kernel does not do so."""
+    """Close this process and its forks to its owner's other processes.
+
+    Nobody can trace it or read its memory and descriptors through /proc. It leaves no core file, and programs that
+    it executes gain no rights. Its owner can still stop and end it.
+
+    Raises:
+        PrivilegeError: The kernel does not close the process.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or traceable():
@@ -74,13 +86,18 @@ def shut() -> None:
 
 
 def traceable() -> bool:
-    """Whether other processes of this one's owner may trace it."""
+    """Return whether other processes of this one's owner may trace it."""
     return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One of `fork_as`. said: where its stderr can be read."""
+    """A child that `fork_as` made.
+
+    Attributes:
+        pid: The pid of the child.
+        said: Descriptor from which the child's stderr can be read.
+    """
 
     pid: int
     said: int
@@ -93,11 +110,17 @@ def fork_as(
     complain: Callable[[str], None],
     keep: Collection[int] = (),
 ) -> Child:
-    """Runs `work` in a child that has become `entry`'s user; for `outcome`.
+    """Run `work` in a child that has become `entry`'s user. Pass the child to `outcome`.
 
-    The child's exit status is what `work` returns, or `failed`, after a word to `complain`, if it raises or the
-    change of user fails. Of root's descriptors it has `keep` only: a user's file system can make it hang for ever,
-    with whatever lock or output of slurmd's it holds.
+    The child inherits only the descriptors `keep` from root: a user's file system can make the child hang forever,
+    with any lock or output of slurmd's that it holds.
+
+    Args:
+        entry: The user that the child becomes.
+        work: Function to run in the child; its result is the exit status.
+        failed: Exit status if `work` raises or the change of user fails.
+        complain: Called in the child with the error in those cases.
+        keep: Descriptors that the child keeps.
     """
     said, says = os.pipe()
     pid = os.fork()
@@ -126,9 +149,11 @@ def _leave(says: int, keep: Collection[int]) -> None:
 
 
 def outcome(child: Child, timeout_s: float) -> int:
-    """Exit status of a child, negative if a signal ended it; what it has said goes to stderr. The child is its user's
-    to stop, to kill, or to let hang in a file system of theirs: root waits for at most `timeout_s`, kills it, and
-    waits `KILLED_S` more. `HANGS`: it is there still."""
+    """Return the exit status of a child; negative if a signal ended it, `HANGS` if it is still there.
+
+    The child's stderr is copied to this process's. The child's user can stop it, kill it, or make it hang in a file
+    system of their own. So root waits at most `timeout_s`, kills the child, and waits `KILLED_S` more.
+    """
     process = os.pidfd_open(child.pid)
     try:
         if not select.select([process], [], [], max(0.0, timeout_s))[0]:
@@ -139,6 +164,6 @@ def outcome(child: Child, timeout_s: float) -> int:
     finally:
         os.close(process)
         os.set_blocking(child.said, False)
-        with suppress(OSError):  # nothing said
+        with suppress(OSError):  # the child has written nothing
             lines.put(sys.stderr, os.read(child.said, _SAID_BYTES).decode(errors="replace"))
         os.close(child.said)

@@ -1,13 +1,13 @@
-"""The prolog's work on one node: an agent for this incarnation of the job, started or found again.
+"""The prolog's work on one node: find or start an agent for this incarnation of the job.
 
     python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL HANG SPARES \
         AFTER REDUNDANCY KEY CLUSTER CPUS GPUS SLURM_CONF
 
-Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; all but the first six may be empty.
-Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
-touches the inside of the job's directory is done by a child that has become the job's owner for good.
+`prolog_epilog/prolog`, which has checked the integers, calls it as root. All arguments but the first six may be
+empty. Root removes leftovers of dead jobs, makes the job's directory, and starts the agent in a cgroup of its own.
+All access to the content of the job's directory happens in a child that has become the job's owner for good.
 
-Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and no agent can be started here.
+Exit status: 0; or `EXIT_STRICT` if gemini.toml sets strict_prolog = true and no agent can be started here.
 """
 
 from __future__ import annotations
@@ -45,35 +45,52 @@ from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 from gemini_hpc.node.unprotected import ELSEWHERE, Note
 
 EXIT_STRICT = 3
-POLL_S = 0.005
-AWAKE_S = 1.5
-EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
-ANSWER_GRACE_S = 0.5  # the agent counts from when it was asked, and it had to be started first
-OWNER_GRACE_S = 1.5
+POLL_S = 0.005  # pause between two attempts to connect to a starting agent
+AWAKE_S = 1.5  # an agent of an earlier incarnation that has not answered by then hangs
+EXITED_GRACE_S = 0.5  # the agent's process may have left a daemon of its own behind
+ANSWER_GRACE_S = 0.5  # the agent's timeout begins with the request, after its start
+OWNER_GRACE_S = 1.5  # for the owner's child to end after attach_timeout_s
 NAMED = 8
-INSTALLED_S = 5.0
-FORMER_END_S = 0.5
-MOVES_S = 1.5  # within which an agent is in its job's new directory
-WAIT_POLL_S = 0.05
+INSTALLED_S = 5.0  # time limit to import the agent's program
+FORMER_END_S = 0.5  # time limit to end a former agent; the job waits
+MOVES_S = 1.5  # time for an agent to move into its job's new directory
+WAIT_POLL_S = 0.05  # pause between two attempts while a living agent moves
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
-AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same, which root does not import
+AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same value, but root does not import it
 SPARES_MAX = 1024
 
-# How the child that is the job's owner tells root how it went.
+# Exit statuses by which the child that is the job's owner reports its outcome to root.
 _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
-_NO_ROOM = b"no room: "  # how root's answer begins where it starts none for want of memory
-# What root says to the child that asks for an agent.
+_NO_ROOM = b"no room: "  # prefix of root's answer if it starts no agent for lack of memory
+# Root's answers to the child that asks for an agent.
 _STARTED, _BEREFT, _WAIT = b"started", b"bereft", b"wait"
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One run of a job, as slurmd describes it; `tier_interval` is 0 and `tier` empty where not given, `hang_s` None;
-    0: off. tier_interval: seconds, or "auto". after: the job where this one is to go on; 0: none. parity:
-    blocks of it in a row of a group of `replicas` nodes; 0: whole copies. key: random, of the submission;
-    "" without. cluster: Slurm's name, "" for one that no file should have. cpus, gpus: of the job's nodes and of this
-    one, as Slurm says it; slurm_conf: path; "" where not known."""
+    """A single run of a job, as slurmd describes it.
+
+    Attributes:
+        job: The job's id.
+        uid: The uid of the job's owner.
+        restart: Restart count.
+        replicas: Copies of each shard; with parity, nodes of a group.
+        node: This node's name.
+        nodelist: The job's nodes as a Slurm host list.
+        tier: Directory of the tier; "" if not given.
+        tier_interval: Seconds between two saves to the tier, or "auto"; 0 if not given.
+        hang_s: Seconds for which one rank may keep the others waiting before the step restarts; 0: off; None: not
+            given.
+        spares: Number of spare nodes.
+        after: The job whose training this job continues; 0: none.
+        parity: Parity blocks in a row of a group of `replicas` nodes; 0: whole copies.
+        key: Random key of the submission; "" if there is none.
+        cluster: Slurm's cluster name; "" for a name that is not fit for a file name.
+        cpus: CPUs of the job's nodes as Slurm lists them; "" if not known.
+        gpus: GPUs of this node as Slurm lists them; "" if not known.
+        slurm_conf: Path of slurm.conf; "" if not known.
+    """
 
     job: int
     uid: int
@@ -94,14 +111,18 @@ class Incarnation:
     slurm_conf: str = ""
 
 
-# Of the command line, as the prolog's script gives them; all but the first six may be empty.
+# Names of the command line's arguments in the order of the prolog's script. All but the first six may be empty.
 _ALWAYS = ("job", "uid", "restart", "replicas", "node", "nodelist")
 _MORE = ("tier", "tier_interval", "hang", "spares", "after", "redundancy", "key", "cluster")
 ARGUMENTS = (*_ALWAYS, *_MORE, "cpus", "gpus", "slurm_conf")
 
 
 def parse(argv: list[str]) -> Incarnation:
-    """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
+    """Return the incarnation that the command line describes.
+
+    Raises:
+        ValueError: An argument is not valid; the message names the wanted and the found value.
+    """
     if len(argv) != len(ARGUMENTS):
         raise ValueError(f"wanted {len(ARGUMENTS)} arguments, found {len(argv)}")
     (
@@ -145,7 +166,10 @@ def parse(argv: list[str]) -> Incarnation:
 
 
 def _parity(redundancy: str, replicas: str) -> int:
-    """As the plugin passes it on: "", "xor", or "rs:K+M" over groups of K + M = replicas nodes."""
+    """Return the number of parity blocks in the plugin's text.
+
+    The text is "", "xor", or "rs:K+M" over groups of K + M = replicas nodes.
+    """
     text = _text("redundancy", redundancy, r"|xor|rs:[1-9][0-9]?\+[1-4]")
     if not text.startswith("rs:"):
         return int(text == "xor")
@@ -156,7 +180,11 @@ def _parity(redundancy: str, replicas: str) -> int:
 
 
 def parse_number(what: str, text: str, least: int, most: int) -> int:
-    """A strict decimal number within bounds; raises `ValueError`."""
+    """Return a strict decimal number within bounds.
+
+    Raises:
+        ValueError: The text is not a number from `least` to `most`.
+    """
     if re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and least <= int(text) <= most:
         return int(text)
     raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
@@ -181,11 +209,11 @@ def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
 
 
 def _known(text: str, pattern: str) -> str:
-    """Return what slurmd says of the job; "" for anything else: the job is protected without it."""
+    """Return slurmd's text if it is valid, else "": the job is then protected without it."""
     return text if re.fullmatch(pattern, text) else ""
 
 
-_notes: list[Note] = []  # of the incarnation that this process is for
+_notes: list[Note] = []  # the note of this process's incarnation
 
 
 def _unprotected(job: int, why: str) -> None:
@@ -199,7 +227,7 @@ def _tell(why: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Does the prolog's work; returns the exit status. Never raises."""
+    """Do the prolog's work and return the exit status. Never raise."""
     try:
         inc = parse(argv)
     except ValueError as exc:
@@ -225,16 +253,17 @@ def main(argv: list[str]) -> int:
 def _protect(inc: Incarnation, settings: Settings) -> int:
     owner = privileges.owner(inc.uid)
     run_fd = job_directory.open_run_dir(settings.run_dir, create=True)
-    # Before anything is made: what is full may be so of these.
+    # Remove leftovers before making anything: they may be the reason for a full file system.
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
-    # Before its directory is made, or found: no other prolog's sweep takes it for a leftover.
+    # Enter the job before its directory is made or found: otherwise another prolog's sweep could remove it as a
+    # leftover.
     former = _note(settings.run_dir, inc)
     try:
         if former is not None and job_directory.exists(run_fd, inc.job, inc.uid):
             former = None
         shared = job_directory.make(run_fd, inc.job, inc.uid, owner.pw_gid)
-    except job_directory.JobDirError as exc:  # what lies there is a user's doing, or what users have filled
+    except job_directory.JobDirError as exc:  # a user's file is in the way, or users have filled the file system
         _unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     if shared:
@@ -260,11 +289,12 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
 
 
 def _note(run_dir: str, inc: Incarnation) -> ledger.Entry | None:
-    """Enter the incarnation; what was known of an agent of this job that has not let go."""
+    """Enter the incarnation in the ledger. Return the former entry if its agent has not released its memory."""
     try:
         with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
-            if known is not None and known.uid != inc.uid:  # the number is used again, and its agent is another's
+            # Slurm has reused the job id; the former agent belongs to another user
+            if known is not None and known.uid != inc.uid:
                 _end_former(inc, known.group)
                 known = None
             entries.started(inc.job, inc.uid, inc.restart)
@@ -282,7 +312,7 @@ def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
 
 
 def _share(inc: Incarnation, settings: Settings) -> tuple[int, str]:
-    """The job's share of the cap, by its share of the node; and in words."""
+    """Return the job's share of the cap, in bytes and in words. It equals the job's share of the node."""
     part = node_share.WHOLE
     try:
         part = share.of_job(inc.slurm_conf, inc.node, inc.nodelist, inc.cpus, inc.gpus)
@@ -292,12 +322,12 @@ def _share(inc: Incarnation, settings: Settings) -> tuple[int, str]:
 
 
 def _resize(inc: Incarnation, run_dir: str, granted: tuple[int, str]) -> None:
-    """An agent of an earlier incarnation may have more now, or less."""
+    """Set the limit of an earlier incarnation's agent to the new share, which may be larger or smaller."""
     try:
         with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
     except OSError:
-        return  # told already
+        return  # `_note` has reported the error
     if known is not None and (problem := cgroup.resize(known.group, granted[0] + AGENT_ROOM_BYTES)):
         complain("prolog", inc.job, problem)
 
@@ -310,10 +340,11 @@ def _start_if_asked(
     deadline: float,
     former: ledger.Entry | None,
 ) -> None:
-    """The owner's side finds out whether there is an agent; it is root that starts one, once, where there is room.
+    """Start an agent if the owner's child asks for one. Root starts at most one, and only if there is room.
 
-    former: of an agent whose directory somebody has unmounted or removed. While it lives it is waited for: it moves
-    into the new directory by itself. One that does not is ended, so that there are never two.
+    `former` is the entry of an agent whose directory was unmounted or removed. While that agent lives, root waits
+    for it: it moves into the new directory by itself. An agent that does not move is ended, so that there are never
+    two.
     """
     until = clock.monotonic() + MOVES_S
     with sock:
@@ -362,8 +393,11 @@ def _home(inc: Incarnation, settings: Settings) -> Choice:
 
 
 def _installed() -> bool:
-    """Whether an agent could run here. Then it is a user who keeps it from doing so (processes, ports, signals), and
-    no user may have a node drained (requirement users-errors)."""
+    """Return whether an agent could run here.
+
+    If so, a user prevents it (by processes, ports or signals), and no user may have a node drained (requirement
+    users-errors).
+    """
     import subprocess
 
     argv = [sys.executable, "-I", "-c", "import gemini_hpc.agent.daemon"]
@@ -377,19 +411,21 @@ def _installed() -> bool:
 
 
 def _used_up(exc: Exception) -> bool:
-    """Whether processes or memory are wanting, which users use up: no fault of the site's."""
+    """Return whether processes or memory are exhausted. Users exhaust them; the site is not at fault."""
     return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
 def _leave_slurmds_cgroup(inc: Incarnation, run_dir: str, choice: Choice, limit_bytes: int, agent: int) -> None:
-    """Puts the process that is to become the agent where filling memory harms no slurmd, and where root can end it
-    with all that comes of it."""
+    """Move the process that becomes the agent out of slurmd's cgroup.
+
+    In the new cgroup, full memory harms no slurmd, and root can end the agent with all its children.
+    """
     try:
         group, problem = cgroup.admit(choice, inc.job, agent, limit_bytes)
         with ledger.opened(run_dir) as entries:
             known = entries.get(inc.job)
             if known is not None and not set(known.group.directories) <= set(group.directories):
-                # One that no longer answers, in a scope of its own, which nobody would look into any more.
+                # The former agent no longer answers. Its scope would be lost from the ledger.
                 _end_former(inc, known.group)
             entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
             others = [entry.group for entry in entries if entry.job != inc.job]
@@ -401,8 +437,11 @@ def _leave_slurmds_cgroup(inc: Incarnation, run_dir: str, choice: Choice, limit_
 
 
 def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
-    """The part that root must not do. A status of `_PROTECTED`, `_UNPROTECTED` (an agent is there, but said no or
-    nothing: perhaps the user's doing, so never an error of the node) or `_NOT_STARTED`."""
+    """Do the part that root must not do, as the job's owner. Return the exit status.
+
+    `_UNPROTECTED` means that an agent is there, but refused or did not answer. The user may have caused that, so it
+    is never an error of the node. The other results are `_PROTECTED` and `_NOT_STARTED`.
+    """
     directory = f"{settings.run_dir}/{inc.job}"
     try:
         answer = _attach(directory, inc, clock.monotonic() + settings.attach_timeout_s, root)
@@ -424,11 +463,11 @@ def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None
     """Ask root for an agent.
 
     Returns:
-        A pidfd of the new agent, None where a living one is to be waited for; and whether an earlier one has gone
-        with its directory.
+        A pidfd of the new agent, or None if the caller must wait for a living one. Second, whether an earlier agent
+            is gone together with its directory.
 
     Raises:
-        LaunchError: root has started none.
+        LaunchError: Root has started no agent.
     """
     try:
         root.settimeout(max(0.01, deadline - clock.monotonic()))
@@ -446,7 +485,7 @@ def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None
 
 
 def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.socket) -> str:
-    """Finds the agent, or has it started once, and announces this incarnation; returns what it answered."""
+    """Find the agent, or have it started once, and announce this incarnation. Return the agent's answer."""
     question: dict[str, object] = {
         "op": "attach",
         "job": inc.job,
@@ -472,7 +511,8 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                     _ensure_awake(sock, f"{directory}/{ask_agent.SOCKET_NAME}")
                 heard = True
                 answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
-                if answer.get("state") == "unmapped":  # the node is in order: nothing for its administrator
+                # no complaint: this node is in order, and its administrator need not act
+                if answer.get("state") == "unmapped":
                     _tell(ELSEWHERE + _disagreement(answer.get("absent")))
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
@@ -489,14 +529,14 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 deadline = min(deadline, clock.monotonic() + EXITED_GRACE_S)
             if clock.monotonic() + POLL_S > deadline:
                 why = "it ended at once" if ended else "it did not open its socket in time"
-                if heard:  # it could be started; that its owner's processes may end it is no error of the node
+                if heard:  # the agent could be started; if its owner's processes end it, the node is not at fault
                     raise ask_agent.AskError(f"the agent went away: {why}") from None
                 raise spawn.LaunchError(why) from None
             clock.sleep(POLL_S)
 
 
 def _disagreement(absent: object) -> str:
-    """Return why the agents do not agree, with the nodes on which none answers."""
+    """Return why the agents do not agree, with the nodes on which no agent answers."""
     names = absent if isinstance(absent, list) else []
     names = [name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name)]
     if not names:
@@ -506,8 +546,14 @@ def _disagreement(absent: object) -> str:
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:
-    """An agent of an earlier incarnation that no longer answers is killed: a node that comes back empty can be
-    served by its peers, one that hangs would keep the whole job from agreeing. Raises `NobodyAnswersError`."""
+    """Kill an agent of an earlier incarnation that no longer answers.
+
+    A node that comes back empty can be served by its peers. A node whose agent hangs would keep the whole job from
+    agreeing.
+
+    Raises:
+        NobodyAnswersError: The hung agent was killed.
+    """
     try:
         ask_agent.ask(sock, {"op": "verdict?"}, clock.monotonic() + AWAKE_S)
     except ask_agent.AskError:
@@ -515,14 +561,17 @@ def _ensure_awake(sock: socket.socket, path: str) -> None:
         with contextlib.suppress(OSError):
             if pid > 0:
                 os.kill(pid, signal.SIGKILL)
-            else:  # in a process namespace that is not seen from here; kill would take 0 for its caller's own group
+            # the process is in a pid namespace that is not visible here; kill(0) would hit the caller's own group
+            else:
                 os.unlink(path)
         raise ask_agent.NobodyAnswersError("a hung agent was killed") from None
 
 
 def _clear_way(path: str) -> None:
-    """A file, link or pipe in the socket's place must not keep the agent from binding; a dead agent's socket is left
-    to the new one, for its supervisor may be starting it again at this moment."""
+    """Remove a file, link or pipe in the socket's place, so that the agent can bind.
+
+    A dead agent's socket is left to the new agent: its supervisor may be restarting it at this moment.
+    """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
@@ -533,4 +582,4 @@ def _clear_way(path: str) -> None:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     lines.settle()
-    os._exit(status)  # the job waits: no time for the interpreter to take itself apart
+    os._exit(status)  # the job waits; skip the interpreter's teardown

@@ -1,12 +1,14 @@
-"""`python3 -I -m gemini_hpc.node.reaper`: ends, as root, what an agent whose job is over still holds on this node.
+"""The reaper: root's process that ends an agent's remains on this node after its job is over.
 
-An agent lets go by itself when its retention is over. One that its owner has stopped does not, nor would a process
-that somebody has smuggled in beside it: what is in the cgroup of a job that has ended is killed as a whole, a grace
-after the last moment at which the agent would have let go. Epilog and prolog start the one reaper of a node where
-jobs have ended; it waits, and ends when nothing is left to wait for.
+    python3 -I -m gemini_hpc.node.reaper
 
-A node that was cut off while its job went on elsewhere gets no epilog for it. So the time also runs for an agent that
-does not answer and whose job has no step here, from the first time that it is found so.
+An agent releases its memory by itself after its retention. An agent that its owner has stopped does not. Nor does a
+process that was smuggled into its cgroup. So the reaper kills the cgroup of an ended job as a whole, a grace after
+the last moment at which the agent would have released. Epilog and prolog start the one reaper of a node with ended
+jobs. The reaper waits, and ends when no entry is left to wait for.
+
+A node that was cut off while its job went on elsewhere gets no epilog. So the time also runs for a silent agent
+whose job has no step here. It starts when the reaper first finds the agent silent.
 """
 
 from __future__ import annotations
@@ -24,28 +26,30 @@ from gemini_hpc.node.complaint import complain
 from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
-GRACE_S = 30.0
-LOG_S = 10.0  # so long the log of an agent that has let go stays for its owner
-SWEEPS = 6  # of directories alone, before the next prolog is left to do it
-YOUNG_S = 5.0
-LOOK_LEAST_S, LOOK_S = 0.1, 1.0
-LOOK_MOST_S = 30.0  # never later than the next that is due
-ANSWER_S = 1.0
-END_S, POLL_S = 2.0, 0.02
-AGAIN_S = (2.0, 4.0)
-BY_NAME_S = 1.0
+GRACE_S = 30.0  # added to the last moment at which an agent releases by itself
+LOG_S = 10.0  # so long the log of a released agent stays for its owner
+SWEEPS = 6  # sweeps of directories without agents; after these, the next prolog removes the rest
+YOUNG_S = 5.0  # added to attach_timeout_s: an agent may still be about to start
+LOOK_LEAST_S, LOOK_S = 0.1, 1.0  # shortest and first wait between two checks of the ledger
+LOOK_MOST_S = 30.0  # longest wait; shorter if an entry is due earlier
+ANSWER_S = 1.0  # time limit for an agent's answer
+END_S, POLL_S = 2.0, 0.02  # time limit to end an agent, and the pause between two attempts
+AGAIN_S = (2.0, 4.0)  # pauses before a silent agent is asked again
+BY_NAME_S = 1.0  # time limit of the child that reads command lines
 LOCK = "reaper.lock"
 _WATCHED_MAX = 512
 _SILENT, _ANSWERS = 11, 10
 
 
 def ensure(settings: Settings, where: str, job: int) -> None:
-    """By root, in prolog and epilog of `job`: see that a reaper runs if jobs have ended here, or seem to. Never
-    raises."""
+    """Ensure that a reaper runs if jobs have ended here, or seem to. Requires root. Never raise.
+
+    Prolog and epilog of `job` call this.
+    """
     try:
         with ledger.opened(settings.run_dir) as entries:
             known = list(entries)
-        # Not while others wait for the ledger: both take a while. The reaper's own lock keeps a second one away.
+        # The ledger is not locked here: both calls take a while. The reaper's own lock keeps a second one away.
         ended = any(entry.ended_s is not None for entry in known)
         silent = {entry.job for entry in known} - {job}
         if not ended and silent:
@@ -64,13 +68,21 @@ def _idle(run_dir: str) -> bool:
 
 
 def home(settings: Settings) -> Choice:
-    """Make the cgroup of all agents, with room for those in the ledger and the reaper. By root; raises OSError."""
-    with ledger.opened(settings.run_dir) as entries:  # who counts last also sets the limit last
+    """Make the cgroup of all agents, with room for those in the ledger and for the reaper. Requires root.
+
+    Raises:
+        OSError: The ledger cannot be opened.
+    """
+    # under the lock, so that the last prolog to count also sets the limit last
+    with ledger.opened(settings.run_dir) as entries:
         return cgroup.prepare(settings, meminfo()["MemTotal"], sum(1 for _ in entries) + 1)
 
 
 def _start(settings: Settings) -> None:
-    """Outside of slurmd's cgroup, like the agents: prolog and epilog may run in one that ends with the job."""
+    """Start the reaper outside of slurmd's cgroup, like the agents.
+
+    Prolog and epilog may run in a cgroup that ends with the job.
+    """
 
     def first(pid: int) -> None:
         with suppress(OSError, ValueError, KeyError):
@@ -81,14 +93,17 @@ def _start(settings: Settings) -> None:
 
 
 def due_s(settings: Settings) -> tuple[float, float]:
-    """How long after its job's end an agent is ended that does not answer, and one that does."""
+    """Return the grace periods after the job's end, in seconds, before an agent is killed.
+
+    The first applies to an agent that does not answer, the second to an agent that answers.
+    """
     after_s = settings.tier_flush_s + GRACE_S
-    held_s = settings.held_retention_s  # of jobs that have not ended for good: the agent knows
+    held_s = settings.held_retention_s  # held jobs have not ended for good; only the agent knows about them
     return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
 
 
 def look(settings: Settings) -> float | None:
-    """Once over all entries; seconds until the next is due, None: there is none to wait for."""
+    """Check every entry once. Return the seconds until the next entry is due; None if there is none to wait for."""
     silent_s, answering_s = due_s(settings)
     with ledger.opened(settings.run_dir) as entries:
         known = list(entries)
@@ -103,7 +118,7 @@ def look(settings: Settings) -> float | None:
             if since_s is None:
                 continue
             over = since_s > silent_s
-        elif entry.job in running:  # it runs here again, and no prolog was called, or could say so
+        elif entry.job in running:  # the job runs here again, and no prolog was called or could record it
             with ledger.opened(settings.run_dir) as entries:
                 entries.goes_on(entry)
             continue
@@ -111,7 +126,7 @@ def look(settings: Settings) -> float | None:
             since_s = ledger.now_s() - entry.ended_s
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
         gone = not inside(entry)
-        # One that has let go by itself leaves its log for its owner, until `sweep`.
+        # An agent that has released by itself leaves its log for its owner, until `sweep`.
         if (over or gone) and end(settings.run_dir, entry, f"the job ended {since_s:.0f} s ago", remove=not gone):
             continue
         waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
@@ -119,7 +134,7 @@ def look(settings: Settings) -> float | None:
 
 
 def sweep(settings: Settings) -> bool:
-    """Remove what jobs that are not in the ledger have left; return whether any such directory is left."""
+    """Remove the leftovers of jobs that are not in the ledger. Return whether any such directory is left."""
     try:
         run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
     except FileNotFoundError:
@@ -146,13 +161,15 @@ def _unknown(run_fd: int, run_dir: str) -> bool:
 
 
 def _young_s(settings: Settings, entry: ledger.Entry) -> float:
-    """For how long an agent may still be about to start."""
+    """Return for how many more seconds an agent may still be about to start."""
     return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.now_s()
 
 
 def _doubted_s(settings: Settings, entry: ledger.Entry, running: bool) -> float | None:
-    """No epilog has told that this job ended. For how long it has had no step here and its agent has been silent, or
-    gone; None: it may be between two steps."""
+    """Return for how many seconds a job without an epilog has had no step here and no answering agent.
+
+    None means that the job may be between two steps. The result is recorded in the ledger.
+    """
     now_s = ledger.now_s()
     alive = running or (bool(inside(entry)) and _answers_at_last(settings.run_dir, entry))
     since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
@@ -163,8 +180,16 @@ def _doubted_s(settings: Settings, entry: ledger.Entry, running: bool) -> float 
 
 
 def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
-    """End what an agent has left, unless its job runs here again; whether nothing is left. `why`: told where a
-    process had to be killed. remove: the directory too. Takes `END_S` at most."""
+    """End what an agent has left, unless its job runs here again. Return whether nothing is left.
+
+    The call takes at most `END_S`.
+
+    Args:
+        run_dir: The run directory.
+        entry: The agent's entry in the ledger.
+        why: Reason to log if a process had to be killed.
+        remove: Whether to remove the job's directory, too.
+    """
     deadline, first = clock.monotonic() + END_S, -1
     now: ledger.Entry | None = None
     while True:
@@ -173,7 +198,7 @@ def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> 
             if now is None or now.uid != entry.uid or (now.ended_s is None and now.doubted_s is None):
                 return True
             if before is not None and before != now:
-                return False  # its prolog has come, and its epilog again
+                return False  # the job's next prolog and epilog have both run
             there = inside(now)
             first = len(there) if first < 0 else first
             if not there and cgroup.remove_empty(now.group):
@@ -190,7 +215,7 @@ def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> 
         complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not end: killed them")
     if remove:
         with ledger.opened(run_dir) as entries:
-            if entries.get(entry.job) is not None:  # its prolog has come meanwhile
+            if entries.get(entry.job) is not None:  # the job's next prolog has run meanwhile
                 return True
         try:
             run_fd = job_directory.open_run_dir(run_dir, create=False)
@@ -206,12 +231,12 @@ def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> 
 
 
 def inside(entry: ledger.Entry) -> list[int]:
-    """Pids of what there is of a job's agent."""
+    """Return the pids of the processes of a job's agent."""
     return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
 
 
 def _wait(run_dir: str, timeout_s: float) -> None:
-    """Until one of those that are waited for ends, for a bounded time."""
+    """Wait until a process of a doubted or ended entry ends, at most `timeout_s`."""
     with ledger.opened(run_dir) as entries:
         waited = [entry for entry in entries if entry.ended_s is not None or entry.doubted_s is not None]
     pids = [pid for entry in waited for pid in inside(entry)]
@@ -228,7 +253,7 @@ def _wait(run_dir: str, timeout_s: float) -> None:
 
 
 def kill(entry: ledger.Entry, pids: list[int]) -> None:
-    """Kill what there is of a job's agent: these processes, as far as they still are its agent's."""
+    """Kill those of the processes `pids` that still belong to the job's agent."""
     if entry.group.version:
         cgroup.kill(entry.group, pids)
         return
@@ -237,7 +262,7 @@ def kill(entry: ledger.Entry, pids: list[int]) -> None:
         for pid in pids[:_WATCHED_MAX]:
             with suppress(OSError):
                 opened[pid] = os.pidfd_open(pid)
-        called = by_name(entry.job, entry.uid) if opened else []  # a number may have become another process's
+        called = by_name(entry.job, entry.uid) if opened else []  # the kernel may have given a pid to another process
         for pid in set(opened) & set(called):
             with suppress(OSError):
                 signal.pidfd_send_signal(opened[pid], signal.SIGKILL)
@@ -247,13 +272,16 @@ def kill(entry: ledger.Entry, pids: list[int]) -> None:
 
 
 def by_name(job: int, uid: int) -> list[int]:
-    """Where an agent has no cgroup of its own: processes of the owner's that call themselves this job's agent. They
-    are looked at by a child, for a second at most: whoever reads a hostile command line may have to be killed."""
+    """Return the pids of the owner's processes whose command line names this job's agent.
+
+    This serves agents without a cgroup of their own. A child reads the command lines, for at most `BY_NAME_S`. The
+    reader of a hostile command line may hang and have to be killed.
+    """
     got, told = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            # It may outlive us: then it holds nobody's lock, and none of slurmd's pipes.
+            # The child may outlive this process: it must hold no lock and none of slurmd's pipes.
             os.closerange(0, told)
             os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
             _tell_by_name(job, uid, told)
@@ -275,7 +303,7 @@ def by_name(job: int, uid: int) -> list[int]:
 
 
 def _collect(pid: int) -> None:
-    """A child that was killed; one that hangs in the kernel is left to whoever comes after us."""
+    """Reap a killed child. A child that hangs in the kernel is left to the process that inherits it."""
     until = clock.monotonic() + BY_NAME_S
     while os.waitpid(pid, os.WNOHANG) == (0, 0) and clock.monotonic() < until:
         clock.sleep(0.005)
@@ -295,7 +323,10 @@ def _tell_by_name(job: int, uid: int, told: int) -> None:
 
 
 def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
-    """Asked again after a while, twice: it may be slow, or about to be started again by its supervisor."""
+    """Return whether the agent answers at one of three attempts.
+
+    The agent may be slow, or its supervisor may be about to restart it.
+    """
     for wait_s in (*AGAIN_S, 0.0):
         if _answers(run_dir, entry):
             return True
@@ -304,7 +335,7 @@ def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
 
 
 def _answers(run_dir: str, entry: ledger.Entry) -> bool:
-    """Whether the agent itself does: nobody else's word counts."""
+    """Return whether the agent itself answers. An answer from a process outside the agent does not count."""
     pids = inside(entry)
 
     def probe() -> int:
@@ -321,13 +352,13 @@ def _answers(run_dir: str, entry: ledger.Entry) -> bool:
     try:
         child = privileges.fork_as(privileges.owner(entry.uid), probe, _SILENT, lambda _: None)
     except privileges.PrivilegeError:
-        # Its user is gone, or nobody can name him now: what he has kept does not go for a name service's outage.
+        # The user is gone, or the name service fails. An outage of the name service must not cost kept copies.
         return bool(pids)
     return privileges.outcome(child, 2 * ANSWER_S) == _ANSWERS
 
 
 def main() -> int:
-    """Wait and end until there is nothing to wait for; the exit status."""
+    """Kill ended agents until there is none left to wait for. Return the exit status."""
     try:
         settings = load()
         run_dir = settings.run_dir
@@ -341,11 +372,11 @@ def main() -> int:
                 _wait(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
                 continue
-            if left and sweeps:  # a log that is kept for a moment, or a directory of which somebody holds a part
+            if left and sweeps:  # a log is kept for a moment, or a process still holds a part of the directory
                 sweeps -= 1
                 clock.sleep(LOG_S / 4)
                 continue
-            with ledger.opened(run_dir) as entries:  # an epilog that comes now starts the next reaper
+            with ledger.opened(run_dir) as entries:  # under the lock: an epilog that comes now starts the next reaper
                 if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):
                     os.close(lock)
                     return 0

@@ -1,4 +1,4 @@
-"""Read a job's share of this node in root's prolog: slurmd names the job's part, slurm.conf the whole."""
+"""A job's share of this node, read in root's prolog: slurmd reports the job's part, slurm.conf the whole."""
 
 from __future__ import annotations
 
@@ -13,15 +13,29 @@ MAX_FILES = 32
 
 
 def of_job(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
-    """Return a job's share of the node; the whole where it cannot be known. slurm_conf: path; the rest: see
-    `core.node_share.of_job`. Raises `OSError`."""
+    """Return a job's share of the node; the whole node if the share cannot be known.
+
+    Args:
+        slurm_conf: Path of slurm.conf.
+        node: See `core.node_share.of_job`.
+        nodelist: See `core.node_share.of_job`.
+        cpus: See `core.node_share.of_job`.
+        gpus: See `core.node_share.of_job`.
+
+    Raises:
+        OSError: A file could not be read.
+    """
     if not cpus or not slurm_conf:
         return node_share.WHOLE
     return node_share.of_job(node_share.shape(_read(slurm_conf), node), node, nodelist, cpus, gpus)
 
 
 def _read(path: str) -> str:
-    """Return the text of slurm.conf, with the files that it includes in their places. Raises `OSError`."""
+    """Return the text of slurm.conf with included files in their places.
+
+    Raises:
+        OSError: A file could not be read.
+    """
     text: list[str] = []
     _add(text, path, [path])
     return "\n".join(text)

@@ -1,5 +1,7 @@
-"""Starting the agent, and the reaper, so that they outlive prolog and epilog and have nothing of slurmd's but its
-parentage."""
+"""The start of agent and reaper as daemons that outlive prolog and epilog.
+
+They keep no resource of slurmd's, but remain its descendants.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,30 @@ LOG_NAME = "agent.log"
 
 
 class LaunchError(Exception):
-    """The agent's process could not be made."""
+    """An error for an agent whose process could not be made."""
 
 
 class NoRoomError(LaunchError):
-    """The node has no memory for another agent now: no fault of the installation's."""
+    """An error for a node without memory for another agent now; the installation is not at fault."""
 
 
 def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str], first: Callable[[int], None]) -> int:
-    """By root: start the agent as a daemon; returns a pidfd of it. It is executed as root, and becomes the owner
-    (`settle`) before it does anything else: so its owner cannot trace it. share: of the node's cap, in bytes and in
-    words. `first` is called with its pid before. Raises `LaunchError`."""
+    """Start the agent as a daemon and return its pidfd. Requires root.
+
+    The agent's program is executed as root and becomes the owner (`settle`) before anything else. So its owner
+    cannot trace it.
+
+    Args:
+        directory: The job's directory.
+        job: The job's id.
+        uid: The uid of the job's owner.
+        node: This node's name.
+        share: The job's share of the node's cap, in bytes and in words.
+        first: Called with the pid before the program is executed.
+
+    Raises:
+        LaunchError: The process could not be made.
+    """
     argv = [sys.executable, "-I", "-m", "gemini_hpc.agent"]
     argv += ["--job", str(job), "--uid", str(uid), "--node", node, "--dir", directory]
     argv += ["--share-bytes", str(share[0]), "--share", share[1]]
@@ -34,10 +49,13 @@ def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str],
 
 
 def daemon(argv: list[str], first: Callable[[int], None]) -> int:
-    """By root: execute a daemon, once `first` has been called with its pid; returns a pidfd.
+    """Execute a daemon after `first` has been called with its pid. Return its pidfd. Requires root.
 
-    slurmd kills the script's process group when the script ends, and waits for its output to close: hence a
-    session of its own and no inherited descriptor. Raises `LaunchError`.
+    slurmd kills the script's process group when the script ends, and waits for its output to close. So the daemon
+    has a session of its own and no inherited descriptor.
+
+    Raises:
+        LaunchError: The process ended at once.
     """
     reader, writer = os.pipe()
     held, go = os.pipe()
@@ -72,7 +90,7 @@ def daemon(argv: list[str], first: Callable[[int], None]) -> int:
 def _become(argv: list[str], held: int) -> None:
     try:
         if os.read(held, 1) != b"!":
-            return  # the prolog has ended
+            return  # the prolog has ended before it released this process
         os.chdir("/")
         os.umask(0o077)
         null = os.open("/dev/null", os.O_RDWR)
@@ -88,8 +106,13 @@ def _become(argv: list[str], held: int) -> None:
 
 
 def settle(uid: int, directory: str) -> None:
-    """By the program that was executed: become the owner for good, closed to the owner's other processes, and write
-    to the job's log from here on. Raises `PrivilegeError`."""
+    """Become the owner for good in the executed program, and direct output to the job's log.
+
+    The process is closed to the owner's other processes.
+
+    Raises:
+        PrivilegeError: The process could not become the owner.
+    """
     if os.geteuid() == 0:
         privileges.drop_to(privileges.owner(uid))
         write_to(f"{directory}/{LOG_NAME}")
@@ -99,7 +122,7 @@ def settle(uid: int, directory: str) -> None:
 
 
 def write_to(path: str) -> None:
-    """Standard output and error go to the log, opened for appending; nowhere if something else lies in its place."""
+    """Append standard output and error to the log; leave them unchanged if the path is not a regular file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         log = os.open(path, flags, 0o600)

@@ -1,7 +1,7 @@
-"""Remove what dead agents left behind: in the reaper, or in the prolog of the next job on the node.
+"""The removal of dead agents' leftovers, in the reaper or in the prolog of the next job on the node.
 
-A job that was cancelled while it waited to be run again gets no epilog anywhere; without this its directory would
-stay until the node reboots. (Its memory is gone with the agent's process.)
+A job that is cancelled while it waits to be requeued gets no epilog anywhere. Without this removal its directory
+would stay until the node reboots. (Its memory is freed with the agent's process.)
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ import stat
 from gemini_hpc import clock
 from gemini_hpc.node import ask_agent, job_directory, job_steps, ledger, privileges
 
-AGE_MIN_S = 60.0
+AGE_MIN_S = 60.0  # a younger directory's agent may be about to start
 REMOVED_MAX = 8
-TIMEOUT_S = 1.0
-PROBE_TIMEOUT_S = 0.2
+TIMEOUT_S = 1.0  # a prolog waits for the removal
+PROBE_TIMEOUT_S = 0.2  # short: users' agents can use up TIMEOUT_S
 
 _SOMEBODY, _NOBODY = 10, 11
 
 
 def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S) -> list[str]:
-    """Removes leftovers of other jobs, a bounded number in bounded time; returns what could not be removed, one
-    sentence each.
+    """Remove leftovers of other jobs, a bounded number in bounded time.
 
-    A leftover is a directory older than `age_s`, whose agent nobody hears from, of a job that has no step on
-    this node (an agent that crashed is started again by its supervisor, and its trainers wait for it).
+    A leftover is a directory older than `age_s`, without an answering agent, of a job that has no step on this
+    node. A crashed agent is not a leftover: its supervisor restarts it, and its ranks wait for it.
+
+    Return one sentence for each leftover that could not be removed.
     """
     deadline = clock.monotonic() + TIMEOUT_S
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
     running: set[int] | None = None
     starting = _starting(run_dir)
-    # Another one first each time: agents that are stopped use up the time, and their owner might like that.
+    # Start with a different directory each time: stopped agents use up the time, and their owner might exploit
+    # that.
     first = clock.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
     for name in candidates[first:] + candidates[:first]:
@@ -53,7 +55,7 @@ def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S)
 
 
 def _starting(run_dir: str) -> set[int]:
-    """Jobs whose prolog has been here a moment ago: they have no step yet, and perhaps no agent."""
+    """Return the jobs whose prolog has run a moment ago: they have no step yet, and perhaps no agent."""
     try:
         with ledger.opened(run_dir, TIMEOUT_S) as entries:
             now_s = ledger.now_s()
@@ -66,14 +68,17 @@ def _is_leftover(run_fd: int, run_dir: str, name: str, age_s: float) -> bool:
     info = job_directory.look(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode):
         return False
-    if 0 <= clock.time() - info.st_mtime < age_s:  # its owner may have dated it into the future
+    if 0 <= clock.time() - info.st_mtime < age_s:  # a time in the future counts as old: the owner may have set it
         return False
     return not _answers(f"{run_dir}/{name}", info.st_uid)
 
 
 def _answers(directory: str, uid: int) -> bool:
-    """Asked as the directory's owner: what lies in it must not lead root anywhere. In doubt, yes; where a file system
-    of the owner's in there makes whoever looks hang for ever, no."""
+    """Return whether an agent answers in the directory.
+
+    The probe runs as the directory's owner: the owner's files must not lead root anywhere. In doubt, the answer is
+    yes. If a file system of the owner's makes the probe hang forever, the answer is no.
+    """
 
     def probe() -> int:
         try:
@@ -85,6 +90,6 @@ def _answers(directory: str, uid: int) -> bool:
     try:
         owner = privileges.owner(uid)
     except privileges.PrivilegeError:
-        return False  # its user is gone, so nobody could have started an agent again
+        return False  # the user is gone, so no supervisor could restart an agent
     child = privileges.fork_as(owner, probe, _SOMEBODY, lambda _: None)
     return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) not in (_NOBODY, privileges.HANGS)

@@ -1,8 +1,8 @@
-"""Why a job is not protected on this node, where its user and the administrator meet it.
+"""The reasons why jobs are not protected on this node, kept where user and administrator find them.
 
-slurmd keeps nothing of what a prolog that succeeds prints. So root leaves one line for each such job in a directory
-of its own beside the run directory: the SPANK plugin tells it in the job's output, and the file `log` has them all.
-The prolog's shell script writes the same way.
+slurmd discards the output of a successful prolog. So root leaves one line for each such job in a directory of its
+own beside the run directory. The SPANK plugin prints the line in the job's output, and the file `log` collects all
+lines. The prolog's shell script writes the same way.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from contextlib import suppress
 from gemini_hpc import clock
 
 DIRECTORY_SUFFIX = ".unprotected"
-ELSEWHERE = "elsewhere: "  # before a reason that lies on other nodes: the plugin does not blame this one
+ELSEWHERE = "elsewhere: "  # prefix of a reason on other nodes: the plugin then does not blame this node
 LOG = "log"
 MAX_CHARS = 240
 MAX_LOG_BYTES = 256 << 10
-KEPT_S = 86400.0
+KEPT_S = 86400.0  # older lines are of jobs without an epilog
 _MAX_ENTRIES = 4096
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Note:
-    """The line of one incarnation. `tell` works after a fork, too, as another user; all else is root's."""
+    """The line of one incarnation. Only `tell` works after a fork as another user; all else requires root."""
 
     def __init__(self, run_dir: str, job: int, restart: int) -> None:
-        """Forget what an earlier incarnation left. Raises nothing: without a place nothing is left."""
+        """Discard the line of an earlier incarnation and open a draft.
+
+        Raise nothing: without a file, no line is kept.
+        """
         self._job, self._restart = job, restart
         self._dir = self._file = -1
         with suppress(OSError):
@@ -45,7 +48,7 @@ class Note:
 
     @property
     def fds(self) -> list[int]:
-        """What `tell` needs after a fork."""
+        """Return the descriptors that `tell` needs after a fork."""
         return [self._file] if self._file >= 0 else []
 
     @property
@@ -53,14 +56,14 @@ class Note:
         return f".{self._job}"
 
     def tell(self, why: str) -> None:
-        """Why; the first word counts."""
+        """Write the reason to the draft. The first reason counts."""
         shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in " ".join(why.split()))[:MAX_CHARS]
         with suppress(OSError):
             if self._file >= 0 and os.fstat(self._file).st_size == 0:
                 os.write(self._file, f"{self._restart} {shown}\n".encode())
 
     def settle(self) -> None:
-        """Put what was told where the plugin finds it, and into the log."""
+        """Publish the draft where the plugin finds it, and append it to the log."""
         with suppress(OSError):
             if self._file < 0:
                 return
@@ -89,7 +92,7 @@ class Note:
             os.close(fd)
 
     def _sweep(self) -> None:
-        """Of jobs whose epilog has not come."""
+        """Remove the old lines of jobs without an epilog."""
         old = clock.time() - KEPT_S
         with os.scandir(self._dir) as entries:
             for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False):
