@@ -75,7 +75,7 @@ class Known:
         before: End of the attempt before `first`.
         over: Reason why no further attempt follows; "" while one may follow.
         last: End of this attempt, if it has ended.
-        given_up: True if nobody may start the step again, because the same end would follow.
+        given_up: True if the step must not be started again, because the same end would follow.
         done: True if a rank has ended with success. It would be missing in another attempt.
     """
 

@@ -23,7 +23,7 @@ _MOST = 16  # longest chain of exceptions to inspect
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that caused it, looks like the end of a peer."""
+    """Return whether an exception, or an exception that caused it, looks like the end of a peer."""
     seen = 0
     while error is not None and seen < _MOST:
         kinds = {cls.__name__ for cls in type(error).__mro__}

@@ -6,8 +6,8 @@ widest first, such as "spine0.leaf1". "" is unknown, and a node with an unknown 
 
 The nodes, sorted by path, are dealt to the groups in turn. The nodes of a domain are adjacent in that list, at any
 level, so every group gets its even share of each domain: no order has fewer pairs. If m does not divide N, the ring
-of m + N mod m nodes is chosen first, node by node, from the domain where a node costs least. Both costs are convex
-in the number of nodes, so this choice is also optimal.
+of m + N mod m nodes is chosen first. Each node comes from the domain where it costs least. Both costs are convex in
+the number of nodes, so this choice is also optimal.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _levels(domain: str) -> list[str]:
 def _ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
     """Return the node ranks of the last group; `others` groups share the rest.
 
-    Each time, the next node is taken from the domain where it adds the fewest pairs here, less the pairs that it
-    removes from the fullest group there. Ties are broken by the wider domains.
+    Each time, the next node is taken from the domain with the lowest cost. The cost is the number of pairs added
+    here, less the pairs removed from the fullest group there. Ties are broken by the wider domains.
     """
     own: dict[str, list[int]] = defaultdict(list)
     alone: list[list[int]] = []

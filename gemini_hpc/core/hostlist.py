@@ -48,7 +48,9 @@ def expand(text: str, limit: int = 65536) -> list[str]:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """Return a hostlist expression with `expand(compress(hosts)) == list(hosts)`: order and repetitions are kept.
+    """Return a hostlist expression with `expand(compress(hosts)) == list(hosts)`.
+
+    Order and repetitions are kept.
 
     Neighbours in the list that differ only in the number at their end share a bracket. Slurm's own reader does not
     accept a bracket with more text after it.

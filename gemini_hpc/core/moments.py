@@ -1,9 +1,9 @@
-"""Moments: the evidence that all ranks of a training mean the same point of it by a version (docs/protocol.md, R7).
+"""Moments: evidence that all ranks of a training mean the same point by a version (docs/protocol.md, R7).
 
-Each rank counts its own `step()` calls. A rank that omits one, or makes one more, goes on with another meaning of
-the count. Collectives and messages are common to the ranks. At one moment of the training all members of a process
-group have launched the same number of the group's collectives. Each pair of ranks has as many receives as sends. A
-rank adds up a weight for each launch. At one moment the sums of all ranks are 0 together:
+Each rank counts its own `step()` calls. A rank that omits a call, or makes one more, means another point by the same
+count. Collectives and messages are common to the ranks. At one moment of the training all members of a process group
+have launched the same number of the group's collectives. Each pair of ranks has as many receives as sends. A rank
+adds up a weight for each launch. At one moment the sums of all ranks are 0 together:
 
 - collectives: the k-th member of a group weighs `random(group, k) - random(group, k - 1)`. Equal counts cancel each
   other around the group. Unequal counts cancel by chance, once in 2^61.

@@ -1,6 +1,6 @@
 """The permitted ranges of numbers and names, in memory, in files and on the wire.
 
-Whichever peer sends a message, a decoded one holds no number that later code cannot pack, count or print.
+A decoded message, from any peer, holds no number that later code cannot pack, count or print.
 """
 
 from __future__ import annotations

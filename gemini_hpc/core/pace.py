@@ -19,7 +19,7 @@ class Pace:
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
         self._free: deque[float] = deque(maxlen=PACE_EVERY)  # iteration lengths without our own share
-        self._gates: deque[float] = deque(maxlen=PACE_EVERY)  # seconds from step() to the optimizer step step step
+        self._gates: deque[float] = deque(maxlen=PACE_EVERY)  # seconds from step() to the optimizer step
 
     def note(self, free_s: float) -> None:
         """Record the length of an iteration without our own share."""
@@ -40,7 +40,9 @@ class Pace:
         return iterations in _EARLY or (iterations > 0 and iterations % PACE_EVERY == 0)
 
     def wish(self, j: int, s: int, sealed_s: float, own_s: float, every: int) -> Frequency:
-        """Return the frequency that keeps the ceiling. The present frequency is kept if only noise speaks against it.
+        """Return the frequency that keeps the ceiling.
+
+        The present frequency is kept if only noise speaks against it.
 
         Args:
             j: Present frequency: one version in j iterations is saved.

@@ -3,8 +3,8 @@
 Letters as in the paper: N nodes, m replicas (the own copy included), k nodes lost at once. N/m whole groups keep
 each other's shards. If m does not divide N, the last group takes the rest and is a ring.
 
-Groups consist of adjacent nodes in an `Order`: that of the node ranks, or one that keeps failure domains apart
-(`core.domains`).
+Groups consist of adjacent nodes in an `Order`: the order of the node ranks, or an order that keeps failure domains
+apart (`core.domains`).
 """
 
 from __future__ import annotations
@@ -156,10 +156,10 @@ def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
 def beyond(
     node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3, order: Order = AS_RANKED
 ) -> tuple[int, ...]:
-    """Return up to `most` candidates that are not holders of a node and have its shards in their tensors as well.
+    """Return up to `most` candidates that are not holders of a node.
 
-    The choice starts from the next node and is spread evenly around the ring, because adjacent nodes are lost
-    together more often.
+    The ranks of the candidates have the node's shards in their tensors as well. The choice starts from the next node
+    and is spread evenly around the ring, because adjacent nodes are lost together more often.
     """
     kept, own = set(holders(node_rank, N, m, order)), order.position(node_rank, N)
     found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (order.position(c, N) - own) % N)

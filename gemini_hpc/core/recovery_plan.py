@@ -1,9 +1,9 @@
-"""The recovery plan, which every agent computes alike from the inventories after a restart (docs/protocol.md, R4).
+"""The recovery plan, which all agents compute alike from inventories after a restart (docs/protocol.md, R4).
 
 1. The previous node-rank map is that of the latest restart that a survivor remembers; replacements fill gaps. Its
    order of placement stays while the number of nodes is the same. Otherwise failure domains are separated anew.
 2. The new epoch is above every epoch that any agent has seen.
-3. Per training, the highest stamp is chosen of which every shard has a complete copy somewhere, if the ranks mean
+3. Per training, the highest stamp is chosen of which every shard has a complete copy somewhere. The ranks must mean
    the same moment with this stamp (`core.moments`). The chosen stamp may never have been voted on.
 4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes
    on.
@@ -86,10 +86,10 @@ class SetPlan:
     `outcome` is one of:
 
     - `chosen`: `chosen` is the stamp to load and `world` its number of training ranks. `shards` has one copy per
-      rank in rank order (for its digest, sizes and home), `pulls` the shards to move, `made` the shards and parities
-      to rebuild. `keep` are the stamps that a holder does not void: the chosen stamp and, where there is one, the
-      stamp to fall back on. `sealed` is the stamp that counts as sealed, in R1 and before the next optimizer step,
-      until the new root's first decision. `sealed` is the chosen stamp or an earlier one.
+      rank in rank order (for its digest, sizes and home). `pulls` are the shards to move, `made` the shards and
+      parities to rebuild. `keep` are the stamps that a holder does not void: the chosen stamp and the stamp to fall
+      back on, if any. `sealed` is the stamp that counts as sealed, in R1 and before the next optimizer step, until
+      the new root's first decision. `sealed` is the chosen stamp or an earlier one.
     - `lost`: more holders are gone than the replicas allow; `lost` names the missing shards of the newest stamp.
     - `never-sealed`: copies exist, but no loss of nodes explains the gaps, so no version was sealed yet.
     """

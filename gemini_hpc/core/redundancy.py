@@ -1,6 +1,7 @@
-"""The redundancy of a job's state against node loss: whole copies on m nodes of a group, or parity over groups of m.
+"""The redundancy of a job's state against node loss.
 
-The agents of all nodes and their ranks derive it alike from the submission's options and the number of nodes.
+The redundancy consists of whole copies on m nodes of a group, or of parity over groups of m. The agents of all nodes
+and their ranks derive the scheme alike from the submission's options and the number of nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Redundancy(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Return the memory of a node, in node states, each in one slot (REFT, section 4.1: 1/(n - 1) for parity)."""
+        """Return the memory of a node, in node states, each in one slot.
+
+        REFT, section 4.1, has 1/(n - 1) for parity.
+        """
         return 1 + self.parity / (self.m - self.parity) if self.parity else self.m
 
     @property

@@ -1,6 +1,6 @@
-"""The interval between checkpoints, if idle spans cannot take one in every iteration (GEMINI paper, section 5.3).
+"""The interval between checkpoints, if the idle spans cannot take one in every iteration.
 
-The section's title is "Finish checkpointing within an iteration".
+The rule extends the GEMINI paper, section 5.3, "Finish checkpointing within an iteration".
 
 A version is saved every j-th iteration. Its chunks may be spread over s <= j iterations. Version v is awaited
 (sealed, docs/protocol.md, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
@@ -105,7 +105,7 @@ def choose(
     largest: int = LARGEST_J,
     own_s: float = 0.0,
 ) -> Frequency:
-    """Return the smallest j for which some s <= j keeps the overhead at or below `ceiling`, with the smallest such s.
+    """Return the smallest j, and its smallest s <= j, that keep the overhead at or below `ceiling`.
 
     If no j up to `largest` is within the ceiling, or the forced j is not, the largest or forced j is returned. Its s
     is then the smallest of those that cost least: training takes precedence over protection. The search calls `need`
@@ -159,7 +159,10 @@ def _first(good: Callable[[int], bool], last: int) -> int:
 
 
 class _Trial(NamedTuple):
-    """The state to return to if spreading over more than s iterations does not help, and the typical cost with s."""
+    """The state to return to if spreading over more than s iterations does not help.
+
+    `typical_s` is the typical cost with s.
+    """
 
     extra_s: float
     s: int
@@ -180,9 +183,9 @@ class Controller:
     make likely. So j is approached from below, and without noise never exceeds the smallest j that keeps the
     ceiling.
 
-    Measurements only raise j; only a fresh plan lowers it. Extra cost that spreading has hidden since cannot be seen
-    to have gone. So `extra_s` stays until a different plan arrives. A smaller j is then adopted if it is smaller by
-    2 at least, or if the old j is not within the ceiling.
+    Measurements only raise j; only a fresh plan lowers it. Once spreading hides an extra cost, its end cannot be
+    measured. So `extra_s` stays until a different plan arrives. A smaller j is then adopted if it is smaller by 2 at
+    least, or if the old j is not within the ceiling.
     """
 
     need: Callable[[int], float]

@@ -1,8 +1,8 @@
-"""The distinction between trainings of one name that a job runs one after the other, each with a place in a sequence.
+"""Places that distinguish the trainings of one name that a job runs one after the other.
 
 A training is closed when all of its ranks have called `close()`. The next training of its name is a different one.
-It is the next of its step (one process trains fold after fold), or the first of the next step (the batch script has
-a loop). A step that is started again, by launcher, `gemini-hpc run` or requeue, has the places that it had.
+It is the next of its step (one process trains fold after fold), or the first of the next step (a loop in the batch
+script). A step that is started again, by launcher, `gemini-hpc run` or requeue, has the places that it had.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Nth = Annotated[int, msgspec.Meta(ge=1, le=PLACES)]
 
 
 class Place(NamedTuple):
-    """The place of a training: its name, the step of the job, and the training of that step, both counted from 1."""
+    """The place of a training in the job's sequence.
+
+    The place has the training's name, the step of the job, and the training of that step, both counted from 1.
+    """
 
     name: str
     step: int = 1

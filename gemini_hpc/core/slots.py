@@ -80,7 +80,7 @@ class SlotPair:
         more. `voted` are the stamps that this agent has reported as complete. An agent that lost this memory (crash
         and hand-back) passes every complete stamp. The slot is chosen in this order:
 
-        1. A filling slot whose own writer has gone on to a newer version (same epoch). A slot that is being restored
+        1. A filling slot whose own writer now writes a newer version (same epoch). A slot that is being restored
            from a peer has an older epoch. Such a slot is untouched until its stamp is abandoned or a later stamp is
            sealed.
         2. An empty slot.

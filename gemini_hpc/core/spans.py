@@ -36,7 +36,7 @@ NEGLIGIBLE = 0.01
 class Op(NamedTuple):
     """A collective.
 
-    `kind` is a hash of its name, process group and size, so that iterations can be told apart. Both times are in
+    `kind` is a hash of its name, process group and size, so that iterations can be distinguished. Both times are in
     seconds from the iteration's start.
     """
 
@@ -271,7 +271,9 @@ def waiting(profile: Profile, lag_s: float) -> Profile:
 
 
 def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Window]:
-    """Return the windows of my spans in which all others are idle, in order of time, those before the gate first.
+    """Return the windows of my spans in which all others are idle.
+
+    The windows are in order of time, those before the gate first.
 
     Each other profile comes with its shift: the start of its iteration minus the start of mine, in seconds by one
     clock. A rank's spans repeat in every iteration of that rank. The gate that counts is the earliest of all ranks,
@@ -314,7 +316,9 @@ def capped(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) 
 
 
 def timeline(windows: Sequence[Window], s: int) -> Timeline:
-    """Return the windows of s iterations up to the gate of the last: whole iterations, then the part before the gate.
+    """Return the windows of s iterations up to the gate of the last iteration.
+
+    These are whole iterations, then the part of the last one before the gate.
 
     Raises:
         ValueError: s < 1, or the windows before the gate do not come first, or there are none.

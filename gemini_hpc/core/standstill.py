@@ -3,8 +3,8 @@
 A training *hangs* under two conditions. No rank has completed a step or launched a collective for longer than the
 patience, and some rank waits for another rank. Waiting means that ranks are not at the same place, or are in a
 collective that does not end. Ranks that are all at the same place and in no collective evaluate, load data or
-compile, for any length of time. The rank behind all others is the one that they wait for (just-in-time
-checkpointing, section 3.1).
+compile, for any length of time. The ranks wait for the rank behind all others (just-in-time checkpointing, section
+3.1).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A shard is represented by the set of nodes that hold a good copy. A loss is survived if every shard keeps a holder.
 All counts are exact for k <= 3, for any number of nodes. Losses that hit a single-holder shard are counted by
-binomials, those that hit a pair by the pairs' graph, those that hit a triple one by one.
+binomials. Losses that hit a pair are counted by the pairs' graph, and those that hit a triple one by one.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
     """Return how many times per day memory loses a shard.
 
     After any first node, just enough others of the N fail within `window_s` to exceed what a group tolerates. The
-    result multiplies the rate of such failures by the probability that so many at once are not survived (GEMINI,
-    Theorem 1, and likewise for parity). The formula assumes rare failures.
+    result multiplies the rate of such failures by the probability that memory does not survive them (GEMINI, Theorem
+    1, and likewise for parity). The formula assumes rare failures.
 
     Args:
         of: Redundancy of the job.

@@ -42,8 +42,8 @@ class View:
         """Return the view without these nodes as well, or None.
 
         None means that nothing new is lost, or that Slurm must requeue the job because it cannot go on like this. A
-        job cannot go on with fewer nodes than train (`nodes`, if that is more than `wanted`), with half of the
-        allocation or less, or without the batch script.
+        job cannot go on with half of the allocation or less, or without the batch script. Nor can it go on with
+        fewer nodes than train (`nodes`, if that is more than `wanted`).
         """
         lost = self.lost | set(dead).intersection(self.allocated)
         left = len(self.allocated) - len(lost)

@@ -34,7 +34,10 @@ _NONE: frozenset[Stamp] = frozenset()
 
 
 class Marks(NamedTuple):
-    """The sum of the marks of a version's shards that are complete at their homes, and the number of these shards."""
+    """The sum of the marks of a version's shards, and the number of these shards.
+
+    Only shards that are complete at their homes count.
+    """
 
     total: Mark
     shards: Count
@@ -59,7 +62,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dead(self) -> frozenset[Stamp]:
-        """Return the complete stamps that some pair neither has nor, having gone past them, will ever have."""
+        """Return the stamps complete in some pair that another pair has passed and will never have."""
         return frozenset(stamp for stamp in self.seen if not self.possible(stamp))
 
     def possible(self, stamp: Stamp) -> bool:
@@ -147,10 +150,10 @@ class Root:
     """The top of the tree, with the latest vote of each member of an agreed group.
 
     A sealed stamp stays sealed, and an abandoned stamp is never sealed. A root need not outlive its agent. A new
-    root that receives every member's vote again can only find the same, because a voter keeps the copies that it
-    voted for and a dead stamp stays dead. So a restart delays decisions and never contradicts one. But a copy that
-    is found damaged is no longer kept. So `sealed` is the stamp that the restarted root's predecessor has noted (or
-    that the plan of the recovery gives).
+    root that receives every member's vote again can only find the same. A voter keeps the copies that it voted for,
+    and a dead stamp stays dead. So a restart delays decisions and never contradicts one. But a copy that is found
+    damaged is no longer kept. So `sealed` is the stamp that the restarted root's predecessor has noted (or that the
+    plan of the recovery gives).
     """
 
     __slots__ = ("_facts", "_sealed", "_void", "_votes", "_why", "members")

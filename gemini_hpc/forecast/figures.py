@@ -1,6 +1,6 @@
 """Figures of the papers, recomputed from their printed inputs; docs/reproduction.md describes the differences.
 
-A published value is one that the text or a table states. Values that can only be read off a drawing are left out.
+Published values are those that the text or a table states. Values that can only be read off a drawing are left out.
 """
 
 from __future__ import annotations

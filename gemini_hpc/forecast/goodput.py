@@ -1,4 +1,4 @@
-"""Goodput at 1,000, 10,000 and 100,000 GPUs, from parts measured here, parts published by others, and a simulation.
+"""Goodput at 1,000, 10,000 and 100,000 GPUs, simulated from our own and from published measurements.
 
 The training has 405 billion parameters (12 bytes each), eight GPUs a node and iterations of 6 s. The iterations
 follow from Llama 3's 16 million tokens a batch at 400 Tflop/s a GPU on 16,384 GPUs. Larger jobs are assumed to have

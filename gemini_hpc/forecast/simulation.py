@@ -1,8 +1,10 @@
-"""A simulation of a training under failures, event by event, with the effects that the averages of `schemes` omit.
+"""A simulation of a training under failures, event by event.
 
-These effects are failures during a recovery, loss of all copies, nodes that are missing for hours, and bursts of
-failures (Weibull). Time is wall-clock time in seconds. Only failures are events, so a month of ten thousand nodes
-takes seconds.
+The simulation includes effects that the averages of `schemes` omit.
+
+They are failures during a recovery, loss of all copies, nodes that are missing for hours, and bursts of failures
+(Weibull). Time is wall-clock time in seconds. Only failures are events, so a month of ten thousand nodes takes
+seconds.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class GeminiWriter(StorageWriter):
 
     Create the first `GeminiWriter` or `GeminiReader` of a process on all ranks together, in the main thread, after
     `init_process_group`. Later ones cost nothing. A save that fails on any rank (an agent is away, no room) is
-    skipped on all ranks with one line on stderr, and nothing is raised. Without an agent there is one line for the
-    whole run.
+    skipped on all ranks. One line on stderr reports this, and nothing is raised. Without an agent there is one line
+    for the whole run.
 
     Attributes:
         version: Version of the last save; 0 if it was skipped.
