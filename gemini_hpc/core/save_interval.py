@@ -1,6 +1,6 @@
 """The interval between checkpoints, if the idle spans cannot take one in every iteration.
 
-The rule extends the GEMINI paper, section 5.3, "Finish checkpointing within an iteration".
+The source is the GEMINI paper, section 5.3, "Finish checkpointing within an iteration".
 
 A version is saved every j-th iteration. Its chunks may be spread over s <= j iterations. Version v is awaited
 (sealed, docs/protocol.md, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
@@ -183,9 +183,9 @@ class Controller:
     make likely. So j is approached from below, and without noise never exceeds the smallest j that keeps the
     ceiling.
 
-    Measurements only raise j; only a fresh plan lowers it. Once spreading hides an extra cost, its end cannot be
-    measured. So `extra_s` stays until a different plan arrives. A smaller j is then adopted if it is smaller by 2 at
-    least, or if the old j is not within the ceiling.
+    Measurements only raise the expected cost; only a fresh plan lowers it. Once spreading hides an extra cost, its
+    end cannot be measured. So `extra_s` stays until a different plan arrives. A smaller j is then adopted if it is
+    smaller by 2 at least, or if the old j is not within the ceiling.
     """
 
     need: Callable[[int], float]
