@@ -1,1 +1,1 @@
-"""Pure rules and state machines: no I/O, no clock, no torch; everything else stands on them."""
+"""Pure rules and state machines without I/O, clock or torch, on which everything else is built."""

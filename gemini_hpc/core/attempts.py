@@ -1,11 +1,11 @@
 """The attempts of one job step, as its launchers and their agents know them (`gemini_hpc.launch`).
 
-All ranks of a step are to be in the same attempt. An attempt gives way to a later one, and the end of them stays:
-what is known only grows, and two who know different things know the same after each has heard the other (a join). So
-it may be passed on in any order, twice, or late.
+All ranks of a step must be in the same attempt. A later attempt replaces an earlier one, but the ends are kept.
+Knowledge only grows, and two parties that exchange theirs know the same afterwards (a join). Messages about it may
+therefore arrive in any order, twice, or late.
 
-Each attempt has one end: that of the rank that failed first, by the strongest sign (`core.culprits`). It may become
-known after the next attempt has begun, for a rank that fails of another one may be heard first.
+Each attempt has one end: the end of the rank that failed first, by the strongest sign (`core.culprits`). The end may
+become known after the next attempt has begun, because a rank that failed as a consequence may be reported first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ Status = Annotated[int, msgspec.Meta(ge=0, le=255)]
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an attempt by one rank or node.
+    """The end of an attempt, caused by one rank or node.
 
-    text: for people, "" where nothing is known; status: the rank's, as a shell has it; host: its node.
-    key: the same for two ends that have one cause in the program, such as an exception at one place and step; ""
-    where nothing is said of that. memory: it was more than the rank may have. t: when (Unix time), by its own clock.
+    Attributes:
+        text: Description for people; "" if the end is unknown.
+        cause: Sign that the rank's end shows.
+        rank: Rank that ended.
+        status: Exit status of the rank, as a shell reports it.
+        host: Node of the rank.
+        key: Equal for two ends with one cause in the program, such as an exception at one place and step; "" if
+            unknown.
+        memory: True if the rank used more memory than its limit.
+        t: Time of the end (Unix time in seconds), by the clock of its node.
     """
 
     text: Text = ""
@@ -42,16 +49,16 @@ class End:
 
     @property
     def weight(self) -> tuple[bool, Cause, bool, float, int, int, str, str, str]:
-        """The order of ends of one attempt: the strongest sign, of equals the earliest."""
+        """Return the sort key of ends of one attempt: the strongest sign wins, then the earliest time."""
         least = self.status, self.text, self.host, self.key
         return bool(self.text), self.cause, self.memory, -self.t, -self.rank, *least
 
     def join(self, other: End) -> End:
-        """Return the one that counts."""
+        """Return the end that counts, of the two."""
         return max(self, other, key=lambda end: end.weight)
 
     def repeats(self, before: End) -> bool:
-        """Return whether the program has ended so in the attempt before, too."""
+        """Return whether the program ended the same way in the attempt before."""
         return bool(self.key) and self.key == before.key
 
 
@@ -60,9 +67,17 @@ NOTHING = End()
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """attempt: in which all ranks are to be; first: how the one before ended, before: the one before that. over: why
-    no other one follows, last: how this one ended then; given_up: nobody is to start the step again, for the same
-    would happen. done: a rank has ended with success, and would be missing in another attempt."""
+    """The knowledge of one launcher or agent about the attempts of a step.
+
+    Attributes:
+        attempt: Attempt in which all ranks must be.
+        first: End of the attempt before this one.
+        before: End of the attempt before `first`.
+        over: Reason why no further attempt follows; "" while one may follow.
+        last: End of this attempt, if it has ended.
+        given_up: True if the step must not be started again, because the same end would follow.
+        done: True if a rank has ended with success. It would be missing in another attempt.
+    """
 
     attempt: int = 0
     first: End = NOTHING
@@ -74,31 +89,38 @@ class Known:
 
     @property
     def reason(self) -> str:
-        """Return why the attempt before ended."""
+        """Return why the previous attempt ended."""
         return self.first.text
 
     @property
     def why_over(self) -> str:
-        """Return why no attempt follows, with the rank of which that came; "" while one may."""
+        """Return why no attempt follows, with the rank that caused this; "" while an attempt may follow."""
         text = self.ending.text
         return f"{text}; {self.over}" if self.over and text else self.over
 
     @property
     def ending(self) -> End:
-        """Return how the last attempt ended that has ended: another one may have begun before its end was judged."""
+        """Return the end of the latest attempt that has ended.
+
+        Another attempt may have begun before the end of this attempt was judged.
+        """
         return self.last if self.last.text else self.first
 
     def join(self, other: Known) -> Known:
-        """Return what both know."""
+        """Return the combined knowledge of both."""
         late, early = (self, other) if self.attempt >= other.attempt else (other, self)
-        shift = late.attempt - early.attempt  # each knows of three attempts
+        shift = late.attempt - early.attempt  # each side knows three attempts
         ends = [NOTHING] * min(shift, 3) + [early.last, early.first, early.before]
         last, first, before = (a.join(b) for a, b in zip((late.last, late.first, late.before), ends, strict=False))
         given_up, over = max((self.given_up, self.over), (other.given_up, other.over))
         return Known(late.attempt, first, before, over, last, given_up, self.done or other.done)
 
     def failed(self, attempt: int, end: End) -> Known:
-        """Return this where a rank has ended without success in an attempt: the next one begins, if it has not."""
+        """Return this knowledge after a rank ended without success in `attempt`.
+
+        The next attempt begins, unless it has begun already, the step is over, or another rank has ended with
+        success.
+        """
         if attempt < self.attempt or self.over:
             return self.showed(attempt, end)
         if self.done:
@@ -106,7 +128,10 @@ class Known:
         return self.join(Known(attempt + 1, end))
 
     def showed(self, attempt: int, end: End) -> Known:
-        """Return this where a rank has ended so, whoever fails of it."""
+        """Return this knowledge with one more end of `attempt`, whichever rank caused the failure.
+
+        The end changes no attempt. It is joined with the known ends of this attempt or of the attempt before.
+        """
         if attempt == self.attempt:
             return replace(self, last=self.last.join(end))
         return self.join(Known(attempt + 1, end)) if attempt == self.attempt - 1 else self

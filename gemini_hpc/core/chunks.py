@@ -1,12 +1,15 @@
-"""Cutting a shard into the chunks that are copied one at a time (GEMINI paper, section 5.2)."""
+"""The division of a shard into chunks that are copied one at a time (GEMINI paper, section 5.2)."""
 
 from __future__ import annotations
 
 
 def cut(total_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(offset, length) of each chunk, in order; only the last may be shorter. Nothing to cut: no chunk.
+    """Return (offset, length) of each chunk, in order. Only the last chunk may be shorter.
 
-    Raises ValueError for a negative total or a chunk below one byte.
+    The list is empty if there is nothing to cut.
+
+    Raises:
+        ValueError: The total is negative, or a chunk is below one byte.
     """
     if total_bytes < 0:
         raise ValueError(f"cannot cut {total_bytes} bytes: a size is not negative")

@@ -1,4 +1,4 @@
-"""Whether an exception looks like the end of a peer: the consequence of a failure elsewhere, and no cause."""
+"""A rule that tells whether an exception looks like the end of a peer: a consequence of a failure elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORDS = (
     "tcpstore",
     "watchdog",
 )
-_MOST = 16  # exceptions of a chain
+_MOST = 16  # longest chain of exceptions to inspect
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an exception (or one that it came from) looks like the end of a peer."""
+    """Return whether an exception, or an exception that caused it, looks like the end of a peer."""
     seen = 0
     while error is not None and seen < _MOST:
         kinds = {cls.__name__ for cls in type(error).__mro__}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def lines(text: str) -> list[tuple[int, str]]:
-    """Return the lines without comments, those that go on in the next put together; each with its number."""
+    """Return the lines without comments, each with its number; continued lines are joined."""
     found: list[tuple[int, str]] = []
     begun = ""
     number = 0
@@ -19,6 +19,6 @@ def lines(text: str) -> list[tuple[int, str]]:
 
 
 def pair(word: str) -> tuple[str, str]:
-    """Split KEY=VALUE; Slurm's keys have no case."""
+    """Split KEY=VALUE. The key is lower-cased, because Slurm ignores the case of keys."""
     key, _, value = word.partition("=")
     return key.lower(), value

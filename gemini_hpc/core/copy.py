@@ -1,4 +1,4 @@
-"""One copy of a shard, as agents tell each other of it."""
+"""The description of one copy of a shard, as agents exchange it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemini_hpc.core.slots import Stamp
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A shard that is in a parity: what has to come out when it is made again from there. mark: as in `Copy`."""
+    """A shard in a parity: the content that must result when it is rebuilt from there. `mark` is as in `Copy`."""
 
     rank: Count
     home: Count
@@ -21,11 +21,25 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Complete and verified. home: the node rank where the training rank lived; bytes: the slot's size, used: what of
-    it counts; digest (`core.digest`): of the used part. proven: it is
-    the one that was made at the shard's home; else a replica's, which no other may contradict. of: this is no copy of
-    the rank's shard, but the parity beside it, of these shards of its stripe, in so many blocks,
-    `room` bytes apart (`core.parity`). mark: of the rank's moment at this version (`core.moments`)."""
+    """A complete and verified copy of a shard, or a parity.
+
+    Attributes:
+        set: Name of the training.
+        rank: Training rank of the shard.
+        world: Number of ranks of the training.
+        home: Node rank where the training rank lived.
+        bytes: Size of the slot.
+        used: Bytes of the slot that count.
+        stamp: Stamp of the version.
+        digest: Digest of the used part (`core.digest`).
+        proven: True for a copy made at the shard's home. Otherwise the copy is a replica's, valid only if no other
+            contradicts it.
+        of: Members of a parity; empty for a copy. A parity is no copy of the rank's shard but lies beside it, made
+            of these shards of its stripe.
+        blocks: Number of blocks of a parity (`core.parity`).
+        room: Distance of these blocks in bytes.
+        mark: Mark of the rank's moment at this version (`core.moments`).
+    """
 
     set: str
     rank: Count

@@ -1,11 +1,11 @@
-"""Which rank of an attempt failed first, and on which node ranks do so again and again: pure rules.
+"""Pure rules that find the rank that failed first, and the nodes whose ranks repeatedly fail first.
 
-All ranks of an attempt end within moments: one fails, collectives of the others break, launchers kill who is left. No
-clock of several nodes orders these ends. What each of them shows does: a rank that its launcher killed had no part
-in it; an error of a collective is what a peer's end looks like; what is left has failed by itself. Where ranks of
-several nodes have, in the same way, the program is the cause and no node is.
+All ranks of an attempt end within moments: one fails, the collectives of the others break, and launchers kill the
+rest. Clocks of several nodes cannot order these ends, but the sign of each end can. A rank that its launcher killed
+had no part in the failure. An error of a collective is the consequence of a peer's end. A rank with any other end
+has failed by itself. If ranks of several nodes fail in the same way, the program is the cause and no node is.
 
-A node is sick when its ranks have failed first twice, in a way that a healthy node would not show: see `Tally`.
+A node is sick if its ranks failed first twice, in a way that a healthy node would not show (see `Tally`).
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-SICK = 2  # so often ranks of one node have failed first
+SICK = 2  # first failures of one node's ranks after which the node is sick
 MOST_HOSTS, MOST_KEYS = 1024, 16
-_SAME_STEP = 1  # failures that lie so many steps apart are at the same step
+_SAME_STEP = 1  # failures at most this many steps apart count as one step
 
 
 class Cause(IntEnum):
-    """What the end of a rank shows, the weakest first."""
+    """The sign that the end of a rank shows, the weakest first."""
 
-    CONSEQUENCE = 0  # an error of a collective, or a signal that somebody sent: not by itself
-    ABORTED = 1  # SIGABRT: of the program, or of a watchdog of its collectives
-    RAISED = 2  # another exception, another status than 0, or more memory than its limit
-    CRASHED = 3  # SIGSEGV, SIGBUS, a SIGKILL that was not its launcher's
-    HUNG = 4  # the others waited for it
-    DEVICE = 5  # an exception of the accelerator, or of the bus
+    CONSEQUENCE = 0  # an error of a collective, or a signal from outside: no failure of its own
+    ABORTED = 1  # SIGABRT, from the program or a watchdog of its collectives
+    RAISED = 2  # any other exception or nonzero status, or memory above the limit
+    CRASHED = 3  # SIGSEGV, SIGBUS, or a SIGKILL that its launcher did not send
+    HUNG = 4  # the other ranks waited for this rank
+    DEVICE = 5  # an exception of the accelerator or of the bus
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Failure:
-    """The end of one rank. version: the newest that its attempt had begun to save, 0 before the first."""
+    """The end of one rank.
+
+    `version` is the newest version that its attempt had begun to save, 0 before the first.
+    """
 
     cause: Cause
     host: str
@@ -43,13 +46,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How ranks of one attempt have ended, as far as that decides: for each cause the lowest ranks on two hosts.
-    In whatever order they are heard, and however often, the same is known (a join)."""
+    """The ends of ranks of one attempt that decide the culprit: for each cause, the lowest ranks on two hosts.
+
+    The result does not depend on the order or number of reports (a join).
+    """
 
     found: frozenset[Failure] = frozenset()
 
     def join(self, more: Iterable[Failure]) -> Ends:
-        """With these, too."""
+        """Return these ends together with `more`."""
         kept: dict[Cause, dict[str, Failure]] = {}
         for failure in sorted(self.found.union(more), key=lambda f: (f.cause, f.host, f.rank, f.version)):
             hosts = kept.setdefault(failure.cause, {})
@@ -59,7 +64,10 @@ class Ends:
 
     @property
     def first(self) -> Failure | None:
-        """The rank that failed first; None: all have failed of another one, or several nodes' by themselves."""
+        """Return the rank that failed first, or None if no single rank did.
+
+        None means that all failures are consequences, or that ranks of several nodes failed by themselves.
+        """
         worst = max((failure.cause for failure in self.found), default=Cause.CONSEQUENCE)
         chosen = [failure for failure in self.found if failure.cause is worst]
         return chosen[0] if len(chosen) == 1 and worst is not Cause.CONSEQUENCE else None
@@ -69,7 +77,10 @@ Key = tuple[int, str, int]  # incarnation, step, attempt
 
 
 class Blame(NamedTuple):
-    """A rank that failed first in one attempt. step: steps that the attempt had begun to save, 0 before the first."""
+    """A rank that failed first in one attempt.
+
+    `step` is the number of steps that the attempt had begun to save, 0 before the first.
+    """
 
     rank: int
     cause: Cause
@@ -77,24 +88,29 @@ class Blame(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Return whether the node may be the cause. Exceptions, and crashes before any step, are the program's."""
+        """Return whether the node may be the cause.
+
+        Exceptions, and crashes before any step, are attributed to the program.
+        """
         if self.cause in (Cause.CONSEQUENCE, Cause.RAISED):
             return False
         return self.step > 0 or self.cause is Cause.DEVICE
 
 
 class Tally:
-    """The blames of one job's nodes, by attempt; bounded: the node blamed longest ago is forgotten first.
+    """The blames of one job's nodes, by attempt.
 
-    Failures at the same step count once: the program comes back to what it cannot do. A rank that fails first on
-    several nodes takes its cause along, so it speaks against none of them.
+    The tally is bounded: the node blamed longest ago is forgotten first.
+
+    Failures at the same step count once, because the program comes back to the step that it cannot do. A rank that
+    fails first on several nodes carries the cause with it, so it counts against none of them.
     """
 
     def __init__(self) -> None:
         self._by_host: dict[str, dict[Key, Blame]] = {}
 
     def blame(self, host: str, key: Key, blame: Blame) -> bool:
-        """Record that a rank of this node failed first in this attempt; return False where that is known."""
+        """Record that a rank of this node failed first in this attempt. Return False if that is known already."""
         blames = self._by_host.pop(host, {})
         is_new = key not in blames
         blames.setdefault(key, blame)
@@ -106,7 +122,7 @@ class Tally:
         return is_new
 
     def count(self, host: str) -> int:
-        """Return at how many steps ranks of this node failed first in a way that counts."""
+        """Return the number of steps at which ranks of this node failed first in a way that counts."""
         elsewhere = {b.rank for name, blames in self._by_host.items() if name != host for b in blames.values()}
         steps = sorted(b.step for b in self._by_host.get(host, {}).values() if b.counts and b.rank not in elsewhere)
         count, last = 0, -_SAME_STEP - 1
@@ -121,7 +137,7 @@ class Tally:
 
 
 def told(cause: Cause) -> str:
-    """What a rank did, in words."""
+    """Return a phrase that describes the cause to a user."""
     return {
         Cause.CONSEQUENCE: "failed of another one",
         Cause.ABORTED: "aborted",

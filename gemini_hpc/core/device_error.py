@@ -1,10 +1,10 @@
-"""Tell errors of an accelerator, or of the bus to it, from errors of the program that uses it."""
+"""A rule that tells errors of an accelerator, or of its bus, from errors of the program that uses it."""
 
 from __future__ import annotations
 
-_KIND = "AcceleratorError"  # torch's, from release 2.8 on; before, a RuntimeError with these words
+_KIND = "AcceleratorError"  # torch >= 2.8; earlier releases raise a RuntimeError with one of these words
 _WORDS = ("cuda error", "hip error", "cublas_status_execution_failed", "cublas_status_internal_error")
-# What a program brings about on a sound device.
+# Errors that a program causes on a healthy device.
 _OF_THE_PROGRAM = (
     "out of memory",
     "device-side assert",
@@ -15,12 +15,12 @@ _OF_THE_PROGRAM = (
     "driver version is insufficient",
     "all cuda-capable devices are busy",
     "operation not permitted",
-    "initialization error",  # CUDA in a process that was forked
+    "initialization error",  # CUDA in a forked process
 )
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Return whether an exception is the accelerator's own, which another device might not have raised."""
+    """Return whether the exception is the accelerator's own: another device might not have raised it."""
     if error is None:
         return False
     text = str(error).lower()

@@ -1,7 +1,8 @@
-"""The digest of a slot's used bytes, in pieces: any thread can hash any piece, in any order.
+"""The digest of a slot's used bytes, computed in pieces: any thread can hash any piece, in any order.
 
-Each piece of `PIECE_BYTES` has an xxh3_128 of its own, 16 bytes. The digest is the xxh3_128 over these in order, and
-the number of bytes as 8 more (little-endian). It has 32 hex digits. It notices accidents, not intent.
+Each piece of `PIECE_BYTES` has its own xxh3_128 of 16 bytes. The digest is the xxh3_128 over these in order,
+followed by the number of bytes as 8 more bytes (little-endian). The digest has 32 hex digits. It detects accidents,
+not attacks.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ _DIGITS = 32
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """Return the digest of these bytes; the GIL is free meanwhile."""
+    """Return the digest of these bytes. The GIL is released meanwhile."""
     stream = Digest()
     stream.update(data)
     return stream.hexdigest()
 
 
 def is_digest(text: str) -> bool:
-    """Return whether this is how a digest is written."""
+    """Return whether this text is a digest."""
     return len(text) == _DIGITS and not text.strip("0123456789abcdef")
 
 
 class Digest:
-    """The digest of bytes that come one after the other, in steps of any length."""
+    """The digest of bytes that arrive one after the other, in steps of any length."""
 
     def __init__(self) -> None:
         self._done = bytearray()
@@ -36,7 +37,7 @@ class Digest:
         self._length = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes; the GIL is free meanwhile."""
+        """Add the next bytes. The GIL is released meanwhile."""
         with memoryview(data) as view:
             at = 0
             while at < len(view):
@@ -50,20 +51,23 @@ class Digest:
                     self._piece.reset()
 
     def hexdigest(self) -> str:
-        """Return the digest of what has come so far."""
+        """Return the digest of the bytes added so far."""
         rest = self._piece.digest() if self._length % PIECE_BYTES else b""
         return _root(self._done + rest, self._length)
 
     def copy(self) -> Digest:
-        """Return another one that goes on from here by itself."""
+        """Return an independent digest that continues from the same bytes."""
         other = Digest()
         other._done, other._piece, other._length = bytearray(self._done), self._piece.copy(), self._length
         return other
 
 
 class Pieces:
-    """The digests of `length` bytes' pieces, each put in when it is known, from any thread. Some may come as a stream
-    from one thread (`update`), others otherwise: `whole` says which, and the stream goes past them (`pass_to`)."""
+    """The digests of the pieces of `length` bytes, each recorded when it is known, from any thread.
+
+    Some pieces may come as a stream from one thread (`update`), others separately. `whole` tells which pieces lie
+    within a range, and the stream skips those (`pass_to`).
+    """
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -72,12 +76,12 @@ class Pieces:
         self._piece, self._at = xxhash.xxh3_128(), 0
 
     def whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first of the pieces that lie within these bytes, and the one after the last."""
+        """Return the first of the pieces that lie within these bytes, and the piece after the last."""
         first = -(-start // PIECE_BYTES)
         return first, max(first, self.count if end == self.length else end // PIECE_BYTES)
 
     def update(self, data: memoryview) -> None:
-        """Take the stream's next bytes; the GIL is free meanwhile."""
+        """Add the stream's next bytes. The GIL is released meanwhile."""
         at = 0
         while at < len(data):
             number = self._at // PIECE_BYTES
@@ -91,7 +95,7 @@ class Pieces:
                 self._piece.reset()
 
     def pass_to(self, number: int) -> None:
-        """Let the stream, which has come to the end of a piece, go on with piece `number`."""
+        """Let the stream, which has reached the end of a piece, go on with piece `number`."""
         self._at = min(self.length, number * PIECE_BYTES)
 
     def bounds(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -100,11 +104,11 @@ class Pieces:
             yield number, number * PIECE_BYTES, min(self.length, (number + 1) * PIECE_BYTES)
 
     def put(self, number: int, found: bytes) -> None:
-        """Note a piece's own digest, of 16 bytes."""
+        """Record the digest of one piece, of 16 bytes."""
         self._found[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES] = found
 
     def hexdigest(self) -> str:
-        """Return the digest of all, once each piece has been put in."""
+        """Return the digest of all bytes. Each piece must have been recorded."""
         return _root(self._found, self.length)
 
 

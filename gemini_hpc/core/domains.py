@@ -1,13 +1,13 @@
-"""Failure domains: which nodes fail together, and an order of placement that keeps them apart.
+"""Failure domains, which contain nodes that fail together, and an order of placement that keeps them apart.
 
-GEMINI (SOSP '23, section 4) takes node failures as independent. Nodes at one switch or in one rack are not: so no two
-of them are to be in one group of m, as far as there are other nodes. A domain is a path of names, the widest first,
-such as "spine0.leaf1"; "" is not known, and a node of which nothing is known shares nothing with any other.
+GEMINI (SOSP '23, section 4) assumes independent node failures. Nodes at one switch or in one rack are not
+independent. So no two of them share a group of m, as far as there are other nodes. A domain is a path of names, the
+widest first, such as "spine0.leaf1". "" is unknown, and a node with an unknown domain shares nothing with any other.
 
-How: the nodes, sorted by path, are dealt out to the groups in turn. The nodes of a domain are side by side in that
-list, whatever the level, so every group gets its even share of each: no order has fewer pairs. Where m does not
-divide N, the ring of m + N mod m nodes is chosen first, node by node, from the domain where that costs least; both
-costs are convex in the number of nodes, so this is least as well.
+The nodes, sorted by path, are dealt to the groups in turn. The nodes of a domain are adjacent in that list, at any
+level, so every group gets its even share of each domain: no order has fewer pairs. If m does not divide N, the ring
+of m + N mod m nodes is chosen first. Each node comes from the domain where it costs least. Both costs are convex in
+the number of nodes, so this choice is also optimal.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from gemini_hpc.core.numbers import Count
 from gemini_hpc.core.placement import AS_RANKED, Order
 
 MAX_LEVELS, MAX_PATH = 8, 255
-MAX_SHARED, MAX_NAMED = 16, 32  # groups that are listed; nodes of each
+MAX_SHARED, MAX_NAMED = 16, 32  # groups listed; nodes named in each
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """Nodes of one group that are in one domain."""
+    """The nodes of one group that are in one domain."""
 
     domain: Name
     hosts: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMED)]
 
 
 class Separation(msgspec.Struct, frozen=True):
-    """How far a job's domains are apart. known: nodes whose domain is known; shared: where a group shares one, the
-    first `MAX_SHARED`; more: how many others do."""
+    """The degree to which a job's domains are apart.
+
+    Attributes:
+        known: Number of nodes with a known domain.
+        shared: Groups that share a domain, the first `MAX_SHARED`.
+        more: Number of further groups that do.
+    """
 
     known: Count
     shared: Annotated[tuple[Shared, ...], msgspec.Meta(max_length=MAX_SHARED)] = ()
@@ -46,8 +51,13 @@ class Separation(msgspec.Struct, frozen=True):
 
 
 def arrange(domains: Sequence[str], m: int) -> Order:
-    """The order of placement for nodes of these domains, by node rank. That of the ranks where no other is better, so
-    always where nothing is known. Raises ValueError for an m that `placement.groups` refuses."""
+    """Return the order of placement for nodes of these domains, by node rank.
+
+    The order is that of the ranks if no other order is better, and therefore if no domain is known.
+
+    Raises:
+        ValueError: `placement.groups` refuses m.
+    """
     N = len(domains)
     q = len(placement.groups(N, m))
     if m in (1, N) or not any(domains):
@@ -65,7 +75,7 @@ def arrange(domains: Sequence[str], m: int) -> Order:
 
 
 def fatal(domains: Sequence[str], m: int, order: Order = AS_RANKED) -> set[str]:
-    """Domains whose loss as a whole takes every holder of some shard."""
+    """Return the domains whose loss as a whole takes every holder of some shard."""
     N = len(domains)
     lost: set[str] = set()
     for group in _groups(order, N, m):
@@ -78,7 +88,10 @@ def fatal(domains: Sequence[str], m: int, order: Order = AS_RANKED) -> set[str]:
 
 
 def separation(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int, order: Order) -> Separation | None:
-    """What is told of a job's placement; None where no domain is known. by_host: domains; noderanks: by host."""
+    """Return the report on a job's placement; None if no domain is known.
+
+    `by_host` has the domains, `noderanks` the node ranks, both by host.
+    """
     hosts = {rank: host for host, rank in noderanks.items()}
     domains = [by_host.get(hosts[rank], "") for rank in range(len(hosts))]
     known = sum(map(bool, domains))
@@ -99,7 +112,7 @@ def separation(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int,
 
 
 def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> Order:
-    """`arrange`, for nodes by name."""
+    """Return `arrange` for nodes given by name."""
     if not by_host:
         return AS_RANKED
     hosts = sorted(noderanks, key=lambda host: noderanks[host])
@@ -107,20 +120,23 @@ def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) ->
 
 
 def _groups(order: Order, N: int, m: int) -> Iterator[list[int]]:
-    """Node ranks of each group, in order."""
+    """Yield the node ranks of each group, in order."""
     for positions in placement.groups(N, m):
         yield [order.rank(position) for position in positions]
 
 
 def _levels(domain: str) -> list[str]:
-    """A domain and those around it, the narrowest first."""
+    """Return a domain and the domains around it, the narrowest first."""
     parts = domain.split(".")[:MAX_LEVELS] if domain else []
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
-    """Node ranks of the last group; `others` groups share out the rest. Each time the domain where a node more adds
-    the fewest pairs here, less those that it takes off the fullest group there; of equals, by the wider domains."""
+    """Return the node ranks of the last group; `others` groups share the rest.
+
+    Each time, the next node is taken from the domain with the lowest cost. The cost is the number of pairs added
+    here, less the pairs removed from the fullest group there. Ties are broken by the wider domains.
+    """
     own: dict[str, list[int]] = defaultdict(list)
     alone: list[list[int]] = []
     all_in = Counter[str]()
@@ -153,7 +169,7 @@ def _ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
 
 
 def _spread(members: Sequence[int], domains: Sequence[str]) -> list[int]:
-    """A ring in which the nodes of the domain that has most of them are as far apart as they can be."""
+    """Return a ring in which the nodes of the most frequent domain are as far apart as possible."""
     if not members:
         return []
     most, count = Counter(domains[rank] or str(rank) for rank in members).most_common(1)[0]
@@ -170,7 +186,11 @@ def _spread(members: Sequence[int], domains: Sequence[str]) -> list[int]:
 
 
 def _cost(order: Order, domains: Sequence[str], m: int) -> tuple[int, ...]:
-    """Pairs of nodes of one domain in one group; fatal domains; then such pairs for each wider level."""
+    """Return the cost of an order, for comparison.
+
+    The cost counts pairs of nodes of one domain in one group, then fatal domains, then such pairs for each wider
+    level.
+    """
     pairs = [0] * MAX_LEVELS
     for group in _groups(order, len(domains), m):
         counts: dict[tuple[int, str], int] = defaultdict(int)

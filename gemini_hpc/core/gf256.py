@@ -1,7 +1,7 @@
 """Arithmetic of the field with 256 elements in which Reed-Solomon parity is computed, byte by byte.
 
-Addition is exclusive or. The polynomial is 0x11d, which ISA-L and most others use, so that a library can do the bulk
-of it. Pure; for some bytes, not for buffers.
+Addition is exclusive or. The polynomial is 0x11d, as in ISA-L and most others, so a library can do the bulk of the
+work. The functions are pure and meant for single bytes, not for buffers.
 """
 
 from __future__ import annotations
@@ -26,32 +26,43 @@ _EXP, _LOG = _tables()
 
 
 def multiply(a: int, b: int) -> int:
-    """a * b."""
+    """Return a * b."""
     return _EXP[_LOG[a] + _LOG[b]] if a and b else 0
 
 
 def inverse(a: int) -> int:
-    """1 / a. Raises ZeroDivisionError."""
+    """Return 1 / a.
+
+    Raises:
+        ZeroDivisionError: `a` is 0.
+    """
     if not a:
         raise ZeroDivisionError("0 has no inverse")
     return _EXP[255 - _LOG[a]]
 
 
 def table(a: int) -> bytes:
-    """a times each byte, for `bytes.translate`."""
+    """Return a times each byte, for `bytes.translate`."""
     return bytes(multiply(a, b) for b in range(256))
 
 
 def coefficient(row: int, column: int) -> int:
-    """Of a Cauchy matrix whose columns are scaled so that row 0 is all ones: every square part of it has an inverse,
-    so as many unknown columns as there are known rows can be found. row: 0 to 31; column: 0 to 223."""
+    """Return an element of a Cauchy matrix whose columns are scaled so that row 0 is all ones.
+
+    Every square submatrix has an inverse, so as many unknown columns can be solved as there are known rows. `row` is
+    0 to 31, `column` is 0 to 223.
+    """
     return multiply(column ^ 255, inverse(column ^ (255 - row)))
 
 
 def solve(matrix: Sequence[Sequence[int]], wanted: int) -> list[int]:
-    """Row `wanted` of the inverse of a square matrix. Raises ZeroDivisionError where it has none."""
+    """Return row `wanted` of the inverse of a square matrix.
+
+    Raises:
+        ZeroDivisionError: The matrix has no inverse.
+    """
     size = len(matrix)
-    # transposed: w * A = e has to be solved for the row w
+    # solve w * A = e for the row w, hence transposed
     rows = [[matrix[r][c] for r in range(size)] + [int(c == wanted)] for c in range(size)]
     for at in range(size):
         found = next((r for r in range(at, size) if rows[r][at]), None)

@@ -1,7 +1,8 @@
 """Slurm hostlist expressions: `n[1-3,7],gpu[001-002]x[1-2],login` to a list of hosts, and back.
 
-The same reading as `scontrol show hostnames`, without running Slurm: the agent, the prolog and the trainer
-may not call it. Text may come from a user's environment, so nothing is expanded before its size is known.
+The reading is that of `scontrol show hostnames`, without running Slurm, because the agent, the prolog and the
+trainer may not call it. The text may come from a user's environment, so nothing is expanded before its size is
+known.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-MAX_TEXT_BYTES = 1 << 20  # longer than any list that slurmctld itself would pass on
+MAX_TEXT_BYTES = 1 << 20  # longer than any list that slurmctld itself would send
 MAX_BRACKETS = 8
 MAX_DIGITS = 18
 
@@ -20,11 +21,14 @@ _INDEXED = re.compile(r"(.*?)([0-9]+)")
 
 
 def expand(text: str, limit: int = 65536) -> list[str]:
-    """The hosts that a hostlist expression names, in its order, repetitions kept.
+    """Return the hosts that a hostlist expression names, in its order, with repetitions.
 
-    Several brackets multiply, the rightmost runs fastest; a lower bound with leading zeros pads its whole range.
-    An empty text is an empty list. Raises ValueError on anything that is not a hostlist, and for more than
-    `limit` hosts, before they are built.
+    Several brackets multiply, the rightmost runs fastest. A lower bound with leading zeros pads its whole range. An
+    empty text is an empty list.
+
+    Raises:
+        ValueError: The text is not a hostlist, or names more than `limit` hosts. The limit is checked before any
+            host is built.
     """
     text = text.strip()
     if len(text) > MAX_TEXT_BYTES:
@@ -44,10 +48,15 @@ def expand(text: str, limit: int = 65536) -> list[str]:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """A hostlist expression with `expand(compress(hosts)) == list(hosts)`: order and repetitions are kept.
+    """Return a hostlist expression with `expand(compress(hosts)) == list(hosts)`.
 
-    Neighbours in the list that differ only in the number at their end share a bracket; a bracket with more text
-    after it is beyond Slurm's own reader. Raises ValueError for a name that a hostlist cannot hold.
+    Order and repetitions are kept.
+
+    Neighbours in the list that differ only in the number at their end share a bracket. Slurm's own reader does not
+    accept a bracket with more text after it.
+
+    Raises:
+        ValueError: A hostlist cannot hold a name.
     """
     terms: list[str] = []
     prefix: str | None = None
@@ -82,7 +91,7 @@ def compress(hosts: Iterable[str]) -> str:
 
 
 def _terms(text: str) -> Iterator[str]:
-    """Split at the commas that stand outside brackets."""
+    """Split at the commas outside brackets."""
     start, inside = 0, False
     for position, char in enumerate(text):
         if char == "[":
@@ -102,7 +111,7 @@ def _terms(text: str) -> Iterator[str]:
 
 
 def _parts(term: str) -> Iterator[str | list[tuple[int, int, int]]]:
-    """Literal texts, and brackets as lists of (lower, upper, width)."""
+    """Yield literal texts, and brackets as lists of (lower, upper, width)."""
     pieces = re.split(r"[\[\]]", term)
     if len(pieces) // 2 > MAX_BRACKETS:
         raise ValueError(f"hostlist {_shown(term)}: more than {MAX_BRACKETS} brackets in one name")

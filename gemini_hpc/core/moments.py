@@ -1,16 +1,16 @@
-"""Moments: what shows that all ranks of a training mean the same point of it by a version (docs/protocol.md, R7).
+"""Moments: evidence that all ranks of a training mean the same point by a version (docs/protocol.md, R7).
 
-Each rank counts its own `step()` calls, and a rank that leaves one out, or makes one more, counts on with another
-meaning. What the ranks do in common are collectives and messages. At one moment of the training all members of a
-process group have launched the same number of the group's collectives, and each pair of ranks as many receives as
-sends. A rank adds up a weight for each launch; of one moment the sums of all ranks are 0 together:
+Each rank counts its own `step()` calls. A rank that omits a call, or makes one more, means another point by the same
+count. Collectives and messages are common to the ranks. At one moment of the training all members of a process group
+have launched the same number of the group's collectives. Each pair of ranks has as many receives as sends. A rank
+adds up a weight for each launch. At one moment the sums of all ranks are 0 together:
 
 - collectives: the k-th member of a group weighs `random(group, k) - random(group, k - 1)`. Equal counts cancel each
-  other around the group. Others do so by chance, once in 2^61.
-- messages: a send weighs `random(sender, receiver)`, and a receive the same with the other sign.
+  other around the group. Unequal counts cancel by chance, once in 2^61.
+- messages: a send weighs `random(sender, receiver)`, and a receive the same with the opposite sign.
 
-Ranks that have no collective in common, not even by way of others, may be at any moments: no state of theirs depends
-on it.
+Ranks without a common collective, not even by way of others, may be at any moments, because no state of theirs
+depends on it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Moment(NamedTuple):
     """A rank's point in the training at one version.
 
     Attributes:
-        mark: the sum of the weights of its launches modulo MODULUS, or UNKNOWN.
-        operations: launches since the first `step()` of its process.
-        usual: launches in an iteration, 0 before the second `step()`.
+        mark: Sum of the weights of its launches modulo MODULUS, or UNKNOWN.
+        operations: Launches since the first `step()` of its process.
+        usual: Launches in an iteration, 0 before the second `step()`.
     """
 
     mark: Mark = 0
@@ -47,11 +47,11 @@ class Moment(NamedTuple):
 
 
 UNCOUNTED = Moment()
-"""Of a rank whose launches nobody counts, as of all others of its training."""
+"""The moment of a rank whose launches are not counted, like those of all other ranks of its training."""
 
 
 class Report(NamedTuple):
-    """The moment of one rank, for a sentence."""
+    """The moment of one rank, for a message."""
 
     rank: Count
     operations: Launches
@@ -59,7 +59,7 @@ class Report(NamedTuple):
 
 
 def add(marks: Iterable[int]) -> int:
-    """Return the sum of marks; UNKNOWN where one of them is."""
+    """Return the sum of marks; UNKNOWN if one of them is UNKNOWN."""
     total = 0
     for mark in marks:
         if mark == UNKNOWN:
@@ -77,11 +77,11 @@ def weigh_collective(members: Sequence[int], rank: int) -> int:
     """Return the weight of a collective for one of its members.
 
     Args:
-        members: ranks of the group that save versions, without repetition.
-        rank: the rank that launches it.
+        members: Ranks of the group that save versions, without repetition.
+        rank: Rank that launches the collective.
 
     Returns:
-        0 for a group of fewer than two, and for a rank outside of it.
+        0 for a group of fewer than two members, and for a rank outside the group.
     """
     ring = sorted(members)
     if len(ring) < 2 or rank not in ring:
@@ -91,7 +91,7 @@ def weigh_collective(members: Sequence[int], rank: int) -> int:
 
 
 def weigh_message(sender: int, receiver: int) -> int:
-    """Return the weight of a send. That of the receive is its negative."""
+    """Return the weight of a send. The weight of the receive is its negative."""
     return _random(f"message {sender} {receiver}")
 
 
@@ -100,7 +100,10 @@ def _random(text: str) -> int:
 
 
 def describe_difference(version: int, reports: Iterable[Report]) -> str:
-    """Return a sentence on a version that its ranks do not mean alike: the ranks that differ, and by what."""
+    """Return a sentence on a version whose ranks mean different moments.
+
+    The sentence names the ranks that differ, and by how much.
+    """
     head = f"version {version} is void: the ranks do not mean the same moment of the training with it"
     done: dict[int, float] = {r.rank: r.operations / r.usual for r in reports if r.usual}
     ahead = _differences(done)
@@ -124,7 +127,10 @@ def describe_difference(version: int, reports: Iterable[Report]) -> str:
 
 
 def _differences(done: Mapping[int, float]) -> dict[float, list[int]]:
-    """Ranks by the iterations that they are ahead of most others; of equally many, of those with the lowest rank."""
+    """Return the ranks by the number of iterations that they are ahead of most others.
+
+    If several groups are equally large, the group with the lowest rank is the base.
+    """
     rounded = {rank: round(iterations, 1) for rank, iterations in done.items()}
     if not rounded:
         return {}

@@ -1,4 +1,4 @@
-"""Node ranks: a node's logical position in the job, kept across requeues."""
+"""Node ranks: the logical position of a node in the job, kept across requeues."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from hashlib import blake2b
 
 
 def assign(previous: Mapping[str, int] | None, hosts: Sequence[str], nodes: int | None = None) -> dict[str, int]:
-    """Node ranks of the new allocation, a pure function of the survivors' map and the host list.
+    """Return the node ranks of the new allocation, from the survivors' map and the host list alone.
 
-    A host of both keeps its rank if that rank still exists (below `nodes`, of all hosts by default); the others fill
-    the gaps, in host-list order. Without a previous map: list order. Who finds no gap is a spare, and has no rank.
-    Raises ValueError if a host is listed twice.
+    A host in both keeps its rank if that rank still exists (below `nodes`, by default the number of hosts). The
+    other hosts fill the gaps in host-list order. Without a previous map, ranks follow the list. A host that finds no
+    gap is a spare and has no rank.
+
+    Raises:
+        ValueError: A host is listed twice.
     """
     N = len(hosts) if nodes is None else min(nodes, len(hosts))
     kept: dict[int, str] = {}
@@ -30,13 +33,19 @@ def assign(previous: Mapping[str, int] | None, hosts: Sequence[str], nodes: int 
 
 
 def count(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
-    """How many node ranks so many hosts have, at least one. wanted: nodes of the allocation without its spares. A job
-    that has had more keeps them while there are hosts: what gives way first is a spare."""
+    """Return how many node ranks `hosts` hosts have, at least one.
+
+    `wanted` is the number of nodes in the allocation without its spares. A job that had more node ranks keeps them
+    while there are hosts, so spares give way first.
+    """
     return max(1, min(hosts, max(wanted, len(previous or ()))))
 
 
 def map_hash(mapping: Mapping[str, int], job: int, restart: int, order: Sequence[int] = ()) -> str:
-    """What the agents compare before one of them publishes the map: 32 hex digits. order: `placement.Order.ranks`."""
+    """Return the hash that agents compare before one of them publishes the map: 32 hex digits.
+
+    `order` is `placement.Order.ranks`.
+    """
     digest = blake2b(digest_size=16)
     digest.update(f"gemini-hpc noderanks 1\n{job}\n{restart}\n".encode())
     for host, rank in sorted(mapping.items(), key=lambda item: (item[1], item[0])):

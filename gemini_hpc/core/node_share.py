@@ -1,7 +1,7 @@
-"""Compute a job's share of a node, which is also its share of the memory for copies there.
+"""A job's share of a node, which is also its share of the memory for copies there.
 
-slurmctld's credential has the job's CPUs and GPUs, and slurmd tells them to the prolog; slurm.conf has the node's.
-The larger of the two parts counts. A job's memory is told to no prolog, so it does not count.
+slurmctld's credential holds the job's CPUs and GPUs, and slurmd passes them to the prolog. slurm.conf holds the
+node's. The larger of the two shares counts. A job's memory does not count, because no prolog learns it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ _IN_PARENTHESES = re.compile(r"\([^()]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The parts of a node that jobs can have; 0: not known.
+    """The parts of a node that jobs can have; 0 means unknown.
 
-    cpus: the fewest that are all of it: its cores, where Slurm counts each thread of a core, for a job with
-    `--hint=nomultithread` is told of one thread a core.
+    Attributes:
+        cpus: The fewest CPUs that make up the whole node: its cores, if Slurm counts each thread of a core. A job
+            with `--hint=nomultithread` is given one thread a core.
+        gpus: Number of GPUs.
     """
 
     cpus: int = 0
@@ -32,7 +34,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """part: from 0 to 1; words: what it is of, for the user."""
+    """A share of a node.
+
+    `part` is from 0 to 1; `words` names the share for the user.
+    """
 
     part: float
     words: str
@@ -42,8 +47,10 @@ WHOLE = Share(1.0, "")
 
 
 def shape(text: str, node: str) -> Shape:
-    """Return the shape of a node by the text of slurm.conf, its includes put in. The last line that names it counts;
-    a line that cannot be read names none."""
+    """Return the shape of a node by the text of slurm.conf, with its includes inserted.
+
+    The last line that names the node counts. An unreadable line names no node.
+    """
     defaults: dict[str, str] = {}
     found: dict[str, str] = {}
     for _, line in conf_text.lines(text):
@@ -86,8 +93,15 @@ def _gpus(gres: str) -> int:
 
 
 def of_job(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
-    """Return the share of a job that has a part of a node. cpus: SLURM_JOB_CPUS_PER_NODE; gpus: SLURM_JOB_GPUS.
-    What cannot be known is the whole."""
+    """Return the share of a job that has a part of a node; the whole node if the share cannot be known.
+
+    Args:
+        there: Shape of the node.
+        node: Name of the node.
+        nodelist: Hostlist expression of the job's nodes.
+        cpus: Value of SLURM_JOB_CPUS_PER_NODE.
+        gpus: Value of SLURM_JOB_GPUS.
+    """
     mine = _at(cpus, node, nodelist)
     if not mine or not there.cpus:
         return WHOLE
@@ -102,7 +116,7 @@ def of_job(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Shar
 
 
 def _at(cpus: str, node: str, nodelist: str) -> int:
-    """The count of this node in a text such as 4(x2),2, which follows the list; 0: not known."""
+    """Return the count of this node in a text such as 4(x2),2, which follows the list; 0 if unknown."""
     try:
         at = hostlist.expand(nodelist, MAX_NODES).index(node)
     except ValueError:

@@ -1,6 +1,6 @@
-"""What numbers and names may be, in memory, in files and on the wire.
+"""The permitted ranges of numbers and names, in memory, in files and on the wire.
 
-Whoever sends, a decoded message holds no number that later code cannot pack, count or print.
+A decoded message, from any peer, holds no number that later code cannot pack, count or print.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from typing import Annotated, Literal
 
 import msgspec
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # that users give
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # names that users choose
 PLACES = 9999
-# of a training, also as a part of paths; with its place in the job's sequence (`core.sequence`)
+# name of a training, also part of paths; with its place in the job's sequence (`core.sequence`)
 SET_NAME = re.compile(rf"{NAME.pattern}(\+[1-9][0-9]{{0,3}}\.[1-9][0-9]{{0,3}})?")
-VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `control_page.pack_seal`
+VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word (`control_page.pack_seal`)
 MAX_RANKS = 1 << 20
 
 SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
-StepName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # of one launch of a training
+StepName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # name of one launch of a training
 Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-JobKey = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})?\Z")]  # random, of a submission; "": it had none
-ClusterName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.-]{0,64}\Z")]  # as slurm.conf has it
+JobKey = Annotated[
+    str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})?\Z")
+]  # random, per submission; "" if the submission had none
+ClusterName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.-]{0,64}\Z")]  # as written in slurm.conf
 Restart = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << VERSION_BITS)]
 Round = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
-Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # any number that is another one the next time
+Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # any number that differs the next time
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
 Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -35,5 +37,5 @@ PARITY_MAX = 4  # blocks of parity in a row of a group
 Blocks = Annotated[int, msgspec.Meta(ge=0, le=PARITY_MAX)]  # 0: no parity
 SomeBlocks = Annotated[int, msgspec.Meta(ge=1, le=PARITY_MAX)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-TierInterval = Seconds | Literal["auto"]  # 0: none is named; "auto": `tier_interval`
+TierInterval = Seconds | Literal["auto"]  # 0: no interval; "auto": see `tier_interval`
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

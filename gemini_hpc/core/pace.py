@@ -1,4 +1,4 @@
-"""Choose how often versions are saved where nothing is sent: by the time to the seal, and by what a version costs."""
+"""The choice of the save frequency where nothing is sent, by the time to the seal and the cost of a version."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ _RARER = 1.25
 
 
 class Pace:
-    """The usual iteration of one rank, and the frequency that keeps its ceiling."""
+    """The usual iteration of one rank, and the frequency that keeps the overhead below its ceiling."""
 
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
-        self._free: deque[float] = deque(maxlen=PACE_EVERY)  # lengths of iterations without what is ours
-        self._gates: deque[float] = deque(maxlen=PACE_EVERY)  # seconds from step() to the optimizer
+        self._free: deque[float] = deque(maxlen=PACE_EVERY)  # iteration lengths without our own share
+        self._gates: deque[float] = deque(maxlen=PACE_EVERY)  # seconds from step() to the optimizer step
 
     def note(self, free_s: float) -> None:
-        """Record the length of an iteration without what is ours."""
+        """Record the length of an iteration without our own share."""
         self._free.append(free_s)
 
     def gate(self, seconds: float) -> None:
-        """Record the time from step() to the optimizer."""
+        """Record the time from step() to the optimizer step."""
         self._gates.append(seconds)
 
     @property
     def usual_s(self) -> float:
-        """Return the seconds of an iteration without what is ours."""
+        """Return the usual length of an iteration without our own share, in seconds."""
         return max(_POINT_S, median(self._free)) if self._free else _POINT_S
 
     @staticmethod
     def due(iterations: int) -> bool:
-        """Return whether the frequency is chosen after so many iterations: the same on all ranks."""
+        """Return whether the frequency is chosen after this many iterations: the same on all ranks."""
         return iterations in _EARLY or (iterations > 0 and iterations % PACE_EVERY == 0)
 
     def wish(self, j: int, s: int, sealed_s: float, own_s: float, every: int) -> Frequency:
-        """Return the frequency that keeps the ceiling: the present one, where only noise speaks against it.
+        """Return the frequency that keeps the ceiling.
+
+        The present frequency is kept if only noise speaks against it.
 
         Args:
-            j: one version in so many is saved now, ...
-            s: ... and awaited so many optimizer steps later.
-            sealed_s: seconds from step() to the seal.
-            own_s: seconds that a version takes in the training's thread.
-            every: the j that the user has forced; 0: none.
+            j: Present frequency: one version in j iterations is saved.
+            s: Present wait: a version is awaited s optimizer steps later.
+            sealed_s: Seconds from step() to the seal.
+            own_s: Seconds that a version takes in the training's thread.
+            every: The j that the user has forced; 0 for none.
         """
         usual_s = self.usual_s
         gate_s = min(usual_s, median(self._gates)) if self._gates else usual_s

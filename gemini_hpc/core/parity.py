@@ -1,14 +1,16 @@
-"""Parity over the nodes of a group: which bytes of a shard are in whose parity (REFT, section 4.1: RAIM5; and
-Reed-Solomon codes where more than one node of a group may be lost).
+"""Parity over the nodes of a group: the bytes of a shard and the parity that holds them.
 
-A *stripe* has one shard of each node of a group, n of them, and `blocks` blocks of parity in each *row*, M for short.
-Row r has the parity of the members r, r + 1 ... r + M - 1 (around), and one block of the shard of each of the other
-n - M. So each shard is cut into n - M blocks, and each node keeps its own shard and M / (n - M) of one more: any M of
-a stripe's nodes may be lost. Block j of a row's parity is the sum of the row's blocks, each times the coefficient of
-its member (`core.gf256`). Those of j = 0 are 1, so with M = 1 all is exclusive or.
+The scheme is RAIM5 (REFT, section 4.1), and Reed-Solomon codes if more than one node of a group may be lost.
 
-The blocks of a member's parity lie one after the other, `room` bytes apart: first that of its own row, j = 0, then
-that of the row before. The members of a stripe are ordered by rank. Pure; bytes are moved elsewhere.
+A *stripe* has one shard of each node of a group, n of them, and `blocks` blocks of parity in each *row*, M for
+short. Row r has the parity of the members r, r + 1 ... r + M - 1 (around). Row r also has one block of the shard of
+each of the other n - M members. So each shard is cut into n - M blocks, and each node keeps its own shard and M / (n
+- M) of another. Any M nodes of a stripe may be lost. Block j of a row's parity is the sum of the row's blocks, each
+times the coefficient of its member (`core.gf256`). The coefficients of j = 0 are 1, so with M = 1 all is exclusive
+or.
+
+The blocks of a member's parity follow each other, `room` bytes apart: first the block of its own row, j = 0, then
+the block of the row before. The members of a stripe are ordered by rank. Pure: bytes are moved elsewhere.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from gemini_hpc.core import gf256
 from gemini_hpc.core.ranges import Range
 
 ALIGN_BYTES = 4096
-MAX_MEMBERS = 64  # of a stripe: more than a group can have nodes
+MAX_MEMBERS = 64  # largest stripe, above the number of nodes that a group can have
 
 
 class Fold(NamedTuple):
-    """Bytes `start` to `end` of a rank's shard, or of the parity beside it, `by` times, belong to those from `at`."""
+    """A term of a sum: bytes of a shard or of the parity beside it, times a factor.
+
+    Bytes `start` to `end` of the rank's shard or parity, times `by`, are added to the bytes from `at`.
+    """
 
     rank: int
     parity: bool
@@ -37,8 +42,13 @@ class Fold(NamedTuple):
 
 
 def stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """For each rank the members of its stripe, in order. homes: the node rank of each rank of a program; groups: of
-    node ranks, each node in one. Raises ValueError where one node of a group has more ranks than another."""
+    """Return, for each rank, the members of its stripe, in order.
+
+    `homes` has the node rank of each rank of a program. `groups` are groups of node ranks, each node in one.
+
+    Raises:
+        ValueError: A node of a group has more ranks than another.
+    """
     on_node: dict[int, list[int]] = defaultdict(list)
     for rank, home in enumerate(homes):
         on_node[home].append(rank)
@@ -57,8 +67,11 @@ def stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple
 
 
 def targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[int]]:
-    """For each rank the others of its stripe, from the next one on around: the order in which it sends. Raises
-    ValueError as `stripes` does."""
+    """Return, for each rank, the others of its stripe, from the next one on around: the order in which it sends.
+
+    Raises:
+        ValueError: As in `stripes`.
+    """
     apart = sorted({tuple(sorted(group)) for group in groups})
     found = []
     for rank, stripe in enumerate(stripes(homes, apart)):
@@ -68,22 +81,29 @@ def targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[
 
 
 def block_bytes(used: int, members: int, blocks: int = 1) -> int:
-    """Of a shard with `used` bytes: what one block has of it, at most. Whole pages."""
+    """Return the bytes of a shard with `used` bytes that one block holds at most, in whole pages."""
     cut = max(1, members - blocks)
     return -(-used // (cut * ALIGN_BYTES)) * ALIGN_BYTES
 
 
 def part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1) -> Range:
-    """The bytes of a rank's shard that are in the parity of `holder`, another member; start = end where its share is
-    empty. Raises ValueError for one that is no other member."""
+    """Return the bytes of a rank's shard that are in the parity of `holder`, another member.
+
+    start = end if its share is empty.
+
+    Raises:
+        ValueError: `holder` is not another member.
+    """
     first, last = _numbers(stripe, rank, holder, blocks)
     size = block_bytes(used, len(stripe), blocks)
     return min(used, first * size), min(used, (last + 1) * size)
 
 
 def share(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1, room: int = 0) -> list[Fold]:
-    """The same, with where it is folded in, from the first byte on. room: bytes from one block of the parity to the
-    next."""
+    """Return the terms with which a rank's shard enters the parity of `holder`, from the first byte on.
+
+    `room` is the distance in bytes from one block of the parity to the next.
+    """
     first, last = _numbers(stripe, rank, holder, blocks)
     size, index = block_bytes(used, len(stripe), blocks), stripe.index(rank)
     distance = (stripe.index(holder) - index) % len(stripe)
@@ -97,7 +117,7 @@ def share(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int 
 
 
 def parity_bytes(stripe: Sequence[int], holder: int, used: Mapping[int, int], blocks: int = 1, room: int = 0) -> int:
-    """Length of a member's parity. used: bytes of each other member's shard."""
+    """Return the length of a member's parity. `used` has the bytes of each other member's shard."""
     folds = encoding(stripe, holder, used, blocks, room)
     return max((fold.at + fold.end - fold.start for fold in folds), default=0)
 
@@ -109,7 +129,7 @@ def encoding(
     blocks: int = 1,
     room: int = 0,
 ) -> list[Fold]:
-    """What a member's parity is made of, while all other shards are there."""
+    """Return the terms that make a member's parity while all other shards are present."""
     others = (rank for rank in stripe if rank != holder)
     return [fold for rank in others for fold in share(stripe, rank, holder, used[rank], blocks, room)]
 
@@ -123,8 +143,13 @@ def encoding_without(
     blocks: int,
     room: int,
 ) -> list[Fold]:
-    """The same, of what there is: each block of a shard that is missing is made of its row. whole, rooms: as in
-    `decoding`. Raises ValueError where that is too little."""
+    """Return the same terms when shards are missing: each block of a missing shard is rebuilt from its row.
+
+    `whole` and `rooms` are as in `decoding`.
+
+    Raises:
+        ValueError: Too little is present.
+    """
     folds: list[Fold] = []
     for fold in encoding(stripe, holder, used, blocks, room):
         if fold.rank in whole:
@@ -146,9 +171,19 @@ def decoding(
     rooms: Mapping[int, int],
     blocks: int = 1,
 ) -> list[Fold]:
-    """What a lost shard is made of. used: bytes of each member's shard, also of lost ones; whole: members whose
-    shards there are; rooms: of the parities that there are, by the member beside whose shard one lies. Raises
-    ValueError where that is too little."""
+    """Return the terms that make a lost shard.
+
+    Args:
+        stripe: Members of the stripe.
+        lost: Rank of the lost shard.
+        used: Bytes of each member's shard, also of lost ones.
+        whole: Members whose shards are present.
+        rooms: Distances of the parities that are present, by the member beside whose shard they lie.
+        blocks: Blocks of parity in a row.
+
+    Raises:
+        ValueError: Too little is present.
+    """
     folds: list[Fold] = []
     size = block_bytes(used[lost], len(stripe), blocks)
     for number in range(max(1, len(stripe) - blocks)):
@@ -162,8 +197,10 @@ def decoding(
 def decodable(
     stripe: Sequence[int], lost: int, whole: AbstractSet[int], beside: AbstractSet[int], blocks: int = 1
 ) -> bool:
-    """Whether a lost shard can be made again, of whatever size it is. whole: members whose shards there are; beside:
-    those beside whose shards there is parity."""
+    """Return whether a lost shard can be rebuilt, of any size.
+
+    `whole` are the members whose shards are present. `beside` are the members beside whose shards there is parity.
+    """
     n, at = len(stripe), stripe.index(lost)
     for row in range(at + 1, at + 1 + n - blocks):
         around = [stripe[(row + step) % n] for step in range(n)]
@@ -174,12 +211,12 @@ def decodable(
 
 
 def _nth(number: int, size: int, used: int) -> Range:
-    """The bytes of a shard's block; start = end where it is empty."""
+    """Return the bytes of a shard's block; start = end if the block is empty."""
     return min(used, number * size), min(used, (number + 1) * size)
 
 
 def _numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tuple[int, int]:
-    """The first and the last block of a shard that are in the parity of `holder`."""
+    """Return the first and the last block of a shard that are in the parity of `holder`."""
     index, other = stripe.index(rank), stripe.index(holder)
     if index == other:
         raise ValueError(f"rank {rank} has nothing in its own parity")
@@ -188,7 +225,7 @@ def _numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tupl
 
 
 def _in_row(stripe: Sequence[int], row: int, used: Mapping[int, int], blocks: int) -> Iterator[tuple[int, Range]]:
-    """The members that have bytes in it, and which."""
+    """Yield the members that have bytes in the row, and these bytes."""
     for index, rank in enumerate(stripe):
         number = (row - index) % len(stripe) - 1
         if 0 <= number < len(stripe) - blocks:
@@ -209,7 +246,10 @@ def _block(
     at: int,
     size: int,
 ) -> list[Fold]:
-    """One block of a lost shard: as many blocks of parity as the row lacks shards, and those that it has."""
+    """Return the terms that make one block of a lost shard.
+
+    They use as many blocks of parity as the row lacks shards, and the shards' blocks that the row has.
+    """
     members = dict(_in_row(stripe, row, used, blocks))
     missing = [rank for rank in members if rank == lost or rank not in whole]
     beside = [(j, stripe[(row + j) % len(stripe)]) for j in range(blocks)]

@@ -1,4 +1,4 @@
-"""What can be made again from parity, and which parity is to be made anew: for `recovery_plan`. Pure."""
+"""Rules for `recovery_plan` that find the shards and the parity to rebuild. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Held = Mapping[tuple[str, int], Mapping[str, Copy]]  # (digest, used bytes) -> h
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """`dest_host` makes a copy, or a parity, of these copies and parities of its stripe, each at its host. A parity's
-    digest is "": whoever makes it finds out."""
+    """A copy or parity that `dest_host` rebuilds.
+
+    `parts` are the copies and parities of its stripe, each with its host. The digest of a parity is "", because the
+    node that rebuilds the parity computes it.
+    """
 
     dest_host: str
     copy: Copy
@@ -24,10 +27,17 @@ class Made:
 
 
 class Parities:
-    """The parities that agents hold, by set, stamp, number of ranks, and the rank beside whose shard one lies."""
+    """The parities that agents hold.
+
+    The key is the training, the stamp, the number of ranks, and the rank beside whose shard a parity lies.
+    """
 
     def __init__(self, held: Iterable[tuple[str, Copy]]) -> None:
-        """held: each with its host, those of hosts that come first first. What cannot be what it says is left out."""
+        """Create the index of parities, leaving out any parity whose description is impossible.
+
+        Args:
+            held: Parities with their hosts. A host listed earlier takes precedence.
+        """
         self._found: dict[tuple[str, Stamp, int], dict[int, dict[str, Copy]]] = {}
         for host, copy in held:
             ranks = {copy.rank, *(member.rank for member in copy.of)}
@@ -37,7 +47,7 @@ class Parities:
                 of_set.setdefault(copy.rank, {})[host] = copy
 
     def made(self, name: str, stamp: Stamp, world: int, ranks: Mapping[int, Held]) -> dict[int, Made]:
-        """By rank, shards without a copy that can be made again; for `dest_host` the caller knows the home."""
+        """Return, by rank, shards without a copy that can be rebuilt. The caller sets `dest_host` to the home."""
         parities = self._found.get((name, stamp, world), {})
         wanted: dict[int, Member] = {}
         for by_host in parities.values():
@@ -49,8 +59,14 @@ class Parities:
     def lacking(
         self, shards: Sequence[Copy], where: Mapping[int, Sequence[str]], by_rank: Mapping[int, str], of: Redundancy
     ) -> tuple[list[Made], bool]:
-        """What the nodes lack of a version's parity; whether they will then have all of it. shards: of the version,
-        in rank order; where: by rank the hosts that have one; by_rank: the host of each node rank."""
+        """Return the parities that the nodes lack of a version, and whether they will then have all of it.
+
+        Args:
+            shards: Shards of the version, in rank order.
+            where: By rank, the hosts that have the shard.
+            by_rank: Host of each node rank.
+            of: Redundancy of the job.
+        """
         N = of.N
         try:
             stripes = parity.stripes([shard.home % N for shard in shards], of.groups())
@@ -93,7 +109,7 @@ class Parities:
         return made, whole
 
     def _like(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
-        """By host, the parities beside a shard that are of these others."""
+        """Return, by host, the parities beside a shard that are made of these other members."""
         held = self._found.get((shard.set, shard.stamp, shard.world), {}).get(shard.rank, {})
         return {host: copy for host, copy in held.items() if (copy.of, copy.blocks) == (members, blocks)}
 
@@ -125,7 +141,7 @@ class Parities:
             if len(said) > 1:
                 return None
             known = {(member.digest, member.used) for member in said}
-            # of two members nobody else says what the one that is left has
+            # in a stripe of two no other parity states the remaining member's content
             if found := next((kept for key, kept in contents.items() if key in known or not known), None):
                 shards[rank] = next(iter(found.items()))
         used = {rank: member.used for rank, said in members.items() for member in said}

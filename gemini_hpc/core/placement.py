@@ -1,10 +1,10 @@
-"""Which node keeps whose shards: Algorithm 1 of the GEMINI paper (SOSP '23, section 4), node ranks from 0.
+"""Placement of shards on nodes: Algorithm 1 of the GEMINI paper (SOSP '23, section 4), node ranks from 0.
 
 Letters as in the paper: N nodes, m replicas (the own copy included), k nodes lost at once. N/m whole groups keep
-each other's shards; where m does not divide N, the last group takes the rest and is a ring.
+each other's shards. If m does not divide N, the last group takes the rest and is a ring.
 
-Groups are of nodes side by side in an `Order`: that of the node ranks, or one that keeps failure domains apart
-(`core.domains`).
+Groups consist of adjacent nodes in an `Order`: the order of the node ranks, or an order that keeps failure domains
+apart (`core.domains`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ def _check_rank(node_rank: int, N: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """ranks: the node rank at each position of the placement; empty: each rank stands at its own position. Raises
-    ValueError where that is no permutation of 0..N-1."""
+    """An order of placement.
+
+    `ranks` has the node rank at each position of the placement. If it is empty, each rank stands at its own
+    position.
+
+    Raises:
+        ValueError: `ranks` is no permutation of 0..N-1.
+    """
 
     ranks: tuple[int, ...] = ()
     _positions: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -45,7 +51,11 @@ class Order:
         object.__setattr__(self, "_positions", tuple(positions))
 
     def position(self, node_rank: int, N: int) -> int:
-        """Where a node rank stands. Raises ValueError for a rank that none of N nodes has, and another N."""
+        """Return the position of a node rank.
+
+        Raises:
+            ValueError: No node of N has this rank, or the order is for another N.
+        """
         _check_rank(node_rank, N)
         if not self.ranks:
             return node_rank
@@ -54,7 +64,7 @@ class Order:
         return self._positions[node_rank]
 
     def rank(self, position: int) -> int:
-        """Which node rank stands there."""
+        """Return the node rank at a position."""
         return self.ranks[position] if self.ranks else position
 
 
@@ -62,9 +72,10 @@ AS_RANKED = Order()
 
 
 def groups(N: int, m: int) -> list[list[int]]:
-    """The group list G of Algorithm 1: floor(N/m) groups of m node ranks, the last with the N mod m more.
+    """Return the group list G of Algorithm 1: floor(N/m) groups of m node ranks, the last with the N mod m more.
 
-    Raises ValueError for m < 1 or m > N, as does every function here.
+    Raises:
+        ValueError: m < 1 or m > N, as in every function here.
     """
     _check(N, m)
     q = N // m
@@ -74,7 +85,7 @@ def groups(N: int, m: int) -> list[list[int]]:
 
 
 def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
-    """`group` where m divides N; else `mixed`, or `ring` where the ring is all there is."""
+    """Return `group` if m divides N; otherwise `mixed`, or `ring` if there is only the ring."""
     _check(N, m)
     if N % m == 0:
         return "group"
@@ -82,15 +93,18 @@ def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
 
 
 def group_of(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> int:
-    """Index into `groups(N, m)` of the group that a node belongs to."""
+    """Return the index into `groups(N, m)` of the group that a node belongs to."""
     _check(N, m)
     return min(order.position(node_rank, N) // m, N // m - 1)
 
 
 def ring(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
-    """The node's group, from the node itself on around: the m - 1 that follow keep its shards, the m - 1 at the end
-    are those whose shards it keeps. A whole group is a ring of m."""
-    if not (0 <= node_rank < N and 1 <= m <= N):  # in one look: it is asked for every node of a large job
+    """Return the node's group, from the node itself on around.
+
+    The m - 1 nodes that follow keep its shards. The m - 1 nodes at the end are those whose shards it keeps. A whole
+    group is a ring of m nodes.
+    """
+    if not (0 <= node_rank < N and 1 <= m <= N):  # in one test, because this runs for every node of a large job
         _check(N, m)
     own, last = order.position(node_rank, N), (N // m - 1) * m
     first, size = (own // m * m, m) if own < last else (last, N - last)
@@ -99,12 +113,12 @@ def ring(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int,
 
 
 def holders(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
-    """The m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
+    """Return the m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
     return ring(node_rank, N, m, order)[:m]
 
 
 def holds_for(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
-    """The m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
+    """Return the m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
     found = ring(node_rank, N, m, order)
     return (found[0], *found[:0:-1])[:m]
 
@@ -113,15 +127,20 @@ Keepers = Mapping[int, Sequence[int]]  # by node rank: its `holders`
 
 
 def stranger(keepers: Keepers) -> tuple[int, int] | None:
-    """For a training with ranks on these nodes: a node rank, and one of its holders on which the training has no rank
-    to receive the copy; None where there is none."""
+    """Return a node rank, and one of its holders on which the training has no rank, if there is one.
+
+    The training has ranks on the nodes of `keepers`. A holder without a rank cannot receive the copy. None means
+    that there is no such holder.
+    """
     missing = ((home, h) for home, found in keepers.items() for h in found if h not in keepers)
     return next(missing, None)
 
 
 def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
-    """For each rank those that it sends its shard to. homes: the node rank of each rank of a program. The ranks of a
-    node are spread over those of a holder."""
+    """Return, for each rank, the ranks that receive its shard.
+
+    `homes` has the node rank of each rank of a program. The ranks of a node are spread over those of a holder.
+    """
     on_node: dict[int, list[int]] = {node: [] for node in homes}
     for rank, home in enumerate(homes):
         on_node[home].append(rank)
@@ -137,8 +156,11 @@ def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
 def beyond(
     node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3, order: Order = AS_RANKED
 ) -> tuple[int, ...]:
-    """Of the candidates, nodes whose ranks have a node's shards in their tensors as well, `most` that are none of its
-    holders, from the next one on evenly around the ring: nodes side by side are lost together more often."""
+    """Return up to `most` candidates that are not holders of a node.
+
+    The ranks of the candidates have the node's shards in their tensors as well. The choice starts from the next node
+    and is spread evenly around the ring, because adjacent nodes are lost together more often.
+    """
     kept, own = set(holders(node_rank, N, m, order)), order.position(node_rank, N)
     found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (order.position(c, N) - own) % N)
     count = min(most, len(found))
@@ -146,7 +168,7 @@ def beyond(
 
 
 def survivable(N: int, m: int, failed: Iterable[int], order: Order = AS_RANKED) -> bool:
-    """Whether every node's shards have a holder left when the nodes of `failed` are lost at once."""
+    """Return whether every node's shards keep a holder if the nodes of `failed` are lost at once."""
     _check(N, m)
     lost = set(failed)
     for node_rank in lost:
@@ -156,11 +178,13 @@ def survivable(N: int, m: int, failed: Iterable[int], order: Order = AS_RANKED) 
 
 @lru_cache(maxsize=256)
 def recovery_probability(N: int, m: int, k: int) -> float:
-    """Probability that k nodes lost at once, all choices alike, leave memory recoverable. Exact for every k.
+    """Return the probability that the loss of k nodes at once, all choices alike, leaves memory recoverable.
 
-    The paper's Corollary 1 is exact only for m <= k < 2m and m | N. Here whole groups are counted by inclusion and
-    exclusion of those that are lost, and the last one, where it is a ring, for each number of its nodes that is lost.
-    100,000 nodes take well below a second.
+    The result is exact for every k.
+
+    The paper's Corollary 1 is exact only for m <= k < 2m and m | N. Here lost whole groups are counted by inclusion
+    and exclusion. The last group, if it is a ring, is counted for each number of its nodes that is lost. 100,000
+    nodes take well below a second.
     """
     _check(N, m)
     if not 0 <= k <= N:
@@ -173,13 +197,13 @@ def recovery_probability(N: int, m: int, k: int) -> float:
 
 
 def _none_whole(q: int, m: int, k: int) -> int:
-    """Choices of k of the nodes of q groups of m that take no group as a whole."""
+    """Return the number of choices of k nodes, out of q groups of m, that take no group as a whole."""
     if k > q * m:
         return 0
     term, found = comb(q * m, k), 0
     for j in range(min(q, k // m) + 1):
         found += (1 - 2 * (j % 2)) * comb(q, j) * term
-        # C(n - m, k - m) of C(n, k): m factors each
+        # turn C(n, k) into C(n - m, k - m): m factors each
         n, left = q * m - j * m, k - j * m
         for step in range(min(m, left)):
             term = term * (left - step) // (n - step)
@@ -187,9 +211,11 @@ def _none_whole(q: int, m: int, k: int) -> int:
 
 
 def ring_probability(N: int, m: int, k: int) -> float:
-    """The same if all nodes were one ring, each keeping its shards on the next m - 1 as well. Exact: the choices of k
-    nodes of a ring without m in a row; each is N / (N - k) times a choice of N - k runs of fewer than m nodes, one
-    behind each node that is left."""
+    """Return the same probability if all nodes form one ring, each keeping its shards on the next m - 1 as well.
+
+    The result is exact. It counts the choices of k nodes of a ring without m in a row. Each is N / (N - k) times a
+    choice of N - k runs of fewer than m nodes, one behind each surviving node.
+    """
     _check(N, m)
     if not 0 <= k <= N:
         raise ValueError(f"{k} lost nodes of {N}: between 0 and {N} can be lost")
@@ -204,22 +230,24 @@ def ring_probability(N: int, m: int, k: int) -> float:
 
 
 def ring_bound(N: int, m: int, k: int) -> float:
-    """What the paper's union bound says of the ring (section 4, Figure 9): at least so probable."""
+    """Return the lower bound from the paper's union bound for the ring (section 4, Figure 9)."""
     _check(N, m)
     return max(0.0, 1.0 - N * comb(N - m, k - m) / comb(N, k)) if k >= m else 1.0
 
 
 def _survivable_choices(size: int, m: int, k: int) -> list[int]:
-    """For j = 0..min(k, size): choices of j nodes of a ring of `size` < 2m without m neighbours among them.
+    """Return, for j = 0..min(k, size), the number of choices of j nodes without m neighbours among them.
 
-    As size < 2m there is room for one run of m or more only: `size` places for it, r its length, a kept node at
-    either end, and any choice among the others.
+    The nodes are those of a ring of `size` < 2m.
+
+    As size < 2m, only one run of m or more can fit. The count uses `size` places for the run, its length r, a kept
+    node at either end, and any choice among the others.
     """
     choices = []
     for j in range(min(k, size) + 1):
         if j < size - 1:
             fatal = sum(size * comb(size - r - 2, j - r) for r in range(m, j + 1))
         else:
-            fatal = comb(size, j) if j >= m else 0  # one node left, or none
+            fatal = comb(size, j) if j >= m else 0  # at most one node is left
         choices.append(comb(size, j) - fatal)
     return choices

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 Range = tuple[int, int]
-MOST = 64  # in one message
+MOST = 64  # most ranges in one message
 
 
 def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
-    """In order, and as few as they can be. gap: bytes between two of them that may be taken along."""
+    """Return the ranges in order, as few as possible.
+
+    `gap` is the number of bytes between two ranges that may be included.
+    """
     found: list[Range] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1] + gap:
@@ -20,19 +23,19 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
 
 
 def largest(ranges: Sequence[Range], most: int = MOST) -> list[Range]:
-    """In order, those with the most bytes."""
+    """Return the ranges with the most bytes, in order."""
     if len(ranges) <= most:
         return list(ranges)
     return sorted(sorted(ranges, key=lambda r: r[0] - r[1])[:most])
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """Their bytes."""
+    """Return the number of bytes in the ranges."""
     return sum(end - start for start, end in ranges)
 
 
 def between(ranges: Sequence[Range], end: int) -> Iterator[Range]:
-    """What they leave of the bytes from 0 to `end`."""
+    """Yield the ranges of the bytes from 0 to `end` that these ranges leave."""
     at = 0
     for start, stop in ranges:
         if start > at:
@@ -45,7 +48,7 @@ def between(ranges: Sequence[Range], end: int) -> Iterator[Range]:
 
 
 def fault(ranges: Sequence[Range], end: int) -> str:
-    """Why these, which somebody has sent, are no ranges within `end` bytes; "" if they are."""
+    """Return why these received ranges are not valid within `end` bytes; "" if they are."""
     if len(ranges) > MOST:
         return f"{len(ranges)} ranges of bytes in one message"
     at = 0

@@ -1,23 +1,26 @@
-"""Inventories in, recovery plan out (docs/protocol.md, R4): what every agent computes alike after a restart.
+"""The recovery plan, which all agents compute alike from inventories after a restart (docs/protocol.md, R4).
 
-1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps. Its
-   order of placement stays while there are as many nodes; else failure domains are kept apart anew.
-2. The new epoch is above every epoch that anyone has seen.
-3. Per set, the highest stamp of which every shard has a complete copy somewhere is chosen, if the ranks mean the same
-   moment with it (`core.moments`). It may never have been voted on.
-4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes on.
-5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of sources.
+1. The previous node-rank map is that of the latest restart that a survivor remembers; replacements fill gaps. Its
+   order of placement stays while the number of nodes is the same. Otherwise failure domains are separated anew.
+2. The new epoch is above every epoch that any agent has seen.
+3. Per training, the highest stamp is chosen of which every shard has a complete copy somewhere. The ranks must mean
+   the same moment with this stamp (`core.moments`). The chosen stamp may never have been voted on.
+4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes
+   on.
+5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of
+   sources.
 
-With parity (`core.parity`) a shard whose copy is lost counts as there if it can be made again: all others of its
-stripe are there, and the parity beside each of them was made of these very shards. Its home makes it (`Made`), and
-each node the parity that it lacks.
+With parity (`core.parity`) a shard whose copy is lost counts as present if it can be rebuilt. All other shards of
+its stripe must be present, and the parity beside each of them must be made of these very shards. The home rebuilds
+the shard (`Made`), and each node rebuilds the parity that it lacks.
 
-An agent that has given its inventory takes no write, vote or word of the old epoch any more: else the chosen
-version could be overwritten, by rights of the old epoch, before the plan arrives.
+An agent that has sent its inventory accepts no write, vote or decision of the old epoch any more. Otherwise the
+chosen version could be overwritten, by rights of the old epoch, before the plan arrives.
 
-The chosen stamp may never have been sealed: every shard has a copy of it, but not every holder. Then one more failure
-could take the only copy of some shard, so the version to fall back on is kept beside it until the new root has sealed
-the chosen one, and until then the chosen one does not count as sealed: `keep` and `sealed` of the plan say so.
+The chosen stamp may never have been sealed: every shard has a copy, but not every holder has one. One more failure
+could then take the only copy of some shard. So the version to fall back on is kept beside the chosen version until
+the new root has sealed the chosen one. Until then the chosen version does not count as sealed. The fields `keep` and
+`sealed` of the plan express this.
 """
 
 from __future__ import annotations
@@ -37,10 +40,18 @@ from gemini_hpc.core.slots import Stamp
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one reachable agent has. `noderanks` is the map of the incarnation that it last belonged to, and
-    `map_restart` that incarnation's restart count. `sealed` has, per set, the highest stamp that the agent knows to
-    have been sealed, in this epoch or by the plan of its recovery (`SetPlan.sealed`). `order`, of placement, belongs
-    to the map (`placement.Order.ranks`)."""
+    """The copies and memory of one reachable agent.
+
+    Attributes:
+        host: Host of the agent.
+        noderanks: Node-rank map of the incarnation that the agent last belonged to; None if it knows none.
+        map_restart: Restart count of that incarnation.
+        copies: Copies that the agent holds.
+        max_epoch: Highest epoch that the agent has seen.
+        sealed: Per training, the highest stamp that the agent knows to be sealed, in this epoch or by the plan of
+            its recovery (`SetPlan.sealed`).
+        order: Order of placement that belongs to the map (`placement.Order.ranks`).
+    """
 
     host: str
     noderanks: dict[str, int] | None
@@ -53,7 +64,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """`dest_host` fetches a shard from the first of `sources` that delivers the digest."""
+    """A fetch: `dest_host` fetches a shard from the first of `sources` that delivers the digest."""
 
     dest_host: str
     shard: Copy
@@ -62,21 +73,25 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class LostShard:
+    """A shard without a copy, and the reason."""
+
     rank: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetPlan:
-    """Recovery of one training set. `outcome`:
+    """The recovery plan of one training.
 
-    - `chosen`: `chosen` is the stamp to load, `world` its number of training ranks, `shards` one copy per rank
-      in rank order (for its digest, sizes and home), `pulls` what is to be moved, `made` what is to be made. `keep`
-      is what a holder does not void: the chosen stamp and, where there is one, the one to fall back on. `sealed` is
-      what counts as sealed, in R1 and before the next optimizer step, until the new root's first word: the chosen
-      stamp or an earlier one.
+    `outcome` is one of:
+
+    - `chosen`: `chosen` is the stamp to load and `world` its number of training ranks. `shards` has one copy per
+      rank in rank order (for its digest, sizes and home). `pulls` are the shards to move, `made` the shards and
+      parities to rebuild. `keep` are the stamps that a holder does not void: the chosen stamp and the stamp to fall
+      back on, if any. `sealed` is the stamp that counts as sealed, in R1 and before the next optimizer step, until
+      the new root's first decision. `sealed` is the chosen stamp or an earlier one.
     - `lost`: more holders are gone than the replicas allow; `lost` names the missing shards of the newest stamp.
-    - `never-sealed`: copies exist, but no loss of nodes explains the gaps: the first seal had not come.
+    - `never-sealed`: copies exist, but no loss of nodes explains the gaps, so no version was sealed yet.
     """
 
     set_name: str
@@ -88,18 +103,21 @@ class SetPlan:
     lost: tuple[LostShard, ...]
     keep: tuple[Stamp, ...] = ()
     sealed: Stamp | None = None
-    newest: bool = True  # nothing newer is known to have been sealed
+    newest: bool = True  # no newer stamp is known to be sealed
     made: tuple[Made, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """`gone` are hosts of the previous map without an inventory, `survivable` says whether m replicas promise to
-    survive that; `latest` is the restart count of that map, -1 without one. `sets` is empty where nobody has any
-    copy: a first start, or everything is lost.
+    """The recovery plan of a job.
 
-    Without `survivable`, with a warning that a sealed version has lost shards, or where `latest` is not the
-    incarnation before, what is chosen may be much older than the tier's last: the caller compares.
+    `gone` are hosts of the previous map without an inventory. `survivable` tells whether m replicas are guaranteed
+    to survive this loss. `latest` is the restart count of that map, -1 without a map. `sets` is empty if no agent
+    has any copy: a first start, or everything is lost.
+
+    The chosen version may be much older than the tier's last version in three cases: `survivable` is False, a
+    warning reports that a sealed version has lost shards, or `latest` is not the previous incarnation. The caller
+    then compares.
     """
 
     noderanks: dict[str, int]
@@ -112,22 +130,29 @@ class RecoveryPlan:
     order: Order = AS_RANKED
 
     def set_plan(self, set_name: str) -> SetPlan | None:
+        """Return the plan of this training, or None."""
         return next((plan for plan in self.sets if plan.set_name == set_name), None)
 
 
 def first_epoch(restart: int) -> int:
-    """Where an incarnation's epochs begin: above those of the ones before, also where nobody is left who knows them.
-    Each recovery round of an incarnation takes one; a launch of the training has one or two."""
+    """Return the first epoch of an incarnation, above the epochs of all earlier incarnations.
+
+    The rule also holds if no survivor knows the earlier epochs. Each recovery round of an incarnation takes one
+    epoch, and a launch of the training has one or two rounds.
+    """
     return restart * EPOCHS_OF_A_RESTART + 1
 
 
 EPOCHS_OF_A_RESTART = 64
-INHERITED_EPOCH = 0  # below all that a job makes itself
+INHERITED_EPOCH = 0  # below every epoch of the job itself
 
 
 def inherited(stamp: Stamp) -> Stamp:
-    """What a version of another job is called in the one that goes on from it. Its epochs say nothing here: they
-    could be above those of this job, and then outrank what it makes itself."""
+    """Return the stamp under which a job keeps a version of another job that it continues.
+
+    The other job's epochs mean nothing here. They could be above the epochs of this job and outrank its own
+    versions.
+    """
     return Stamp(INHERITED_EPOCH, stamp.version)
 
 
@@ -144,20 +169,27 @@ def plan(
     order: Order | None = None,
     by_host: Mapping[str, str] | None = None,
 ) -> RecoveryPlan:
-    """The plan for a job that now has `hosts`, in host-list order, with m replicas.
+    """Return the plan for a job that now has `hosts`, in host-list order, with m replicas.
 
-    nodes: how many of them are to train (all by default); the others are spares. There are then as many copies as
-    there are such nodes, at most. noderanks, order: those of this job, where they are decided. foreign: the
-    inventories are those of another job's agents, so a host that has a copy has it in another agent's memory, and
-    pulls it, too. by_host: failure domains. parity: blocks of it in a row of a group
-    of m nodes; 0: whole copies.
+    The new epoch is above every epoch in the inventories and at least `min_epoch` (`first_epoch`). So the plan stays
+    apart from lineages that no reachable agent remembers. The result depends on the arguments alone, so agents with
+    the same inventories agree.
 
-    The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
-    from lineages that nobody reachable remembers.
+    Args:
+        inventories: Inventories by host, of all reachable agents. Hosts outside the allocation may be sources.
+        hosts: Hosts of the job, in host-list order.
+        m: Number of replicas. With `nodes` or `noderanks` there are at most as many copies as training nodes.
+        min_epoch: Lower bound of the new epoch.
+        nodes: Number of hosts that train (default: all); the others are spares.
+        noderanks: Node-rank map of this job, if it is decided already.
+        foreign: True if the inventories are those of another job's agents. A host's copy is then in another agent's
+            memory, so the host pulls it as well.
+        parity: Blocks of parity in a row of a group of m nodes; 0 for whole copies.
+        order: Order of placement of this job, if it is decided already.
+        by_host: Failure domains by host.
 
-    `inventories` is by host, of all reachable agents; hosts outside the allocation may be sources. The result
-    depends on nothing else, so that agents with the same inventories agree. Raises ValueError for m < 1,
-    m > len(hosts) without spares, and a host listed twice.
+    Raises:
+        ValueError: m < 1, m > len(hosts) without spares, or a host is listed twice.
     """
     warnings: list[str] = []
     listed = _Order(hosts)
@@ -169,12 +201,12 @@ def plan(
     elif nodes is None:
         noderanks = node_ranks.assign(previous, hosts)
     else:
-        former = None if foreign else previous  # as many of them as this job wants
+        former = None if foreign else previous  # another job's count does not matter: keep the wanted number
         noderanks = node_ranks.assign(previous, hosts, node_ranks.count(former, len(hosts), nodes))
         m = min(m, len(noderanks))
-    Redundancy(len(noderanks), m).receivers(0)  # a wrong m is told before anything else
+    Redundancy(len(noderanks), m).receivers(0)  # report a wrong m before anything else
     if order is None:
-        moved = foreign and bool(by_host)  # copies change hands anyway
+        moved = foreign and bool(by_host)  # all copies are pulled anyway
         copies = any(i.copies for i in inventories.values())
         stands = copies and not moved and len(previous or ()) == len(noderanks)
         order = former_order if stands else domains.ordered(by_host or {}, noderanks, m)
@@ -213,7 +245,10 @@ def plan(
 
 
 def choose(copies: Iterable[Copy]) -> Stamp | None:
-    """Highest stamp of which every rank 0..world-1 of one world has a proven copy among `copies`, all of one set."""
+    """Return the highest stamp of which every rank 0..world-1 of one world has a proven copy.
+
+    All `copies` are of one training.
+    """
     ranks: dict[tuple[Stamp, int], set[int]] = defaultdict(set)
     for copy in copies:
         if copy.proven and not copy.of:
@@ -249,14 +284,14 @@ _Held = dict[tuple[str, int], dict[str, Copy]]  # (digest, used bytes) -> host -
 
 
 def _last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]) -> Inventory | None:
-    """One that knows the newest map."""
+    """Return an inventory that knows the newest node-rank map."""
     known = [inventories[host] for host in sorted(inventories, key=listed)]
     known = [inventory for inventory in known if inventory.noderanks is not None]
     if not known:
         return None
     latest = max(inventory.map_restart for inventory in known)
     known = [inventory for inventory in known if inventory.map_restart == latest]
-    # Spares change the map within an incarnation: who was in the last round that anybody took knows the newest.
+    # Spares change the map within an incarnation: an agent of the last round that took place knows the newest.
     newest = max(inventory.max_epoch for inventory in known)
     known = [inventory for inventory in known if inventory.max_epoch == newest]
     for inventory in known[1:]:
@@ -268,7 +303,10 @@ def _last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: li
 
 
 def _order_of(last: Inventory) -> Order:
-    """Of its map; that of the ranks where what an agent says of it cannot be."""
+    """Return the order of placement of this inventory's map.
+
+    If the agent reports an impossible order, the order is that of the ranks.
+    """
     try:
         order = Order(last.order)
     except ValueError:
@@ -297,7 +335,10 @@ def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]
 def _held(
     inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]
 ) -> dict[str, dict[tuple[Stamp, int], dict[int, _Held]]]:
-    """set -> (stamp, world) -> rank -> contents -> host -> its copy. More than one content is a disagreement."""
+    """Return set -> (stamp, world) -> rank -> contents -> host -> its copy.
+
+    More than one content of a rank is a disagreement.
+    """
     held: dict[str, dict[tuple[Stamp, int], dict[int, _Held]]] = {}
     for host in sorted(inventories, key=listed):
         for copy in inventories[host].copies:
@@ -369,7 +410,7 @@ def _plan_set(
     if context.redundancy.parity and not context.foreign:
         new, whole = context.parities.lacking(shards, where, by_rank, context.redundancy)
         again += new
-        if not whole:  # nobody could seal it: what follows has to be allowed to take its place
+        if not whole:  # it could never be sealed, so newer versions must be allowed to replace it
             settled = chosen
     newest = chosen >= max(sealed, default=chosen)
     return SetPlan(
@@ -388,19 +429,22 @@ def _proven(keepers: Mapping[str, Copy]) -> bool:
 
 
 def _counts(found: _Held) -> bool:
-    """Whether it is known what a shard was: from its home, or from replicas that agree."""
+    """Return whether the content of a shard is known: from its home, or from replicas that agree."""
     return len(found) == 1 or any(_proven(keepers) for keepers in found.values())
 
 
 def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
-    """What is kept beside the chosen stamp: until that is sealed the last sealed one, else the next best. Where the
-    chosen one is sealed nobody needs it but a training that finds the chosen one bad, until its slots are wanted."""
+    """Return the stamp to keep beside the chosen stamp, if any.
+
+    Until the chosen stamp is sealed, keep the last sealed stamp, or else the next best. If the chosen stamp is
+    sealed, only a training that finds it bad needs another one, until the slots are needed.
+    """
     older = {stamp for stamp, _ in choosable if stamp < chosen}
     return tuple(sorted(older if chosen in sealed else older & sealed or older)[-1:])
 
 
 def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, Copy]:
-    """The copies of the best content of a shard."""
+    """Return the copies of the best content of a shard."""
     best, *rest = _best(found, context)
     for other in rest:
         shard = next(iter(best.values()))
@@ -412,8 +456,11 @@ def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) ->
 
 
 def _best(found: _Held, context: _Context) -> list[dict[str, Copy]]:
-    """Contents of a shard, the one first that most hosts agree on; of equals the home node's, then the first in host
-    order. What a replica has made of its own tensors stands behind all others."""
+    """Return the contents of a shard, best first.
+
+    The content that most hosts agree on comes first, then the home node's, then the first in host order. A replica's
+    content made of its own tensors comes after all others.
+    """
     return sorted(
         found.values(),
         key=lambda keepers: (
@@ -455,7 +502,7 @@ def _lost_set(
     return SetPlan(name, outcome, None, world, (), (), lost, newest=False)
 
 
-MAX_LISTED = 65536  # ranks looked at when shards are listed as lost: `world` is a number from a peer
+MAX_LISTED = 65536  # most ranks scanned for lost shards, because a peer supplies `world`
 
 
 def _reason(rank: int, newest: Stamp, home: int | None, others: set[Stamp], context: _Context) -> str:

@@ -1,6 +1,7 @@
-"""How a job's state survives the loss of nodes: whole copies on m nodes of a group, or parity over groups of m.
+"""The redundancy of a job's state against node loss.
 
-What the agents of all nodes, and their ranks, derive alike from the submission's options and the number of nodes.
+The redundancy consists of whole copies on m nodes of a group, or of parity over groups of m. The agents of all nodes
+and their ranks derive the scheme alike from the submission's options and the number of nodes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ _CODE = re.compile(r"([1-9][0-9]?)\+([1-9])")
 
 
 class Redundancy(NamedTuple):
-    """m: holders of a shard, or nodes of a group with parity; N: node ranks of the job; parity: blocks of it in a row
-    of a group, as many as nodes that it may lose, or 0 for whole copies; order: in which nodes form groups."""
+    """The redundancy scheme of a job.
+
+    Attributes:
+        N: Number of node ranks of the job.
+        m: Number of holders of a shard, or of nodes in a group with parity.
+        parity: Blocks of parity in a row of a group, which is the number of nodes that the group may lose; 0 for
+            whole copies.
+        order: Order in which nodes form groups.
+    """
 
     N: int
     m: int
@@ -29,66 +37,82 @@ class Redundancy(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Slot pairs for each shard, wherever: its copies, or itself and the parity beside it."""
+        """Return the number of slot pairs for each shard, over all nodes.
+
+        The pairs hold the copies of the shard, or the shard and the parity beside it.
+        """
         return 2 if self.parity else self.m
 
     @property
     def tolerates(self) -> int:
-        """Nodes of a group that may be lost at once."""
+        """Return the number of nodes of a group that may be lost at once."""
         return self.parity or self.m - 1
 
     @property
     def memory(self) -> float:
-        """Of a node, in states of a node, each in one slot (REFT, section 4.1: 1/(n - 1) for parity)."""
+        """Return the memory of a node, in node states, each in one slot.
+
+        REFT, section 4.1, has 1/(n - 1) for parity.
+        """
         return 1 + self.parity / (self.m - self.parity) if self.parity else self.m
 
     @property
     def sent(self) -> int:
-        """By a node for each version, in states of a node; of the last group, where that is larger, the same."""
+        """Return the bytes that a node sends for each version, in node states.
+
+        The value also applies to the last group, where that is larger.
+        """
         return self.parity or self.m - 1
 
     @property
     def fetched(self) -> int:
-        """By a lost node's replacement, for its own shards, in states of a node."""
+        """Return the bytes that a lost node's replacement fetches for its own shards, in node states."""
         return self.m - self.parity if self.parity else 1
 
     def recovery_probability(self, k: int) -> float:
-        """Probability that k nodes lost at once, all choices alike, leave memory recoverable. Exact. Raises
-        ValueError as `placement` does."""
+        """Return the probability that k nodes lost at once, all choices alike, leave memory recoverable. Exact.
+
+        Raises:
+            ValueError: As in `placement`.
+        """
         if not self.parity:
             return placement.recovery_probability(self.N, self.m, k)
         q, rest = divmod(self.N, self.m)
         if not q or not 0 <= k <= self.N:
             raise ValueError(f"{k} lost nodes of {self.N}, in groups of {self.m}")
-        ways = [comb(self.m + rest, lost) for lost in range(min(self.parity, k) + 1)]  # of the last group
+        ways = [comb(self.m + rest, lost) for lost in range(min(self.parity, k) + 1)]  # ways for the last group
         each = [comb(self.m, lost) for lost in range(min(self.parity, k) + 1)]
         others = q - 1
-        while others:  # to the power of q - 1
+        while others:  # multiply by the power q - 1 of `each`
             if others & 1:
                 ways = _times(ways, each, k)
             each, others = _times(each, each, k), others >> 1
         return float((ways[k] if k < len(ways) else 0) / comb(self.N, k))
 
     def group(self, node_rank: int) -> tuple[int, ...]:
-        """The nodes of its parity group, from itself on around."""
+        """Return the nodes of this node's parity group, starting from the node itself and going around."""
         return placement.ring(node_rank, self.N, self.m, self.order)
 
     def groups(self) -> list[list[int]]:
-        """All of them, by node rank."""
+        """Return all groups, as node ranks."""
         return [[self.order.rank(position) for position in group] for group in placement.groups(self.N, self.m)]
 
     def holders(self, home: int) -> tuple[int, ...]:
-        """The nodes with whole copies of a node's shards, the node first. Raises ValueError as `placement` does."""
+        """Return the nodes with whole copies of a node's shards, the node itself first.
+
+        Raises:
+            ValueError: As in `placement`.
+        """
         return (home,) if self.parity else placement.holders(home, self.N, self.m, self.order)
 
     def receivers(self, home: int) -> tuple[int, ...]:
-        """The other nodes to which the bytes of a node's shards go."""
+        """Return the other nodes that receive the bytes of a node's shards."""
         if self.parity:
             return self.group(home)[1:]
         return placement.holders(home, self.N, self.m, self.order)[1:]
 
     def peers(self, node_rank: int) -> set[int]:
-        """All nodes that send bytes to a node, or get bytes of it; and itself."""
+        """Return all nodes that send bytes to a node or receive bytes of it, and the node itself."""
         if self.parity:
             return set(self.group(node_rank))
         return {
@@ -97,7 +121,7 @@ class Redundancy(NamedTuple):
         }
 
     def survives(self, failed: Iterable[int]) -> bool:
-        """Whether the loss of these nodes at once leaves every shard somewhere, or what it can be made of."""
+        """Return whether every shard, or the material to rebuild it, survives the loss of these nodes at once."""
         if not self.parity:
             return placement.survivable(self.N, self.m, failed, self.order)
         lost = set(failed)
@@ -105,7 +129,7 @@ class Redundancy(NamedTuple):
 
 
 def _times(a: list[int], b: list[int], most: int) -> list[int]:
-    """The product of two polynomials, up to a power of `most`."""
+    """Return the product of two polynomials, up to the power `most`."""
     found = [0] * min(len(a) + len(b) - 1, most + 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b[: max(0, len(found) - i)]):
@@ -114,8 +138,13 @@ def _times(a: list[int], b: list[int], most: int) -> list[int]:
 
 
 def parse(text: str) -> tuple[int, int]:
-    """The nodes of a group and the blocks of parity that a value of `--gemini-redundancy` asks for; (0, 0) for whole
-    copies. Raises ValueError."""
+    """Return the nodes of a group and the blocks of parity that a value of `--gemini-redundancy` requests.
+
+    The result is (0, 0) for whole copies.
+
+    Raises:
+        ValueError: The value is not a redundancy.
+    """
     if text in ("", "replicate"):
         return 0, 0
     how, colon, size = text.partition(":")
@@ -135,10 +164,10 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def kind(parity: int) -> str:
-    """What the option begins with."""
+    """Return the word with which the option's value begins."""
     return "xor" if parity == 1 else "rs" if parity else "replicate"
 
 
 def name(m: int, parity: int) -> str:
-    """As the option has it."""
+    """Return the redundancy as the option writes it."""
     return f"xor:{m}" if parity == 1 else f"rs:{m - parity}+{parity}" if parity else f"{m} replicas"

@@ -1,7 +1,7 @@
-"""Who writes what to the tier when a node is missing.
+"""A rule that assigns the writers of a version to the tier when a node is missing.
 
-The version is the newest that any agent that is left knows to have been sealed. It is complete wherever a holder is
-left: a slot is recycled only for something that was sealed later (R1), of which that holder would have told.
+The version is the newest that any surviving agent knows to be sealed. The version is complete wherever a holder
+survives. A slot is recycled only after a later seal (R1), and that holder would have reported the later seal.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from collections.abc import Collection, Mapping
 def writers(
     held: Mapping[str, Mapping[int, Collection[int]]], noderanks: Mapping[str, int], world: int
 ) -> tuple[dict[str, set[int]], list[int]]:
-    """By host the homes (node ranks) whose shards it writes; the ranks of a training of `world` that nobody can.
+    """Return, by host, the homes (node ranks) whose shards it writes, and the ranks that no host can write.
 
-    held: by host and home the ranks whose shards it has of that version. The shards of a home go into one file, so
-    they have one writer, who has them all: the home itself, if it is there, or else who has the fewest to write.
+    The shards of a home go into one file, so one writer must hold them all. The home itself writes them if it
+    survives. Otherwise the host with the fewest homes to write does.
+
+    Args:
+        held: By host and home, the ranks whose shards of that version the host holds.
+        noderanks: Node ranks by host.
+        world: Number of ranks of the training.
     """
     ranks: dict[int, set[int]] = {}
     for homes in held.values():

@@ -1,16 +1,18 @@
-"""How often a checkpoint is taken, where the idle spans cannot take one in every iteration (GEMINI paper, section
-5.3, "Finish checkpointing within an iteration").
+"""The interval between checkpoints, if the idle spans cannot take one in every iteration.
 
-A version is saved every j-th iteration. Its chunks may be spread over s <= j iterations: version v is awaited
+The source is the GEMINI paper, section 5.3, "Finish checkpointing within an iteration".
+
+A version is saved every j-th iteration. Its chunks may be spread over s <= j iterations. Version v is awaited
 (sealed, docs/protocol.md, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
 before v + j is written: hence s <= j.
 
-What is repeated at worst: until v is sealed, the version to fall back on is v - j. The last moment of that is just
-before the optimizer step that makes v + s, when v + s - 1 is complete: (v + s - 1) - (v - j) = j + s - 1 steps. With
-j = s = 1 that is the one step of R2.
+The worst-case repetition follows. Until v is sealed, the version to fall back on is v - j. The last such moment is
+just before the optimizer step that makes v + s, when v + s - 1 is complete: (v + s - 1) - (v - j) = j + s - 1 steps.
+With j = s = 1 that is the one step of R2.
 
-What it costs: the part of a checkpoint that finds no place in the idle windows of s iterations holds the training up
-for need(s) seconds, once in j iterations; so does the capture of the state, for own_s seconds, whatever s is.
+The cost has two parts, each once in j iterations. The part of a checkpoint that finds no place in the idle windows
+of s iterations delays the training by need(s) seconds. The capture of the state delays it by own_s seconds, for any
+s.
 """
 
 from __future__ import annotations
@@ -25,22 +27,24 @@ from typing import NamedTuple
 from gemini_hpc.core.schedule import capacity, seconds
 from gemini_hpc.core.spans import Window
 
-CEILING = 0.01  # share of the training's time
-LARGEST_J = 10_000  # beyond that, protection in memory says nothing that a tier would not
-# The controller looks at up to LATEST cycles, every BATCH. It is as sure as this many standard deviations of the
-# count of samples above a level, if half of them were.
+CEILING = 0.01  # highest overhead, as a share of the training's time
+LARGEST_J = 10_000  # beyond this, memory protects no better than a tier
+# The controller evaluates up to LATEST cycles, once every BATCH. SURE is the number of standard deviations of the
+# count of samples above a level, if half of all samples were above it.
 BATCH = 16
 LATEST = 128
 SURE = 4.0
-# A plan whose needs differ by less than this share of the iteration, or of the need, is the same plan measured again.
+# A plan whose needs differ by less than this share of the iteration or of the need counts as the same plan.
 SAME = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Seconds that the transfer of one checkpoint to all m - 1 holders goes beyond the idle windows of s iterations;
-    negative where idle time is left over. In closed form, at most the few alpha more than `schedule.plan` that the
-    last chunks of the replicas cost, and never less."""
+    """Seconds by which the transfer of one checkpoint exceeds the idle windows of s iterations.
+
+    The transfer goes to all m - 1 holders. The value is negative if idle time is left over. The closed form exceeds
+    `schedule.plan` by at most the few alpha that the last chunks of the replicas cost, and is never less.
+    """
 
     total_bytes: int
     before_bytes: int
@@ -51,8 +55,11 @@ class Need:
 
     @classmethod
     def of(cls, windows: Iterable[Window], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Need:
-        """Letters as in `schedule`, which also says what raises ValueError. A replica that ends in the middle of a
-        span costs one start more there: the place of alpha * B bytes, or of a chunk if that is less."""
+        """Return the need for these windows.
+
+        Letters and ValueErrors are those of `schedule`. A replica that ends in the middle of a span costs one more
+        start there: the place of alpha * B bytes, or of a chunk if that is less.
+        """
         before = after = 0
         for window in windows:
             room = capacity(window.length_s, R, p, B, alpha, mu)
@@ -62,6 +69,7 @@ class Need:
         return cls(total, before, before + after, R // p, B, alpha)
 
     def __call__(self, s: int) -> float:
+        """Return the need for s iterations in seconds."""
         rest = self.total_bytes - self.before_bytes - (s - 1) * self.iteration_bytes
         starts = max(0, ceil(rest / self.chunk_bytes))
         return seconds(rest, self.B, starts * self.alpha)
@@ -69,9 +77,16 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """Every j-th iteration, awaited s optimizer steps later. `overhead` is the share of the training's time, and
-    `repeated` the completed steps that a failure repeats at worst. `within`: the overhead is at or below the ceiling;
-    if not, the link is too slow for the training, or for the j that was asked for."""
+    """A save frequency: every j-th iteration, awaited s optimizer steps later.
+
+    Attributes:
+        j: Iterations between saved versions.
+        s: Optimizer steps until a version is awaited.
+        overhead: Cost as a share of the training's time.
+        repeated: Completed steps that a failure repeats at worst.
+        within: True if the overhead is at most the ceiling. If not, the link is too slow for the training or for the
+            requested j.
+    """
 
     j: int
     s: int
@@ -90,14 +105,23 @@ def choose(
     largest: int = LARGEST_J,
     own_s: float = 0.0,
 ) -> Frequency:
-    """The smallest j for which some s <= j keeps the overhead at or below `ceiling`; of these s, the smallest.
+    """Return the smallest j, and its smallest s <= j, that keep the overhead at or below `ceiling`.
 
-    `need(s)` is in seconds and never rises with s; `own_s` is what the capture takes. Without `spread` (a transport
-    that must have sent before the next optimizer step) s is 1. A j that the user has forced is kept. Where nothing is
-    within the ceiling (no j up to `largest`, or not the forced one) the result is the largest, or forced, j with the
-    smallest of those s that cost least: training goes before protection. Asks for some 30 needs at most.
+    If no j up to `largest` is within the ceiling, or the forced j is not, the largest or forced j is returned. Its s
+    is then the smallest of those that cost least: training takes precedence over protection. The search calls `need`
+    about 30 times at most.
 
-    Raises ValueError for an iteration or a ceiling that is not above 0, and for j < 1.
+    Args:
+        need: Function of s that returns seconds and never rises with s.
+        iteration_s: Length of an iteration in seconds.
+        ceiling: Highest overhead, as a share of the training's time.
+        spread: False for a transport that must have sent before the next optimizer step; then s is 1.
+        forced: j that the user has forced; it is kept.
+        largest: Largest j to consider.
+        own_s: Seconds that the capture takes.
+
+    Raises:
+        ValueError: The iteration or the ceiling is not above 0, or j < 1.
     """
     if not (iteration_s > 0 and ceiling > 0):
         raise ValueError(f"an iteration of {iteration_s} s, a ceiling of {ceiling}: both are above 0")
@@ -120,7 +144,10 @@ def choose(
 
 
 def _first(good: Callable[[int], bool], last: int) -> int:
-    """The smallest number of 1..last that is good, as are all after it; `last` if none is."""
+    """Return the smallest good number of 1..last, or `last` if none is good.
+
+    All numbers after a good number must be good.
+    """
     high = 1
     while high < last and not good(high):
         high = min(2 * high, last)
@@ -132,7 +159,10 @@ def _first(good: Callable[[int], bool], last: int) -> int:
 
 
 class _Trial(NamedTuple):
-    """What is gone back to where spreading over more than s iterations does not help, and the cost with s."""
+    """The state to return to if spreading over more than s iterations does not help.
+
+    `typical_s` is the typical cost with s.
+    """
 
     extra_s: float
     s: int
@@ -141,18 +171,21 @@ class _Trial(NamedTuple):
 
 @dataclass(slots=True)
 class Controller:
-    """Keeps the overhead at or below the ceiling where measurement says that the plan was too hopeful.
+    """A controller that keeps the overhead at or below the ceiling if the plan was too optimistic.
 
-    It is told what each cycle (j iterations, one checkpoint) has really cost. Where that is surely above the ceiling
-    (a test on the order of the samples, so that neither outliers nor noise of any shape raise anything), what the
-    plan does not explain is first taken as `extra_s`, more to send than planned, which idle time of further
-    iterations can take; where spreading has saved less than half of what that hoped for, as `fixed_s`, which every
-    checkpoint costs and only a larger j amortizes. Both are less than the samples make likely: so j is approached
-    from below, and without noise never goes beyond the smallest that keeps the ceiling.
+    The controller is given the real cost of each cycle (j iterations, one checkpoint). If the cost is surely above
+    the ceiling, the part that the plan does not explain is attributed. The test uses the order of the samples, so
+    neither outliers nor noise of any shape raise anything.
 
-    Measurements only raise; what lowers is a fresh plan. What was extra for a while, and is hidden by spreading
-    since, cannot be seen to have gone: it stays until a plan comes that is another one. A smaller j is then taken up
-    if it is smaller by 2 at least, or if the old one is not within the ceiling.
+    The unexplained part is first attributed to `extra_s`: more to send than planned, which idle time of further
+    iterations can take. If spreading has saved less than half of the expected gain, the part is attributed to
+    `fixed_s`. Every checkpoint costs `fixed_s`, and only a larger j amortizes it. Both are below what the samples
+    make likely. So j is approached from below, and without noise never exceeds the smallest j that keeps the
+    ceiling.
+
+    Measurements only raise the expected cost; only a fresh plan lowers it. Once spreading hides an extra cost, its
+    end cannot be measured. So `extra_s` stays until a different plan arrives. A smaller j is then adopted if it is
+    smaller by 2 at least, or if the old j is not within the ceiling.
     """
 
     need: Callable[[int], float]
@@ -173,12 +206,17 @@ class Controller:
         self.frequency = self._choose(self.forced)
 
     def expected_s(self, s: int) -> float:
-        """What a cycle is now expected to cost."""
+        """Return the expected cost of a cycle in seconds."""
         return max(0.0, self.need(s) + self.extra_s) + self.fixed_s + self.own_s
 
     def observe(self, lost_s: float, *, judge: bool = True) -> Frequency:
-        """One cycle has taken `lost_s` longer than j iterations without a checkpoint; by noise that may be below 0.
-        The frequency from now on: another object where it has changed, which it never has without `judge`."""
+        """Record the seconds that one cycle has lost, and return the frequency.
+
+        `lost_s` is the excess over j iterations without a checkpoint.
+
+        Noise can make `lost_s` negative. The result is another object if the frequency has changed. Without `judge`
+        the frequency never changes.
+        """
         self._samples.append(lost_s)
         self._new_samples += 1
         if self._new_samples < BATCH or not judge:
@@ -192,13 +230,19 @@ class Controller:
         return self.frequency
 
     def add_extra(self, late_s: float) -> None:
-        """Versions are late by so much more than planned, and are not waited for: more iterations take it."""
+        """Record that versions are late by `late_s` more than planned and are not waited for.
+
+        More iterations absorb this delay.
+        """
         self.extra_s, self._trial = self.extra_s + late_s, None
         self._adopt(self._choose(self.forced))
 
     def replan(self, need: Callable[[int], float], iteration_s: float, own_s: float = 0.0) -> Frequency:
-        """A fresh plan. What had been learnt beyond the old one is forgotten if the new one is another; if it says
-        the same, only that part is forgotten which the latest cycles surely do not show."""
+        """Adopt a fresh plan, and return the frequency.
+
+        If the new plan differs from the old one, all learnt costs beyond the old plan are forgotten. If it is the
+        same, only the part that the latest cycles surely do not show is forgotten.
+        """
         s = self.frequency.s
         scale = max(abs(self.need(s)), abs(self.need(1)), self.iteration_s)
         same = (
@@ -232,9 +276,9 @@ class Controller:
         )
 
     def _explain(self, s: int) -> None:
-        """Has the plan explain what the samples with s surely show."""
+        """Update the plan so that it explains the cost that the samples with s surely show."""
         typical_s = median(self._samples)
-        # On the way from what is sure to what is likely: from the first alone, j would creep up by many small steps.
+        # Between the sure and the likely cost: from the sure cost alone, j would creep up by many small steps.
         cost_s = (_sure_low(self._samples) + typical_s) / 2
         if (trial := self._trial) is not None and s > trial.s:
             hoped_s = self.expected_s(trial.s) - self.expected_s(s)
@@ -257,10 +301,13 @@ class Controller:
 
 
 def _sure_low(samples: Collection[float]) -> float:
-    """A sample that the median is surely not below: only if half were, there are so many above."""
+    """Return a sample that the median is surely not below.
+
+    Only if half of the samples were above it, would so many be above.
+    """
     return sorted(samples)[max(0, int(len(samples) / 2 - SURE * len(samples) ** 0.5 / 2))]
 
 
 def sure_high(samples: Collection[float]) -> float:
-    """A sample that the median is surely not above."""
+    """Return a sample that the median is surely not above."""
     return -_sure_low([-sample for sample in samples])

@@ -1,15 +1,21 @@
-"""Which chunk is sent in which idle span: Algorithm 2 of the GEMINI paper (SOSP '23, section 5.3).
+"""The chunk schedule for idle spans: Algorithm 2 of the GEMINI paper (SOSP '23, section 5.3).
 
-Letters as in the paper: T idle spans (seconds), C bytes of a checkpoint, m replicas (the own copy included), R bytes
-of buffer in p parts, B bytes per second, alpha seconds to start a transfer, mu the share of a span that is planned
-with. Spans and replicas count from 0.
+The letters are those of the paper. Spans and replicas count from 0.
 
-Three lines of the paper are mended here:
+- T: idle spans in seconds.
+- C: bytes of a checkpoint.
+- m: replicas, the own copy included.
+- R, p: bytes of buffer, and the number of parts that they are cut into.
+- B: bytes per second.
+- alpha: seconds to start a transfer.
+- mu: share of a span that is planned with.
 
-- Line 17 takes f(remain_size) from the span; it is the chunk just placed, f(size), that uses it.
-- The loop of line 8 never ends where the rest of a span is at most alpha: no byte fits, and nothing changes any more.
+Three lines of the paper are corrected here:
+
+- Line 17 subtracts f(remain_size) from the span; the chunk just placed uses f(size) instead.
+- The loop of line 8 never ends if the rest of a span is at most alpha: no byte fits, and nothing changes any more.
   Here a span has ended when no byte fits.
-- Line 21 counts the checkpoints from 0 up to m - 1, which is m of them; the m - 1 of its input are sent.
+- Line 21 counts the checkpoints from 0 up to m - 1, which are m checkpoints; the m - 1 of its input are sent.
 
 Sizes are whole bytes, rounded down, so that a chunk is never longer than its place.
 """
@@ -24,8 +30,10 @@ from typing import NamedTuple
 
 
 class Partition(NamedTuple):
-    """One chunk: the bytes offset..offset+size of the checkpoint, to the holder after the home node's
-    `replica` + 1 places (0..m-2), in T[span]."""
+    """A chunk: the bytes offset..offset+size of the checkpoint, sent in T[span].
+
+    The receiver is the holder `replica` + 1 places (0..m-2) after the home node.
+    """
 
     span: int
     replica: int
@@ -34,12 +42,15 @@ class Partition(NamedTuple):
 
 
 def seconds(size: int, B: float, alpha: float) -> float:
-    """f(s) = alpha + s/B: how long the transfer of one chunk takes."""
+    """Return f(s) = alpha + s/B: the duration of the transfer of one chunk."""
     return alpha + size / B
 
 
 def capacity(t: float, R: int, p: int, B: float, alpha: float, mu: float) -> int:
-    """Bytes that Algorithm 2 places in a finite span of t seconds, if they are of one replica and do not run out."""
+    """Return the bytes that Algorithm 2 places in a finite span of t seconds.
+
+    All bytes are of one replica and do not run out.
+    """
     _check(t, R, p, B, alpha, mu)
     chunk = R // p
     whole = int(mu * t / seconds(chunk, B, alpha))
@@ -49,11 +60,13 @@ def capacity(t: float, R: int, p: int, B: float, alpha: float, mu: float) -> int
 def checkpoint_partition(
     T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float
 ) -> list[Partition]:
-    """Algorithm 2: the chunks in the order in which they are sent. The last span counts as infinite, so all have a
-    place; m = 1 or C = 0 is nothing to send.
+    """Return the chunks of Algorithm 2 in the order in which they are sent.
 
-    Raises ValueError for no spans, a span that is no length (the last may be infinite), C < 0, m < 1, R < p, p < 1,
-    and for B, alpha or mu out of their ranges: B > 0, alpha >= 0, 0 < mu <= 1.
+    The last span counts as infinite, so all chunks have a place. For m = 1 or C = 0 there is nothing to send.
+
+    Raises:
+        ValueError: There are no spans, or a span is no length (the last may be infinite). C < 0, m < 1, R < p or p <
+            1. B, alpha or mu are out of their ranges: B > 0, alpha >= 0, 0 < mu <= 1.
     """
     _check_all(T, C, m, R, p, B, alpha, mu)
     partitions: list[Partition] = []
@@ -78,17 +91,20 @@ def checkpoint_partition(
                 if replica == m - 1:
                     return partitions
             elif room < chunk:
-                break  # only rounding is left of this span
+                break  # only rounding remains of this span
     return partitions
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Algorithm 2's partitions, and what they mean for the training.
+    """The partitions of Algorithm 2, and their effect on the training.
 
-    `partitions` are in the order of sending, their spans never fall. `spans` is the number of spans, `total_bytes`
-    what is sent to all m - 1 holders. `spilled_bytes` is what the last span takes beyond its true length (times mu),
-    `late_s` for how long that holds the training up.
+    Attributes:
+        partitions: Partitions in the order of sending. Their spans never decrease.
+        spans: Number of spans.
+        total_bytes: Bytes sent to all m - 1 holders.
+        spilled_bytes: Bytes that the last span takes beyond its true length (times mu).
+        late_s: Seconds by which these bytes delay the training.
     """
 
     partitions: tuple[Partition, ...]
@@ -99,20 +115,30 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the idle spans take everything."""
+        """Return whether the idle spans take everything."""
         return self.spilled_bytes == 0
 
     @property
     def fitting_bytes(self) -> int:
+        """Return the bytes that the idle spans take."""
         return self.total_bytes - self.spilled_bytes
 
     def chunks(self, span: int) -> tuple[Partition, ...]:
-        """The chunks of one span, in order. Raises ValueError for a span that is not there."""
+        """Return the chunks of one span, in order.
+
+        Raises:
+            ValueError: There is no such span.
+        """
         return self.partitions[self._before(span) : self.due(span)]
 
     def due(self, span: int) -> int:
-        """How many partitions, from the first, may have been sent by the end of a span: what a sender that walks
-        through them in order has as its limit. Raises ValueError for a span that is not there."""
+        """Return how many partitions, from the first, may have been sent by the end of a span.
+
+        A sender that processes them in order uses this number as its limit.
+
+        Raises:
+            ValueError: There is no such span.
+        """
         self._before(span)
         return bisect_right(self.partitions, span, key=_span_of)
 
@@ -123,8 +149,11 @@ class Plan:
 
 
 def plan(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Plan:
-    """`checkpoint_partition`, and what of it the true length of the last span cannot take. Raises ValueError
-    alike."""
+    """Return `checkpoint_partition` with the bytes that the true length of the last span cannot take.
+
+    Raises:
+        ValueError: See `checkpoint_partition`.
+    """
     partitions = checkpoint_partition(T, C, m, R, p, B, alpha, mu)
     last = len(T) - 1
     remain_span = mu * T[-1]

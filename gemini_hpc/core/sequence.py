@@ -1,8 +1,8 @@
-"""Tell trainings of one name apart that a job runs one after the other: each has a place in the job's sequence.
+"""Places that distinguish the trainings of one name that a job runs one after the other.
 
-A training is closed when all of its ranks have called `close()`. The next one of its name is another training: the
-next of its step (one process trains fold after fold), or the first of the next step (the batch script has a loop). A
-step that is started again, by launcher, `gemini-hpc run` or requeue, has the places that it had.
+A training is closed when all of its ranks have called `close()`. The next training of its name is a different one.
+It is the next of its step (one process trains fold after fold), or the first of the next step (a loop in the batch
+script). A step that is started again, by launcher, `gemini-hpc run` or requeue, has the places that it had.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import msgspec
 
 from gemini_hpc.core.numbers import MAX_RANKS, PLACES, Count, Epoch, Restart, SetName, Version
 
-MAX_KEPT = 256  # closed trainings that are remembered; then the oldest is forgotten, and would train once more
+MAX_KEPT = 256  # closed trainings remembered; the oldest is forgotten first and would then train once more
 
 Series = Annotated[str, msgspec.Meta(max_length=64)]
 Nth = Annotated[int, msgspec.Meta(ge=1, le=PLACES)]
 
 
 class Place(NamedTuple):
-    """The place of a training: its name, the step of the job, and the training of that step, both counted from 1."""
+    """The place of a training in the job's sequence.
+
+    The place has the training's name, the step of the job, and the training of that step, both counted from 1.
+    """
 
     name: str
     step: int = 1
@@ -30,20 +33,26 @@ class Place(NamedTuple):
 
     @property
     def set_name(self) -> str:
-        """Return the name for agents and tier: the first one has its name alone."""
+        """Return the name for agents and tier. The first training has its name alone."""
         return self.name if self[1:] == (1, 1) else f"{self.name}+{self.step}.{self.nth}"
 
     @classmethod
     def of(cls, set_name: str) -> Place:
-        """Return the place of a set."""
+        """Return the place of a training."""
         name, mark, place = set_name.partition("+")
         step, _, nth = place.partition(".")
         return cls(name, int(step), int(nth)) if mark else cls(name)
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """A training that all ranks have closed. series: what has closed it, the same in each start of its step; "": that
-    was another job. restart: the incarnation of the last time. version: completed steps."""
+    """A training that all ranks have closed.
+
+    Attributes:
+        set: Name of the training.
+        version: Completed steps.
+        restart: Incarnation in which it was last closed.
+        series: The closing series, the same in each start of its step; "" if another job closed the training.
+    """
 
     set: SetName
     version: Version
@@ -56,7 +65,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 class Closing(msgspec.Struct, frozen=True):
-    """Ranks of one node that have closed a training of `world` ranks, all in one epoch."""
+    """The ranks of one node that have closed a training of `world` ranks, all in one epoch."""
 
     set: SetName
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
@@ -68,7 +77,7 @@ class Closing(msgspec.Struct, frozen=True):
 
 
 def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
-    """Return all closed trainings that agents have reported, as a whole or each of its own ranks."""
+    """Return all closed trainings that agents have reported, as a whole or for each of its own ranks."""
     newest: dict[str, Closed] = {}
 
     def take(closed: Closed) -> None:
@@ -92,16 +101,16 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
 
 
 def passed(set_name: str, sets: Iterable[str]) -> bool:
-    """Return whether these sets show that a later step has trained under this training's name."""
+    """Return whether these trainings show that a later step has trained under this training's name."""
     place = Place.of(set_name)
     return any(other.name == place.name and other.step > place.step for other in map(Place.of, sets))
 
 
 def step_of(name: str, series: str, restart: int, closed: Iterable[Closed], held: Iterable[str]) -> int:
-    """Return the number of a step among those of this incarnation that have closed trainings of this name. held: sets
-    that have a version to resume from.
+    """Return the number of a step among the steps of this incarnation that have closed trainings of this name.
 
-    A step counts when it has closed all that it had begun. Else the next one is taken for another start of it.
+    A step counts when it has closed all trainings that it had begun. Otherwise the next step is another start of it.
+    `held` are the trainings that have a version to resume from.
     """
     mine = {c.set: c for c in closed if c.series and c.restart == restart and Place.of(c.set).name == name}
     again = [Place.of(c.set).step for c in mine.values() if c.series == series]

@@ -1,7 +1,7 @@
-"""The two slots that a holder has per shard, and when one of them may be overwritten (docs/protocol.md, R1).
+"""The two slots that a holder has per shard, and the rule for overwriting one (docs/protocol.md, R1).
 
-A pair always keeps the newest sealed version that it has held until a newer one is sealed: one slot is the last
-complete version, the other is being filled. What the pair knows of sealing comes from outside (see `votes`).
+A pair always keeps the newest sealed version that it has held until a newer version is sealed. One slot is the last
+complete version, the other slot is being filled. The seals are learnt from outside (see `votes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ SlotState = Literal["empty", "filling", "complete"]
 
 
 class Stamp(NamedTuple):
-    """What names a stored version; the order is lexicographic, so a later epoch outranks every version before."""
+    """The identity of a stored version.
+
+    The order is lexicographic, so a later epoch outranks every earlier version.
+    """
 
     epoch: Epoch
     version: Version
@@ -26,7 +29,7 @@ class Stamp(NamedTuple):
 
 
 class Refused(Exception):
-    """A slot cannot be given out now. `reason` is a sentence for the trainer's log."""
+    """Raised if a slot cannot be given out now. `reason` is a sentence for the trainer's log."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -35,9 +38,17 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Slot:
-    """One buffer of a pair. `stamp` is None exactly when it is empty; `digest`, `bytes_used` and `moment` only count
-    when it is complete. `busy`: somebody writes or reads its bytes on the agent's side (a pull, a digest), so that it
-    is given to no writer until that has ended. `moment`: of the shard's rank at this version (`core.moments`)."""
+    """A buffer of a pair.
+
+    Attributes:
+        state: Whether the slot is empty, being filled, or complete.
+        stamp: Version in the slot; None exactly if the slot is empty.
+        digest: Digest of the used bytes. Valid only if the slot is complete.
+        bytes_used: Number of leading bytes that count. Valid only if the slot is complete.
+        busy: True while the agent writes or reads the bytes (a pull, a digest). The slot is given to no writer
+            meanwhile.
+        moment: Moment of the shard's rank at this version (`core.moments`). Valid only if the slot is complete.
+    """
 
     state: SlotState = "empty"
     stamp: Stamp | None = None
@@ -51,9 +62,9 @@ class Slot:
 class SlotPair:
     """Both slots of one shard on one holder.
 
-    `high` is the newest stamp ever begun since the last recovery, `passed` the newest one that its writer has told
-    that it skips. A pair never goes back below the one, nor to the other: that is what makes "this pair will never
-    have s" a lasting fact, on which abandoning stands.
+    `high` is the newest stamp begun since the last recovery. `passed` is the newest stamp that the writer reported
+    as skipped. A pair never begins a version below `high`, nor a version up to `passed`. Hence "this pair will never
+    hold s" is permanent, which makes abandoning s safe.
     """
 
     slots: list[Slot] = field(default_factory=lambda: [Slot(), Slot()])
@@ -63,17 +74,21 @@ class SlotPair:
     def begin(
         self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], *, voted: frozenset[Stamp]
     ) -> int:
-        """Index of the slot to fill with `stamp`, marked as filling. Raises Refused, and then changed nothing.
+        """Reserve a slot for `stamp`, mark it as filling, and return its index.
 
-        `sealed` and `abandoned` are the root's last word as this agent knows it (an older word only refuses
-        more), `voted` the stamps that this agent has reported as complete. An agent that has lost its memory of
-        that (crash and hand-back) passes every complete stamp. In this order:
+        `sealed` and `abandoned` are the root's latest decision that this agent knows. An older decision only refuses
+        more. `voted` are the stamps that this agent has reported as complete. An agent that lost this memory (crash
+        and hand-back) passes every complete stamp. The slot is chosen in this order:
 
-        1. A filling slot whose own writer has gone on to a newer version (same epoch). A slot that is being
-           restored from a peer bears an older epoch: it is left alone until it is abandoned or a later stamp sealed.
+        1. A filling slot whose own writer now writes a newer version (same epoch). A slot that is being restored
+           from a peer has an older epoch. Such a slot is untouched until its stamp is abandoned or a later stamp is
+           sealed.
         2. An empty slot.
-        3. The older of two complete slots, if the newer one or a later stamp is sealed (R1).
+        3. The older of two complete slots, if the newer stamp or a later one is sealed (R1).
         4. The newer one, if the root has abandoned it, or if it was never voted for and the older is sealed.
+
+        Raises:
+            Refused: No slot can be given out; nothing is changed then.
         """
         if (present := self.find(stamp)) is not None:
             raise Refused(f"version {stamp} is already {self.slots[present].state} here")
@@ -87,18 +102,18 @@ class SlotPair:
         return index
 
     def pass_over(self, stamp: Stamp) -> None:
-        """The writer skips this version: nothing up to it will be begun any more."""
+        """Record that the writer skips this version. No version up to this stamp can be begun afterwards."""
         if self.find(stamp) is None and (self.passed is None or stamp > self.passed):
             self.passed = stamp
 
     @property
     def floor(self) -> Stamp | None:
-        """Of the stamps that are not in its slots, the pair can still have those above this one."""
+        """Return the stamp above which the pair can still hold stamps that are not in its slots."""
         return max((s for s in (self.high, self.passed) if s is not None), default=None)
 
     @property
     def kept(self) -> frozenset[Stamp]:
-        """Those up to `floor` that it has, is filling, or can begin once more."""
+        """Return the stamps up to `floor` that the pair holds, is filling, or can begin once more."""
         again = {self.high} if self.high is not None and (self.passed is None or self.high > self.passed) else set()
         return frozenset(again | {slot.stamp for slot in self.slots if slot.stamp is not None})
 
@@ -130,33 +145,44 @@ class SlotPair:
         return newer
 
     def complete(self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED) -> None:
-        """The slot's bytes have been verified. Raises ValueError if it no longer is being filled with `stamp`
-        (a late arrival: the slot has gone to a newer version, or was voided)."""
+        """Mark the slot as complete, because its bytes have been verified.
+
+        Raises:
+            ValueError: The slot is no longer being filled with `stamp`. The report is late: the slot was given to a
+                newer version or voided.
+        """
         slot = self.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:
             raise ValueError(f"slot {index} is {slot.state} {slot.stamp or ''}: it cannot complete {stamp}")
         self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
 
     def restore(self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED) -> None:
-        """A verified copy comes back into an empty slot (handed back after its agent's death). Raises ValueError."""
+        """Put a verified copy into an empty slot (handed back after its agent's death).
+
+        Raises:
+            ValueError: The slot is not empty, or another slot holds this stamp.
+        """
         if self.slots[index].state != "empty" or self.find(stamp) is not None:
             raise ValueError(f"slot {index} is {self.slots[index].state}: it cannot take {stamp} back")
         self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
         self.high = stamp if self.high is None else max(self.high, stamp)
 
     def void(self, index: int) -> None:
-        """Give up on what one slot holds. A transfer that will be tried again does not void: it refills."""
+        """Empty one slot. A transfer that will be tried again does not void its slot: it refills it."""
         self.slots[index] = Slot()
 
     def void_filling(self) -> None:
-        """Give up on everything incomplete, as when its writer has died."""
+        """Empty every slot that is being filled, for example because its writer has died."""
         for index, slot in enumerate(self.slots):
             if slot.state == "filling":
                 self.void(index)
 
     def void_except(self, *keep: Stamp) -> tuple[Stamp, ...]:
-        """R4, at recovery: keep only complete copies of these stamps (`recovery_plan.SetPlan.keep`). Returns what was
-        voided, in slot order. The pair then belongs to the new epoch: it may go back to a kept stamp."""
+        """Empty all slots but complete copies of these stamps (R4). Return the voided stamps in slot order.
+
+        The stamps to keep are those of `recovery_plan.SetPlan.keep`. The pair belongs to the new epoch afterwards,
+        so it may go back to a kept stamp.
+        """
         voided = []
         for index, slot in enumerate(self.slots):
             if slot.stamp is not None and (slot.state != "complete" or slot.stamp not in keep):
@@ -166,14 +192,15 @@ class SlotPair:
         return tuple(voided)
 
     def complete_stamps(self) -> frozenset[Stamp]:
+        """Return the stamps of the complete slots."""
         return frozenset(slot.stamp for slot in self.slots if slot.state == "complete" and slot.stamp is not None)
 
     def newest(self) -> Stamp | None:
-        """The newest stamp in the pair, complete or being filled."""
+        """Return the newest stamp in the pair, complete or being filled."""
         return max((slot.stamp for slot in self.slots if slot.stamp is not None), default=None)
 
     def find(self, stamp: Stamp) -> int | None:
-        """Index of the slot that holds `stamp`, complete or being filled."""
+        """Return the index of the slot that holds `stamp`, complete or being filled."""
         for index, slot in enumerate(self.slots):
             if slot.stamp == stamp:
                 return index

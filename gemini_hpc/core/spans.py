@@ -1,13 +1,17 @@
-"""From the times of collectives to the idle spans that Algorithm 2 fills (GEMINI paper, section 5.4).
+"""Idle spans for Algorithm 2, computed from the times of collectives (GEMINI paper, section 5.4).
 
-An iteration runs from one step() of the checkpointer to the next. The *gate* in it is the pre-hook of the optimizer:
-a checkpoint that must be complete before the optimizer's step can only use what is idle before it; what is idle after
-it can take a checkpoint that is spread over several iterations. A span is named by the number of collectives that
-were launched before it, which is what a sender sees at run time: it need not trust the clock for where it is.
+An iteration runs from one step() of the checkpointer to the next. The *gate* in it is the pre-hook of the optimizer.
+A checkpoint that must be complete before the optimizer's step can only use the idle time before the gate. A
+checkpoint spread over several iterations can also use the idle time after the gate. A span is named by the number of
+collectives launched before it. A sender sees that number at run time, so it need not trust the clock for its
+position.
 
-1. `idle`: one iteration's gaps. 2. `summarize`: those of several iterations, as the profile to plan with.
-3. `waiting`: with the wait that a stage of a pipeline begins with. 4. `intersect`: the windows in which the other end
-is idle as well. 5. `timeline`: T of Algorithm 2. 6. `drifted`: whether the profile still describes the training.
+1. `idle` returns the gaps of one iteration.
+2. `summarize` returns those of several iterations as the profile to plan with.
+3. `waiting` adds the wait with which a stage of a pipeline begins.
+4. `intersect` returns the windows in which the other end is idle as well.
+5. `timeline` returns T of Algorithm 2.
+6. `drifted` checks whether the profile still describes the training.
 """
 
 from __future__ import annotations
@@ -22,17 +26,19 @@ from math import inf
 from statistics import fmean, median, median_low, pstdev
 from typing import NamedTuple
 
-# The share of iterations that may be shorter of idle time than what is planned with. The minimum would be one
-# outlier's in 20 iterations, the mean is exceeded by every second iteration: then a chunk is late and delays a
-# collective.
+# Share of iterations that may have less idle time than planned. The minimum of 20 iterations would be an outlier's.
+# The mean is missed by every second iteration, and then a chunk is late and delays a collective.
 LOW_SHARE = 0.1
-# A change of idle time that is less than this share of the iteration moves no plan.
+# A change of idle time below this share of the iteration does not change the plan.
 NEGLIGIBLE = 0.01
 
 
 class Op(NamedTuple):
-    """One collective. `kind` says what it is (a hash of its name, process group and size), so that iterations can be
-    told apart; both times count from the iteration's start."""
+    """A collective.
+
+    `kind` is a hash of its name, process group and size, so that iterations can be distinguished. Both times are in
+    seconds from the iteration's start.
+    """
 
     kind: int
     bytes: int
@@ -42,8 +48,14 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One iteration: `started_s` by the node's clock, the other times from there. `ops` in order of launch; an op may
-    end after the iteration."""
+    """An iteration.
+
+    Attributes:
+        started_s: Start, by the node's clock. The other times count from there, in seconds.
+        length_s: Length of the iteration.
+        gate_s: Time of the gate.
+        ops: Collectives in order of launch. An op may end after the iteration.
+    """
 
     started_s: float
     length_s: float
@@ -52,7 +64,10 @@ class Trace:
 
 
 class Gap(NamedTuple):
-    """Idle time after the first `after` ops of an iteration; length 0 where the next is launched before they end."""
+    """Idle time after the first `after` ops of an iteration.
+
+    Its length is 0 if the next op is launched before these end.
+    """
 
     after: int
     before_gate: bool
@@ -71,16 +86,26 @@ class Span(NamedTuple):
 
     @property
     def end_s(self) -> float:
+        """Return the end of the span in seconds."""
         return self.start_s + self.length_s
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a training's iterations have in common. `pattern` is the hash of its ops' kinds in order (64 bits, the
-    same on every machine), `ops` their number. `spans` follow each other in time without overlap, those before the
-    gate first; the last of these ends in the gate and is always there. `idle_s` is the sum of their planned lengths,
-    `dropped_s` the mean idle time of an iteration outside of them, `deviation` the normalized standard deviation of
-    their lengths, weighted by length: below 0.1 in the paper."""
+    """The common properties of a training's iterations.
+
+    Attributes:
+        pattern: Hash of the ops' kinds in order (64 bits, the same on every machine).
+        ops: Number of ops.
+        iterations: Number of iterations summarized.
+        iteration_s: Length of an iteration in seconds.
+        gate_s: Time of the gate in seconds.
+        spans: Spans in order of time without overlap, those before the gate first. The last of these ends in the
+            gate and is always present.
+        idle_s: Sum of the planned lengths of the spans.
+        dropped_s: Mean idle time of an iteration outside the spans.
+        deviation: Normalized standard deviation of the span lengths, weighted by length; below 0.1 in the paper.
+    """
 
     pattern: int
     ops: int
@@ -94,12 +119,16 @@ class Profile:
 
     @property
     def gate_span(self) -> Span:
+        """Return the span that ends in the gate."""
         return [span for span in self.spans if span.before_gate][-1]
 
 
 class Window(NamedTuple):
-    """Idle at both ends: begins `delay_s` after my profile's spans[span] does, which comes after `after` ops. It is
-    before the gate if it is before that of every rank, so not always where its span is."""
+    """Idle time at both ends of a transfer.
+
+    A window begins `delay_s` after my profile's spans[span], which comes after `after` ops. It counts as before the
+    gate if it is before the gate of every rank, so its side can differ from that of its span.
+    """
 
     span: int
     after: int
@@ -110,22 +139,27 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The windows of consecutive iterations up to the gate of the last: `T` of Algorithm 2. `windows` is the number
-    of windows in a whole iteration."""
+    """The windows of consecutive iterations up to the gate of the last: `T` of Algorithm 2.
+
+    `windows` is the number of windows in a whole iteration.
+    """
 
     T: tuple[float, ...]
     windows: int
 
     def at(self, index: int) -> tuple[int, int]:
-        """Iteration (0 is the first) and index into the windows of the span T[index]. Raises ValueError if there is
-        none."""
+        """Return the iteration (0 is the first) and the window index of the span T[index].
+
+        Raises:
+            ValueError: There is no such span.
+        """
         if not 0 <= index < len(self.T):
             raise ValueError(f"span {index} is outside 0..{len(self.T) - 1}")
         return divmod(index, self.windows)
 
 
 def pattern(ops: Iterable[Op]) -> int:
-    """64-bit hash of the sequence of kinds."""
+    """Return the 64-bit hash of the sequence of kinds."""
     digest = blake2b(digest_size=8)
     for op in ops:
         digest.update(struct.pack("<Q", op.kind & 0xFFFF_FFFF_FFFF_FFFF))
@@ -133,11 +167,14 @@ def pattern(ops: Iterable[Op]) -> int:
 
 
 def idle(trace: Trace) -> list[Gap]:
-    """The gaps after 0, 1, ... all ops, in order, the one with the gate as two: len(ops) + 2 in all.
+    """Return the gaps after 0, 1, ... all ops, in order, the gap with the gate as two: len(ops) + 2 in all.
 
-    A gap reaches from the end of all ops before it to the launch of the first after it, so ops may overlap. One that
-    ends after the iteration keeps the beginning of the next busy: iterations are alike, so it is taken from this one.
-    Raises ValueError for a gate outside the iteration or an op that ends before it starts.
+    A gap reaches from the end of all ops before it to the launch of the first op after it, so ops may overlap. An op
+    that ends after the iteration keeps the beginning of the next iteration busy. Iterations are alike, so that time
+    is subtracted at the start of this iteration.
+
+    Raises:
+        ValueError: The gate is outside the iteration, or an op ends before it starts.
     """
     length, gate, ops = trace.length_s, trace.gate_s, trace.ops
     if not 0 <= gate <= length:
@@ -162,11 +199,14 @@ def idle(trace: Trace) -> list[Gap]:
 
 
 def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 256) -> Profile:
-    """The profile of iterations of one pattern. Spans shorter than `floor_s` are dropped, and of the others all but
-    the `keep` longest; the one that ends in the gate stays, also if its length is 0.
+    """Return the profile of iterations of one pattern.
 
-    A span is planned with the length that all but a tenth of the iterations reach; of fewer than 10, the shortest.
-    Raises ValueError for no trace, traces of different patterns and keep < 1.
+    Spans shorter than `floor_s` seconds are dropped, and all but the `keep` longest of the others. The span that
+    ends in the gate stays, even with length 0. A span is planned with the length that all but a tenth of the
+    iterations reach; with fewer than 10 iterations, with the shortest.
+
+    Raises:
+        ValueError: There is no trace, traces have different patterns, or keep < 1.
     """
     if not traces:
         raise ValueError("no iterations to make a profile of")
@@ -178,7 +218,7 @@ def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 2
     iterations = [idle(trace) for trace in traces]
     iteration_s = median(trace.length_s for trace in traces)
     gate_s = median(trace.gate_s for trace in traces)
-    # Where the gate is among the ops may vary: a part that an iteration lacks has length 0 in it.
+    # The gate's place among the ops may vary: a part that an iteration lacks has length 0 in it.
     gate_after = median_low([sum(gap.before_gate for gap in gaps) - 1 for gaps in iterations])
     ops = len(traces[0].ops)
     spans: dict[Span, list[float]] = {}
@@ -209,11 +249,11 @@ def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 2
 
 
 def waiting(profile: Profile, lag_s: float) -> Profile:
-    """The profile of a rank that begins its iterations `lag_s` earlier, and waits so much longer before its first
-    collective.
+    """Return the profile of a rank that begins its iterations `lag_s` seconds earlier.
 
-    While iterations are recorded all ranks wait for each other at the optimizer, and go on together. Stages of a
-    pipeline then wait there, where that is not counted, instead of in the bubble that they would find later.
+    The rank then waits that much longer before its first collective. While iterations are recorded, all ranks wait
+    for each other at the optimizer and go on together. Stages of a pipeline then wait there, where the wait is not
+    counted, instead of in the bubble that they would find later.
     """
     if not lag_s > 0:
         return profile
@@ -231,12 +271,14 @@ def waiting(profile: Profile, lag_s: float) -> Profile:
 
 
 def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Window]:
-    """The windows of my spans in which all others are idle, in order of time, those before the gate first.
+    """Return the windows of my spans in which all others are idle.
 
-    Each other comes with its shift: the start of its iteration minus the start of mine, in seconds by one clock. A
-    rank's spans come again with every iteration of it. The gate that counts is the first to come of all ranks': what
-    is sent later holds that rank's optimizer up. The last window before it is always there, possibly with length 0:
-    it is the one that Algorithm 2 takes as infinite.
+    The windows are in order of time, those before the gate first.
+
+    Each other profile comes with its shift: the start of its iteration minus the start of mine, in seconds by one
+    clock. A rank's spans repeat in every iteration of that rank. The gate that counts is the earliest of all ranks,
+    because later bytes delay that rank's optimizer. The last window before the gate is always present, possibly with
+    length 0: Algorithm 2 treats it as infinite.
     """
     gate = max(0.0, min([mine.gate_s, *(shift + other.gate_s for other, shift in others)]))
     free = [(-inf, inf)]
@@ -250,7 +292,7 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
             first, last = _cut(span, before_gate, gate, mine.gate_s)
             overlap = free[bisect_right(ends, first) : bisect_left(ends, last) + 1]
             for start, end in common([(first, last)], overlap):
-                # A length that nothing has cut stays as it is: computed anew, it would be rounded.
+                # Keep an uncut length as it is: recomputing would round it.
                 length = span.length_s if (start, end) == (span.start_s, span.end_s) else end - start
                 windows.append(Window(index, span.after, before_gate, start - span.start_s, length))
         if before_gate and (not windows or windows[-1].span != closing.span):
@@ -259,8 +301,11 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
 
 
 def capped(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) -> list[Window]:
-    """The same windows, as far as ranks of my pattern are idle in them too. These launch the same operations, so that
-    a span of theirs begins when mine does, whatever any clock says: it comes after the same operation."""
+    """Return the same windows, cut to the idle time of the ranks with my pattern.
+
+    These ranks launch the same operations. Their span begins when mine does, whatever any clock shows, because it
+    comes after the same operation.
+    """
     lengths = [{(span.after, span.before_gate): span.length_s for span in other.spans} for other in others]
     found = []
     for window in windows:
@@ -271,9 +316,12 @@ def capped(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) 
 
 
 def timeline(windows: Sequence[Window], s: int) -> Timeline:
-    """The windows of s iterations up to the gate of the last one: whole iterations, then what comes before the gate.
+    """Return the windows of s iterations up to the gate of the last iteration.
 
-    Raises ValueError for s < 1 and for windows of which those before the gate are not the first, or not there.
+    These are whole iterations, then the part of the last one before the gate.
+
+    Raises:
+        ValueError: s < 1, or the windows before the gate do not come first, or there are none.
     """
     if s < 1:
         raise ValueError(f"{s} iterations to spread a checkpoint over: at least 1 is needed")
@@ -285,12 +333,12 @@ def timeline(windows: Sequence[Window], s: int) -> Timeline:
 
 
 def drifted(profile: Profile, trace: Trace, tolerance: float = 0.25) -> str:
-    """Why the profile no longer describes the training, as a sentence; '' if it does.
+    """Return why the profile no longer describes the training, as a sentence; '' if it still does.
 
-    Other collectives, or another order: always. Idle time: if the changes of all spans, longer and shorter alike,
-    come to more than `tolerance` of all idle time, or one span that holds at least that share of it has changed by
-    more than `tolerance` of itself. A short span so counts for what it is. One iteration may be an outlier: ask about
-    several.
+    Different collectives, or another order, always count. A change of idle time counts in two cases. In the first,
+    the changes of all spans, longer and shorter alike, exceed `tolerance` of all idle time. In the second, a span
+    with at least that share of all idle time changes by more than `tolerance` of itself. A short span thus counts
+    according to its length. One iteration may be an outlier, so check several.
     """
     if len(trace.ops) != profile.ops:
         return f"an iteration launches {len(trace.ops)} collectives, the profile has {profile.ops}"
@@ -318,8 +366,10 @@ def drifted(profile: Profile, trace: Trace, tolerance: float = 0.25) -> str:
 
 
 def _side(gaps: list[Gap], before_gate: bool, ops: int, gate: float) -> list[Gap]:
-    """An iteration's gaps on one side of the gate for every number of ops; those on the other side are empty
-    there."""
+    """Return an iteration's gaps on one side of the gate for every number of ops.
+
+    Gaps of the other side are empty there.
+    """
     found = {gap.after: gap for gap in gaps if gap.before_gate == before_gate}
     return [found.get(after, Gap(after, before_gate, gate, 0.0)) for after in range(ops + 1)]
 
@@ -329,7 +379,10 @@ def _low(lengths: list[float]) -> float:
 
 
 def _apart(spans: list[Span], gate_s: float, iteration_s: float) -> tuple[Span, ...]:
-    """Each start is a median of its own: a span is cut where the next one, the gate or the iteration's end is."""
+    """Return the spans cut at the next span, the gate or the iteration's end.
+
+    Each start is a separate median, so spans may overlap before the cut.
+    """
     cut = []
     for span, following in zip(spans, [*spans[1:], None], strict=True):
         limit = gate_s if span.before_gate else iteration_s
@@ -340,8 +393,10 @@ def _apart(spans: list[Span], gate_s: float, iteration_s: float) -> tuple[Span, 
 
 
 def _cut(span: Span, before_gate: bool, gate: float, own_gate: float) -> tuple[float, float]:
-    """The part of my span on one side of the gate that counts, which may be earlier than mine; none of it is there if
-    the end is not after the start."""
+    """Return the part of my span on one side of the gate that counts, which may be earlier than my own gate.
+
+    The part is empty if its end is not after its start.
+    """
     start, end = span.start_s, span.end_s
     if span.before_gate and gate < own_gate:
         return (start, min(end, gate)) if before_gate else (max(start, gate), end)
@@ -349,7 +404,10 @@ def _cut(span: Span, before_gate: bool, gate: float, own_gate: float) -> tuple[f
 
 
 def _closing(mine: Profile, gate: float) -> Window:
-    """The empty window at the end of my last span that has begun by the gate; before my first, if none has."""
+    """Return the empty window at the end of my last span that has begun by the gate.
+
+    If no span has begun, the window is before my first span.
+    """
     begun = sum(span.before_gate and span.start_s <= gate for span in mine.spans)
     index = max(0, begun - 1)
     span = mine.spans[index]
@@ -357,7 +415,10 @@ def _closing(mine: Profile, gate: float) -> Window:
 
 
 def _periodic(profile: Profile, shift: float, until: float) -> list[tuple[float, float]]:
-    """When a rank is idle between 0 and `until`: its spans of every iteration, as intervals that do not touch."""
+    """Return the idle times of a rank between 0 and `until`, in seconds.
+
+    The result covers its spans of every iteration, as intervals that do not touch.
+    """
     period = profile.iteration_s
     if not period > 0:
         raise ValueError(f"a profile with an iteration of {period} s")
@@ -375,7 +436,7 @@ def _periodic(profile: Profile, shift: float, until: float) -> list[tuple[float,
 
 
 def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Intervals in order, none of which touch, that cover the same as these."""
+    """Return sorted intervals that do not touch and cover the same times as these."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -386,7 +447,7 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What two lists of intervals, each in order, have in common."""
+    """Return the intersection of two lists of intervals, each in order."""
     found = []
     i = j = 0
     while i < len(a) and j < len(b):

@@ -1,9 +1,10 @@
-"""Whether a training that makes no progress hangs, and which rank holds it up: pure rules over what its ranks show.
+"""Pure rules that detect a hanging training and the rank that holds it up, from the progress of its ranks.
 
-A training *hangs* when no rank of it has completed a step or launched a collective for longer than its patience, and
-some rank waits for another: they are not at the same place, or they are in a collective that does not end. Ranks that
-are all at the same place, in no collective, evaluate, load data or compile: for how long is their own business. The
-rank that is behind all others is the one that they wait for (just-in-time checkpointing, section 3.1).
+A training *hangs* under two conditions. No rank has completed a step or launched a collective for longer than the
+patience, and some rank waits for another rank. Waiting means that ranks are not at the same place, or are in a
+collective that does not end. Ranks that are all at the same place and in no collective evaluate, load data or
+compile, for any length of time. The ranks wait for the rank behind all others (just-in-time checkpointing, section
+3.1).
 """
 
 from __future__ import annotations
@@ -19,14 +20,23 @@ Host = Annotated[str, msgspec.Meta(max_length=255)]
 Name = Annotated[str, msgspec.Meta(max_length=32)]
 Calls = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
-USUAL, PAUSES = 10.0, 2.0  # iterations, and the longest wait for a rank so far that ended by itself
-EARLY = 4.0  # patience before ranks have a usual iteration: one of them may compile, or prepare its data
-MOST_DOUBLED = 2  # after so many hangs of a job its patience grows no more
+USUAL, PAUSES = 10.0, 2.0  # patience as multiples of the usual iteration and of the longest wait that ended by itself
+EARLY = 4.0  # patience factor before ranks have a usual iteration: one may compile or prepare its data
+MOST_DOUBLED = 2  # hangs of a job after which its patience grows no more
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank is. version: completed `step()` calls; launched: collectives since then, of `usual` in an
-    iteration; collective: the newest one's name; runs: whether its process gives signs of life."""
+    """The position of a rank in the training.
+
+    Attributes:
+        version: Completed `step()` calls.
+        launched: Collectives launched since then.
+        usual: Usual number of collectives in an iteration.
+        rank: Rank of the process.
+        host: Host of the rank.
+        collective: Name of the newest collective.
+        runs: True if the process shows signs of life.
+    """
 
     version: Version
     launched: Calls
@@ -38,16 +48,29 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def reached(self) -> tuple[int, float]:
-        """How far it is; ranks of several groups (stages of a pipeline, say) launch different numbers. In the first
-        iteration nobody knows how many there are."""
+        """Return the progress of the rank, comparable across ranks.
+
+        Ranks of several groups (stages of a pipeline, for example) launch different numbers of collectives. In the
+        first iteration their number is not yet known.
+        """
         return self.version, self.launched / max(self.launched, self.usual or self.launched + 1)
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Of some ranks of one training of `world`. silent_s: since any of them has come on; unseen_s: since any of them
-    has given a sign of life, awake_s: for how long there were such signs all the time, so that a suspended job loses
-    no patience; usual_s: their usual iteration; least, most: the one that is behind, and the one that is ahead;
-    waiting: a collective is on the network; early: they have not completed two steps of this launch yet."""
+    """The standing of some ranks of one training of `world` ranks.
+
+    Attributes:
+        world: Number of ranks of the training.
+        ranks: Number of ranks included.
+        silent_s: Seconds since any of them has made progress.
+        unseen_s: Seconds since any of them has shown a sign of life.
+        awake_s: Seconds for which such signs came continuously, so that a suspended job loses no patience.
+        usual_s: Usual iteration of the ranks in seconds.
+        least: Place of the rank behind all others.
+        most: Place of the rank ahead of all others.
+        waiting: True if a collective is on the network.
+        early: True if the ranks have not completed two steps of this launch yet.
+    """
 
     world: Count
     ranks: Count
@@ -61,7 +84,7 @@ class Standing(msgspec.Struct, frozen=True):
     early: bool = False
 
     def join(self, other: Standing) -> Standing:
-        """Of both."""
+        """Return the standing of both sets of ranks together."""
         return Standing(
             max(self.world, other.world),
             self.ranks + other.ranks,
@@ -77,42 +100,50 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def held_s(self) -> float:
-        """For how long some rank has kept the others waiting; 0.0: none does, or ranks are missing."""
+        """Return how long some rank has kept the others waiting, in seconds.
+
+        The result is 0.0 if no rank keeps others waiting, or if ranks are missing.
+        """
         waits = self.waiting or self.least.reached != self.most.reached
         held_s = min(self.silent_s - self.unseen_s, self.awake_s)
         return max(0.0, held_s) if waits and self.ranks == self.world else 0.0
 
 
 def _behind(place: Place) -> tuple[tuple[int, float], bool, int, str]:
-    """Of equals one that does not run, then the lowest rank."""
+    """Return a sort key by progress; among equals a rank that does not run comes first, then the lowest rank."""
     return place.reached, place.runs, place.rank, place.host
 
 
 class Judge:
-    """Of one training, where all that is known of its ranks comes together. hang_s: the least patience."""
+    """The detector of hangs of one training, which receives all knowledge about its ranks."""
 
     def __init__(self, hang_s: float) -> None:
+        """Create a detector.
+
+        Args:
+            hang_s: Least patience in seconds.
+        """
         self._hang_s = hang_s
         self._held_s = self._longest_s = 0.0
         self._hangs = 0
         self._hung = self._early = False
 
     def patience_s(self, usual_s: float, *, early: bool = False) -> float:
-        """For so long a rank may keep the others waiting."""
+        """Return how long a rank may keep the others waiting, in seconds."""
         doubled = 2.0 ** min(self._hangs - self._hung, MOST_DOUBLED)
         least_s = self._hang_s * EARLY if early else self._hang_s
         return doubled * max(least_s, USUAL * usual_s, PAUSES * self._longest_s)
 
     def begin(self) -> None:
-        """A new launch of the training: of the one before only its hangs count."""
+        """Start a new launch of the training. Only the hangs of the previous launch are kept."""
         self._held_s = self._longest_s = 0.0
         self._hung = self._early = False
 
     def look(self, standing: Standing | None) -> bool:
-        """Whether the training hangs, as of now; None: somebody does not say how its ranks stand."""
+        """Return whether the training hangs now. `standing` is None if some agent does not report its ranks."""
         held_s = standing.held_s if standing is not None else 0.0
         if held_s < self._held_s:
-            if not self._early:  # it says nothing of what comes later
+            if not self._early:  # an early wait predicts nothing for later steps
                 self._longest_s = max(self._longest_s, self._held_s)
             self._hung = False
         self._held_s, self._early = held_s, standing is not None and standing.early
@@ -124,7 +155,7 @@ class Judge:
 
 
 def told(standing: Standing) -> str:
-    """What is known of a hang, in a sentence."""
+    """Return a sentence that describes a hang."""
     least, most = standing.least, standing.most
     usual = "before the second step" if standing.early else f"usually {standing.usual_s:.3g} s a step"
     head = f"rank {least.rank}: no progress for {standing.held_s:.0f} s, {usual}"
@@ -143,7 +174,7 @@ def told(standing: Standing) -> str:
 
 
 def shortened(stack: str, most_chars: int) -> str:
-    """A traceback of faulthandler in one line, innermost call first, as many of them as have room."""
+    """Return a traceback of faulthandler as one line, the innermost call first, with as many calls as fit."""
     calls = []
     for line in stack.splitlines():
         before, _, function = line.strip().rpartition(" in ")

@@ -1,8 +1,8 @@
-"""Which node losses a job would survive now, counted from the copies that exist, not from the plan. Pure.
+"""The node losses that a job would survive now, counted from existing copies instead of the plan. Pure.
 
-A shard is the set of nodes that hold a good copy of it. A loss is survived if every shard keeps a holder. All
-counts are exact for k <= 3, whatever the number of nodes: losses that hit a single-holder shard are counted by
-binomials, those that hit a pair by the pairs' graph, those that hit a triple one by one.
+A shard is represented by the set of nodes that hold a good copy. A loss is survived if every shard keeps a holder.
+All counts are exact for k <= 3, for any number of nodes. Losses that hit a single-holder shard are counted by
+binomials. Losses that hit a pair are counted by the pairs' graph, and those that hit a triple one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ MAX_K = 3
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """`probability[k-1]`: share of the k-node losses that are survived; `fatal`: the smallest losses that are not."""
+    """The share of node losses that a job survives.
+
+    Attributes:
+        probability: At index k-1, the share of the k-node losses that are survived.
+        fatal: The smallest losses that are not survived.
+        lost_already: True if some shard has no holder now.
+    """
 
     probability: tuple[float, ...]
     fatal: tuple[tuple[str, ...], ...]
@@ -25,7 +31,7 @@ class Survival:
 
 
 def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival:
-    """Exact shares for k = 1..3 (fewer on smaller jobs)."""
+    """Return the exact shares for k = 1..3 (fewer on smaller jobs)."""
     names = sorted(set(nodes))
     ks = range(1, min(MAX_K, len(names)) + 1)
     sets = set(shards)
@@ -48,7 +54,7 @@ def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival
 
 
 def _minimal(sets: set[frozenset[str]]) -> list[frozenset[str]]:
-    """Sets of at most three nodes that contain no other of them."""
+    """Return the sets of at most three nodes that contain no other of these sets."""
     small = sorted((s for s in sets if len(s) <= MAX_K), key=len)
     kept: set[frozenset[str]] = set()
     for s in small:
@@ -59,7 +65,10 @@ def _minimal(sets: set[frozenset[str]]) -> list[frozenset[str]]:
 
 
 def _triples_with_an_edge(edges: list[frozenset[str]], nodes: int) -> int:
-    """Triples of `nodes` nodes that contain an edge: paths would count twice, triangles three times."""
+    """Return the number of triples of `nodes` nodes that contain an edge.
+
+    The plain count would include paths twice and triangles three times.
+    """
     near: dict[str, set[str]] = {}
     for edge in edges:
         a, b = edge

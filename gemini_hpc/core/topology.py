@@ -1,13 +1,13 @@
-"""Which failure domain each node is in, as a file says it: a site's own list, or what Slurm has.
+r"""The failure domain of each node, as a file describes it: a site's own list, or Slurm's topology.
 
-Three kinds of lines, also mixed; "#" begins a comment, "\\" at the end of a line goes on in the next:
+Three kinds of lines, also mixed; "#" begins a comment, "\" at the end of a line continues it:
 
     n[1-32]  rack1                                 nodes, and the name or path of their domain
     SwitchName=leaf1 Nodes=n[1-32]                 topology/tree: topology.conf, or `scontrol show topology`
     SwitchName=spine Switches=leaf[1-8]
     BlockName=b1 Nodes=n[1-18]                     topology/block
 
-A switch that others hang from is a wider domain: "spine.leaf1".
+A switch with other switches below is a wider domain: "spine.leaf1".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from gemini_hpc.core import conf_text, hostlist
 from gemini_hpc.core.domains import MAX_LEVELS, MAX_PATH
 
-MAX_BYTES = 16 << 20  # of a file
+MAX_BYTES = 16 << 20  # largest file
 MAX_NODES = 1 << 20
 
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_PATH}}}")
@@ -25,12 +25,15 @@ _KEYS = ("switchname", "blockname")
 
 
 class TopologyError(ValueError):
-    """The text cannot be used; the message names the line, what was wanted and what was found."""
+    """Raised if the text cannot be used. The message names the line, what was wanted and what was found."""
 
 
 def parse(text: str) -> dict[str, str]:
-    """Domains by node, in the order of the text. A node that is named twice is where it was named first. Raises
-    `TopologyError`."""
+    """Return the domains by node, in the order of the text. The first mention of a node counts.
+
+    Raises:
+        TopologyError: The text cannot be used.
+    """
     if len(text) > MAX_BYTES:
         raise TopologyError(f"{len(text)} characters: wanted at most {MAX_BYTES}")
     nodes: dict[str, str] = {}
@@ -55,9 +58,9 @@ def parse(text: str) -> dict[str, str]:
 def _slurm(values: dict[str, str], nodes: dict[str, str], above: dict[str, str]) -> None:
     key = next((key for key in _KEYS if key in values), None)
     if key is None:
-        return  # BlockSizes=..., and whatever Slurm may add
+        return  # BlockSizes=..., and any key that Slurm may add
     name = _name(values[key])
-    if below := values.get("switches"):  # `scontrol show topology` names the nodes below again
+    if below := values.get("switches"):  # `scontrol show topology` repeats the nodes below
         for switch in _hosts(below):
             above.setdefault(switch, name)
     elif within := values.get("nodes"):
@@ -80,7 +83,7 @@ def _name(text: str) -> str:
 
 
 def _path(name: str, above: dict[str, str]) -> str:
-    """With the switches that it hangs from; a circle ends it."""
+    """Return the name with the switches above it. A cycle ends the path."""
     path = [name]
     while (wider := above.get(path[0])) is not None and wider not in path and len(path) < MAX_LEVELS:
         path.insert(0, wider)

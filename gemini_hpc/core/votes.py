@@ -1,19 +1,20 @@
-"""Sealing by agents, up a tree (docs/protocol.md, R2 and R3).
+"""The sealing of versions by agents, along a tree (docs/protocol.md, R2 and R3).
 
-Each agent votes for the stamps that are complete in *all* its pairs of one training set. Votes merge on the way up,
-at constant size; the root seals the highest stamp that is complete everywhere, and its word comes back down. A vote
-is a promise: the voter keeps the slot until the word decides (`SlotPair.begin`).
+Each agent votes for the stamps that are complete in *all* its pairs of one training. Votes merge on the way up, at
+constant size. The root seals the highest stamp that is complete everywhere, and its decision comes back down. A vote
+is a promise: the voter keeps the slot until the decision arrives (`SlotPair.begin`).
 
-The word also *abandons*. Rank A may skip version 5 (its wait for a seal ran out) where rank B has written and
-voted for it. B may not recycle 5 on its own judgement; once some pair has begun a later version without having 5,
-5 can never be sealed, and the root tells B so. That a pair never goes back (`SlotPair.high`) makes it a lasting
-fact, so votes that are late, repeated or out of order cannot turn one decision into the other.
+The decision also *abandons* stamps. Rank A may skip version 5 (its wait for a seal ran out) while rank B has written
+and voted for it. B may not recycle version 5 on its own judgement. Once some pair has begun a later version without
+version 5, that version can never be sealed, and the root reports this to B. A pair never goes back
+(`SlotPair.high`), so this fact is permanent. Late, repeated or reordered votes therefore cannot turn one decision
+into the other.
 
-A version is sealed only if all ranks mean the same moment of the training with it (`core.moments`): the marks of all
-shards, each counted at its home, add up to 0. Else it is void: abandoned as soon as each home has its shard, and the
-decision names it.
+A version is sealed only if all ranks mean the same moment of the training with it (`core.moments`). The marks of all
+shards, each counted at its home, then add up to 0. Otherwise the version is void: it is abandoned as soon as each
+home has its shard, and the decision names it.
 
-One `Root` serves one set in one epoch: recovery starts a new one, and votes name the epoch (R6, in `wire`).
+A `Root` serves one training in one epoch. Recovery starts a new root, and votes name the epoch (R6, in `wire`).
 """
 
 from __future__ import annotations
@@ -33,21 +34,24 @@ _NONE: frozenset[Stamp] = frozenset()
 
 
 class Marks(NamedTuple):
-    """The sum of the marks of a version's shards that are complete at their homes, and the number of these."""
+    """The sum of the marks of a version's shards, and the number of these shards.
+
+    Only shards that are complete at their homes count.
+    """
 
     total: Mark
     shards: Count
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What some pairs, of one agent or of a whole subtree, say together.
+    """The merged vote of some pairs, of one agent or of a whole subtree.
 
     - `complete`: stamps complete in every one of them.
-    - `seen`: stamps complete in at least one of them: those about which somebody waits for a word.
-    - `floor`, `kept`: stamps that all of them can still have are those above `floor` and those in `kept`.
-      `floor` is the highest stamp that any of the pairs has begun or passed; None where nothing was.
-    - `marks`: by stamp, of the shards that live here and are complete. None: some agent, of an earlier release, does
-      not say.
+    - `seen`: stamps complete in at least one of them. Some rank waits for a decision about these.
+    - `floor`, `kept`: the stamps that all pairs can still have are those above `floor` and those in `kept`. `floor`
+      is the highest stamp that any of the pairs has begun or passed; None if no pair has.
+    - `marks`: by stamp, the marks of the shards that live here and are complete. None: some agent of an earlier
+      release reports no marks.
     """
 
     complete: frozenset[Stamp] = _NONE
@@ -58,27 +62,27 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dead(self) -> frozenset[Stamp]:
-        """Stamps complete somewhere that some pair does not have and, having gone past them, never will."""
+        """Return the stamps complete in some pair that another pair has passed and will never have."""
         return frozenset(stamp for stamp in self.seen if not self.possible(stamp))
 
     def possible(self, stamp: Stamp) -> bool:
-        """Whether every pair has `stamp`, is filling it, or can still begin it."""
+        """Return whether every pair has `stamp`, is filling it, or can still begin it."""
         return self.floor is None or stamp > self.floor or stamp in self.kept
 
 
 SILENT = Vote()
-"""What stands for a member that has not voted: complete nowhere, so nothing is sealed without it (R3)."""
+"""The vote of a member that has not voted: complete nowhere, so nothing is sealed without the member (R3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The root's decision. Every undecided stamp below `sealed` is as good as abandoned, and not listed.
+    """The root's decision. Every undecided stamp below `sealed` counts as abandoned and is not listed.
 
     Attributes:
-        sealed: the newest sealed stamp.
-        abandoned: newer stamps that will never be sealed.
-        void: of these, the first one since the seal that the ranks do not mean alike.
-        why: how they differ, once all ranks' moments are known.
+        sealed: The newest sealed stamp.
+        abandoned: Newer stamps that will never be sealed.
+        void: Among these, the first since the seal whose ranks do not mean the same moment.
+        why: Description of how they differ, once all ranks' moments are known.
     """
 
     sealed: Stamp | None = None
@@ -88,10 +92,10 @@ class Decision:
 
 
 def vote_of(pairs: Iterable[SlotPair], expected: int | None = None, own: Iterable[SlotPair] = ()) -> Vote:
-    """One agent's vote on all the pairs that it holds for a set. own: those whose ranks live here.
+    """Return one agent's vote on all the pairs that it holds for a training.
 
-    With fewer pairs than `expected` (shards not registered yet), or none, nothing is complete: a version must not
-    be sealed over the head of a shard that is still to come.
+    `own` are the pairs whose ranks live here. With fewer pairs than `expected` (shards not registered yet), or none,
+    nothing is complete. A version must not be sealed before all shards of this agent exist.
     """
     pairs = list(pairs)
     vote = merge(
@@ -124,8 +128,10 @@ def _add_marks(marks: Iterable[Mapping[Stamp, Marks]]) -> dict[Stamp, Marks]:
 
 
 def merge(votes: Iterable[Vote]) -> Vote:
-    """The vote of all the pairs behind `votes`, of which none is behind two of them. Associative and commutative; of
-    no vote at all: SILENT."""
+    """Return the vote of all the pairs behind `votes`, where no pair is behind two of them.
+
+    The operation is associative and commutative. Without votes the result is SILENT.
+    """
     votes = list(votes)
     if not votes:
         return SILENT
@@ -141,13 +147,13 @@ def merge(votes: Iterable[Vote]) -> Vote:
 
 
 class Root:
-    """The top of the tree: the latest vote of each member of an agreed group. What it has sealed stays sealed, what
-    it has abandoned is never sealed.
+    """The top of the tree, with the latest vote of each member of an agreed group.
 
-    It need not outlive its agent: a new root that hears every member again can only find the same (a voter keeps
-    what it voted for, a dead stamp stays dead), so a restart delays words and never contradicts one. But a copy that
-    is found damaged is no longer kept: so `sealed` is what the restarted root's predecessor has noted (or the plan of
-    the recovery says).
+    A sealed stamp stays sealed, and an abandoned stamp is never sealed. A root need not outlive its agent. A new
+    root that receives every member's vote again can only find the same. A voter keeps the copies that it voted for,
+    and a dead stamp stays dead. So a restart delays decisions and never contradicts one. But a copy that is found
+    damaged is no longer kept. So `sealed` is the stamp that the restarted root's predecessor has noted (or that the
+    plan of the recovery gives).
     """
 
     __slots__ = ("_facts", "_sealed", "_void", "_votes", "_why", "members")
@@ -159,12 +165,15 @@ class Root:
         self._votes: dict[Hashable, Vote] = {}
         self._sealed = sealed
         self._facts = SILENT
-        self._void: frozenset[Stamp] = _NONE  # not the same moment
+        self._void: frozenset[Stamp] = _NONE  # stamps that the ranks do not mean alike
         self._why = ""
 
     def update(self, member: Hashable, vote: Vote, world: int = 0) -> None:
-        """A member's newer vote. world: shards of the training. Raises ValueError for one that is not a member
-        (R6)."""
+        """Record a member's newer vote. `world` is the number of shards of the training.
+
+        Raises:
+            ValueError: The sender is not a member (R6).
+        """
         if member not in self.members:
             raise ValueError(f"a vote from {member!r}, who is not a member")
         self._votes[member] = vote
@@ -179,29 +188,29 @@ class Root:
         self._void = frozenset(stamp for stamp in void if stamp in merged.seen or stamp == min(void))
 
     def explain(self, why: str) -> None:
-        """Note how the ranks differ at the stamp that the decision calls void."""
+        """Record how the ranks differ at the stamp that the decision calls void."""
         self._why = why
 
     def _merged(self) -> Vote:
-        """The members' votes in one; nothing is complete while one of them is silent."""
+        """Return the members' votes merged into one. Nothing is complete while a member is silent."""
         return merge(self._votes.get(member, SILENT) for member in self.members)
 
     def word(self) -> Decision:
-        """What is decided by now."""
+        """Return the decision so far."""
         undecided = (stamp for stamp in self._merged().seen if self._sealed is None or stamp > self._sealed)
         abandoned = frozenset(s for s in undecided if s in self._void or not self._facts.possible(s))
         return Decision(self._sealed, abandoned, min(self._void, default=None), self._why if self._void else "")
 
 
 def parent(position: int, fanout: int = FANOUT) -> int | None:
-    """Position of the agent that a vote is sent to; None for the root, which has position 0."""
+    """Return the position of the agent that a vote is sent to; None for the root, which has position 0."""
     if position < 0 or fanout < 1:
         raise ValueError(f"no parent of position {position} with a fan-out of {fanout}")
     return None if position == 0 else (position - 1) // fanout
 
 
 def children(position: int, n: int, fanout: int = FANOUT) -> range:
-    """Positions, among n, of the agents whose votes come to `position`."""
+    """Return the positions, among n, of the agents whose votes arrive at `position`."""
     if not 0 <= position < n or fanout < 1:
         raise ValueError(f"no children of position {position} of {n} with a fan-out of {fanout}")
     first = position * fanout + 1

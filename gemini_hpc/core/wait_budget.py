@@ -1,14 +1,16 @@
-"""Bound the time that a training waits for its versions."""
+"""A bound on the time that a training waits for its versions."""
 
 from __future__ import annotations
 
-FIRST_S = 5.0  # longest wait of a training in all, before a frequency that keeps the ceiling is known
-MOST_SAVED_S = 1.5  # of what was not waited in the past, so much may be waited at once
+FIRST_S = 5.0  # longest total wait before a frequency within the ceiling is known
+MOST_SAVED_S = 1.5  # unused budget is saved up to this, so no single wait is longer
 
 
 class WaitBudget:
-    """The seconds that a training may still wait at its optimizer: `FIRST_S` in all until `settle`, and the ceiling's
-    share of the time that it has trained."""
+    """The seconds that a training may still wait at its optimizer.
+
+    The budget is `FIRST_S` in all until `settle`, plus the ceiling's share of the time trained so far.
+    """
 
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
@@ -17,21 +19,21 @@ class WaitBudget:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that may be waited now."""
+        """Return the seconds that the training may wait now."""
         return max(0.0, self._first_s + self._saved_s)
 
     def trained(self, seconds: float) -> None:
-        """Add the share of so much time."""
+        """Add the ceiling's share of `seconds` of training."""
         self._saved_s = min(MOST_SAVED_S, self._saved_s + self._ceiling * seconds)
 
     def spend(self, seconds: float) -> None:
-        """Take off what the training has lost. What is lost beyond the budget is made up for later."""
+        """Subtract the seconds that the training has lost. Loss beyond the budget is made up for later."""
         of_first_s = min(self._first_s, seconds)
         self._first_s -= of_first_s
         self.first_waited_s += of_first_s
         self._saved_s -= seconds - of_first_s
 
     def settle(self) -> None:
-        """End the first time: a frequency is known that keeps the ceiling."""
+        """End the initial phase because a frequency within the ceiling is known."""
         self._saved_s = min(MOST_SAVED_S, self._saved_s + self._first_s)
         self._first_s = 0.0

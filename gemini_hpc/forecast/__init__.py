@@ -1,1 +1,1 @@
-"""What failures cost a training: the papers' equations, their figures computed anew, and a simulation."""
+"""The cost of failures to a training: the papers' equations, their figures recomputed, and a simulation."""

@@ -1,5 +1,7 @@
-"""What becomes of a job when a whole failure domain (a rack, a switch) is lost at once. GEMINI's probabilities (SOSP
-'23, section 4) are of nodes that fail by themselves."""
+"""The fate of a job if a whole failure domain (a rack, a switch) is lost at once.
+
+GEMINI's probabilities (SOSP '23, section 4) assume independent node failures instead.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ from gemini_hpc.core.redundancy import Redundancy
 
 @dataclass(frozen=True)
 class DomainLoss:
-    """domains: how many there are, each as likely to be lost as another; survived: share of them that memory
-    survives the loss of, where copies are kept apart; as_listed: the same where nobody knows of domains."""
+    """The share of domain losses that memory survives.
+
+    Attributes:
+        domains: Number of domains, each equally likely to be lost.
+        survived: Share of the domains whose loss memory survives, if copies are kept apart.
+        as_listed: The same share if no domains are known.
+    """
 
     domains: int
     survived: float
@@ -23,9 +30,16 @@ class DomainLoss:
 
 
 def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
-    """of: each node's domain, in the order of Slurm's list; parity: blocks of it in a row of a group of m
-    nodes; 0: whole copies. Raises ValueError for an m
-    that cannot be, and where no domain is known."""
+    """Return the share of domain losses that memory survives.
+
+    Args:
+        of: Domain of each node, in the order of Slurm's list.
+        m: Number of copies, or of nodes in a group with parity.
+        parity: Blocks of parity in a row of a group of m nodes; 0 for whole copies.
+
+    Raises:
+        ValueError: m is impossible, or no domain is known.
+    """
     known = len(set(of) - {""})
     if not known:
         raise ValueError("no node has a known failure domain")
@@ -38,7 +52,7 @@ def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
 
 
 def _too_many(of: Sequence[str], m: int, parity: int, order: Order) -> set[str]:
-    """Domains with more nodes of one group than it may lose."""
+    """Return the domains that have more nodes in one group than the group may lose."""
     groups = Redundancy(len(of), m, parity, order).groups()
     counted = (Counter(of[node] for node in group if of[node]) for group in groups)
     return {domain for count in counted for domain, nodes in count.items() if nodes > parity}

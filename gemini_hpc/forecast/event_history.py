@@ -1,4 +1,4 @@
-"""How often nodes and programs have failed, as event logs of protected jobs tell it. Pure: events in, counts out."""
+"""The past failures of nodes and programs, from the event logs of protected jobs. Pure: events in, counts out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from gemini_hpc.wire.inspect_schema import EventRecord
 
 _LOST, _FAILED = "confirmed", "failed_first"
 _ENDS = frozenset(("detached", "released"))
-_TOGETHER_S = 60.0  # ranks that fail so near to a node's loss fail by it
+_TOGETHER_S = 60.0  # ranks that fail this close to a node's loss (seconds) fail because of it
 _DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """jobs: with an agent on some node; node_days: of all their nodes; lost: nodes, with their memory; failed: times
-    that a rank on a healthy node was the first one to fail."""
+    """Counts of jobs and failures.
+
+    Attributes:
+        jobs: Jobs with an agent on some node.
+        node_days: Days of all their nodes together.
+        lost: Nodes lost with their memory.
+        failed: Times that a rank on a healthy node failed first.
+    """
 
     jobs: int = 0
     node_days: float = 0.0
@@ -33,8 +39,11 @@ class Seen:
 
 
 def of_job(events: Iterable[EventRecord]) -> Seen:
-    """Of one job. A node counts from its agent's first word of an incarnation to the last one, or to its loss; where
-    neither is there (a log that lost its older half), as long as the log goes."""
+    """Return the counts of one job.
+
+    A node counts from its agent's first event of an incarnation to the last event, or to its loss. If both are
+    missing (a log that has lost its older half), the node counts until the log ends.
+    """
     ordered = sorted(events, key=lambda e: e.t)
     since: dict[str, float] = {}
     lost: list[float] = []

@@ -1,6 +1,6 @@
-"""Figures of the papers, computed anew from what they print as inputs; docs/reproduction.md says where they differ.
+"""Figures of the papers, recomputed from their printed inputs; docs/reproduction.md describes the differences.
 
-A published value is what the text or a table says. What can only be read off a drawing is not here.
+Published values are those that the text or a table states. Values that can only be read off a drawing are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from gemini_hpc.forecast.schemes import STRAWMAN_EVERY_S, Training, gemini, high
 
 @dataclass(frozen=True)
 class Row:
-    """One value. published: as printed, "" where the paper has none; note: why they differ."""
+    """A value of a figure.
+
+    `published` is the value as printed, "" if the paper has none. `note` explains a difference.
+    """
 
     what: str
     published: str
@@ -28,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """What is computed, from which inputs."""
+    """A recomputed figure: its title, its inputs and its values."""
 
     title: str
     inputs: str
@@ -40,7 +43,7 @@ def _percent(share: float, digits: int = 1) -> str:
 
 
 def gemini_9() -> Figure:
-    """GEMINI, Figure 9."""
+    """Return GEMINI, Figure 9."""
     p, ring = placement.recovery_probability, placement.ring_probability
     bound = placement.ring_bound(16, 2, 3)
     group = p(16, 2, 3)
@@ -65,7 +68,7 @@ def gemini_9() -> Figure:
 
 
 def gemini_10() -> Figure:
-    """GEMINI, Figure 10."""
+    """Return GEMINI, Figure 10."""
     t = Training()
     local = 1.5 * t.iteration_s
     often, seldom = highfreq(t), strawman(t)
@@ -81,7 +84,7 @@ def gemini_10() -> Figure:
 
 
 def gemini_12() -> Figure:
-    """GEMINI, Figure 12."""
+    """Return GEMINI, Figure 12."""
     t = Training()
     rows = (
         Row(
@@ -105,7 +108,7 @@ def _share(value: float) -> str:
 
 
 def gemini_15a() -> Figure:
-    """GEMINI, Figure 15a."""
+    """Return GEMINI, Figure 15a."""
     said = {0: ("", "", ""), 8: ("close to none failing", "", "")}
     rows = tuple(
         Row(f"{what}, {name}", published, _share(value))
@@ -118,7 +121,7 @@ def gemini_15a() -> Figure:
 
 
 def gemini_15b() -> Figure:
-    """GEMINI, Figure 15b."""
+    """Return GEMINI, Figure 15b."""
     rows = []
     for what, (ours, often, seldom) in _ratios([(f"{n} nodes", 0.015 * n) for n in (16, 200, 400, 600, 800, 1000)]):
         large = what.startswith("1000 ")
@@ -139,7 +142,7 @@ def gemini_15b() -> Figure:
 
 
 def reft_8() -> Figure:
-    """REFT, Figure 8."""
+    """Return REFT, Figure 8."""
     rows = []
     for shape, published in ((1.0, ("", "")), (1.3, ("about 0.5 d", "16.22 d")), (1.5, ("", "")), (2.0, ("", ""))):
         one = partial(reliability.of_checkpoints, gpus=3072, hardware=1e-4, software=1e-5, shape=shape)
@@ -177,7 +180,7 @@ _PERIODIC = {
     "GPT2-8B": ".18 2.96 8.24",
 }
 _USER = {"BERT-L": ".75 .77 .94", "BERT-B": ".23 .26 .41", "GPT2-S": ".24 .26 .38", "GPT2-8B": ".0003 .07 .56"}
-# What the library costs, in per cent as Table 3 prints it.
+# Cost of the library, in per cent as Table 3 prints it.
 _STEADY_PERCENT = {"BERT-L": 0.0076, "GPT2-S": 0.0024}
 
 
@@ -187,7 +190,7 @@ def _printed(row: str, column: int) -> str:
 
 
 def jit_table_8() -> Figure:
-    """Just-in-time checkpointing, Table 8."""
+    """Return just-in-time checkpointing, Table 8."""
     rows = []
     for model in _MODELS:
         for column, gpus in enumerate(_GPUS):

@@ -1,9 +1,9 @@
-"""Goodput at 1,000, 10,000 and 100,000 GPUs: parts measured here, parts that others have published, one simulation.
+"""Goodput at 1,000, 10,000 and 100,000 GPUs, simulated from our own and from published measurements.
 
-A training of 405 billion parameters (12 bytes each), eight GPUs a node, iterations of 6 s: Llama 3's 16 million
-tokens a batch at 400 Tflop/s a GPU on 16,384 GPUs. Larger jobs are taken to have larger batches, so that iterations
-stay as long. Each failure takes its node, which is repaired in a day; so many nodes stand by that less than one
-failure in a hundred finds none.
+The training has 405 billion parameters (12 bytes each), eight GPUs a node and iterations of 6 s. The iterations
+follow from Llama 3's 16 million tokens a batch at 400 Tflop/s a GPU on 16,384 GPUs. Larger jobs are assumed to have
+larger batches, so iterations stay as long. Each failure takes its node, which is repaired in a day. Enough nodes
+stand by that fewer than one failure in a hundred finds none.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gemini_hpc.forecast.simulation import Faults, simulate
 
 SIZES = (1_000, 10_000, 100_000)
 GPUS_PER_NODE = 8
-# Failures of a node a day: Meta's RSC-1 (Kokolis et al., HPCA 2025: 1.8 h at 16,384 GPUs), and Llama 3 (Table 5: 419
-# unexpected interruptions in 54 days on 16,384 GPUs).
+# Failures of a node a day. Meta's RSC-1: 1.8 h between failures at 16,384 GPUs (Kokolis et al., HPCA 2025). Llama 3:
+# 419 unexpected interruptions in 54 days on 16,384 GPUs (Table 5).
 RSC_PER_DAY = GPUS_PER_NODE * 24 / 1.8 / 16384
 LLAMA_PER_DAY = GPUS_PER_NODE * 419 / 54 / 16384
 ITERATION_S = 6.0
 STATE_BYTES = 405e9 * 12
-PULL_BYTES_PER_S = 1.3e9  # docs/performance.md: 0.87 to 1.77 GB/s on two cores; any real network takes more
-# Until all communicators are there: MegaScale (NSDI '24) has below 5 s for 2,048 GPUs and below 30 s for more than
-# 10,000; NCCLX (arXiv 2510.20171) 265 s for NCCL on 96,000, and a start 11 times as fast for itself.
+PULL_BYTES_PER_S = 1.3e9  # docs/performance.md: 0.87 to 1.77 GB/s on two cores; any real network carries more
+# Seconds to create all communicators. MegaScale (NSDI '24) reports below 5 s for 2,048 GPUs and below 30 s for more
+# than 10,000. NCCLX (arXiv 2510.20171) reports 265 s for NCCL on 96,000 GPUs, and a start 11 times as fast for NCCLX.
 COMMUNICATORS_S = {1_000: 5.0, 10_000: 30.0, 100_000: 265.0}
 NCCLX_S = 265.0 / 11
 GOAL = 0.995
@@ -35,10 +35,18 @@ DAYS, SEED = 180.0, 1
 
 @dataclass(frozen=True)
 class Row:
-    """One way at one size. lost_s: what a failure costs on the average, in seconds, waits for nodes aside; allowed_s:
-    what it may cost where `GOAL` is to be reached. goodput: share of the time that is training which stays, with
-    RSC-1's failures, and in gentle with Llama 3's; standby: nodes that wait, paid: goodput with these counted as
-    cost."""
+    """The goodput of one scheme at one size.
+
+    Attributes:
+        gpus: Number of GPUs.
+        way: Name of the scheme.
+        lost_s: Average cost of a failure in seconds, without waits for nodes.
+        allowed_s: Permitted cost of a failure, in seconds, to reach `GOAL`.
+        goodput: Share of the time that is training and kept, with RSC-1's failures.
+        standby: Number of standby nodes.
+        paid: Goodput if standby nodes count as cost.
+        gentle: Goodput with Llama 3's failures.
+    """
 
     gpus: int
     way: str
@@ -52,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Published:
-    """What others say of themselves, measured or projected by them."""
+    """A goodput that others have published about themselves, measured or projected by them."""
 
     gpus: int
     share: str
@@ -76,13 +84,13 @@ INPUTS = (
 
 
 def training(gpus: int) -> Training:
-    """The job at this size. Its network is what a pull has been seen to take."""
+    """Return the job at this size. Its network speed is the measured speed of a pull."""
     nodes = gpus // GPUS_PER_NODE
     return Training(nodes, STATE_BYTES, ITERATION_S, PULL_BYTES_PER_S, tier=1e12)
 
 
 def ways(gpus: int) -> Iterator[Scheme]:
-    """What is compared at this size, each under the name that is shown."""
+    """Yield the schemes compared at this size, each under its displayed name."""
     t, connect_s = training(gpus), COMMUNICATORS_S[gpus]
     for scheme, name in ((ours(t), "ours, by requeue"), (ours_spare(t), "ours, with a spare")):
         yield replace(scheme, name=name, restart_s=scheme.restart_s + connect_s)
@@ -97,8 +105,10 @@ def ways(gpus: int) -> Iterator[Scheme]:
 
 
 def standby(nodes: int, per_day: float, repair_s: float = DAY_S, without: float = 0.01) -> int:
-    """The fewest nodes that stand by of which none is left for less than this share of failures: nodes under repair
-    are as many as events of a Poisson process."""
+    """Return the fewest standby nodes of which none is left for fewer than the share `without` of failures.
+
+    The number of nodes under repair follows a Poisson process.
+    """
     mean = nodes * per_day * repair_s / DAY_S
     count, term = 0, exp(-mean)
     below = term
@@ -118,7 +128,7 @@ def _goodput(scheme: Scheme, gpus: int, per_day: float) -> tuple[float, int]:
 
 
 def rows() -> Iterator[Row]:
-    """All of them, one after the other: some seconds in all."""
+    """Yield all rows, one after the other. All of them together take some seconds."""
     for gpus in SIZES:
         nodes = gpus // GPUS_PER_NODE
         between_s = DAY_S / (nodes * RSC_PER_DAY)

@@ -1,7 +1,7 @@
-"""What protection a training of a given size can have: memory, time on the network, survival, the tier's interval.
+"""The protection that a training of a given size can have: memory, network time, survival, the tier's interval.
 
-Failures of nodes come by themselves, each node's at the same rate; for nodes that fail together for one reason (a
-rack, a switch) see `forecast.domain_loss`.
+Node failures are independent, at the same rate for each node. For nodes that fail together for one reason (a rack, a
+switch) see `forecast.domain_loss`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from gemini_hpc.core import save_interval, tier_interval
 from gemini_hpc.core.redundancy import Redundancy, kind, name
 from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
 
-FOLD_BYTES_S = 4.2e9  # of parity, by one core of the project's own machine: `make bench ONLY=rs`
-SLOTS = 2  # of each copy: the newest sealed version and the one under way
+FOLD_BYTES_S = 4.2e9  # parity on one core of the project's own machine: `make bench ONLY=rs`
+SLOTS = 2  # per copy: the newest sealed version and the version under way
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for. memory_bytes: of a node, that copies may take; idle: share of an iteration in which the
-    network is not used; per_day: failures of one node; hardware: share of these that take its memory; imports_s:
-    until a program that is started again is at resume()."""
+    """The requested protection.
+
+    Attributes:
+        training: Training to protect.
+        memory_bytes: Memory of a node that copies may take.
+        idle: Share of an iteration in which the network is idle.
+        ceiling: Highest overhead, as a share of the training's time.
+        per_day: Failures of one node a day.
+        hardware: Share of these failures that take the node's memory.
+        imports_s: Seconds from the restart of a program until it reaches resume().
+    """
 
     training: Training
     memory_bytes: float
@@ -33,15 +41,31 @@ class Wish:
 
 @dataclass(frozen=True)
 class Protection:
-    """With one number of copies, or with `parity` blocks of parity for each group of `replicas` nodes (redundancy:
-    "replicate", "xor", "rs"). needed_bytes: of
-    a node, for all slots; transfer_s: one version on the network; fold_s: of one core,
-    for the parity of one version, 0 with copies; every, over: iterations from one version to the
-    next, and in which it is sent; overhead: share of the time, within the ceiling or not; repeated: completed
-    iterations that a failure repeats at most; survival: probability by the number of nodes that are lost at once;
-    lost_s: work that a failure costs on the average; down_s: until training goes on, by requeue and with a spare;
-    effective: share of the time that is training which counts, likewise; unserved_per_day: failures that no copy in
-    memory serves; tier_save_s: of one version; tier_every_s: between two, so that saving and losing cost least."""
+    """The protection with one number of copies, or with parity.
+
+    With parity, `parity` blocks of it stand in each group of `replicas` nodes.
+
+    Attributes:
+        replicas: Number of copies, or of nodes in a group with parity.
+        redundancy: "replicate", "xor" or "rs".
+        parity: Blocks of parity in a row of a group; 0 for whole copies.
+        needed_bytes: Memory of a node for all slots.
+        fits: True if the memory suffices.
+        transfer_s: Time of one version on the network.
+        fold_s: Time of one core for the parity of one version; 0 with copies.
+        every: Iterations from one version to the next.
+        over: Iterations in which a version is sent.
+        overhead: Share of the training's time.
+        within: True if the overhead is within the ceiling.
+        repeated: Completed iterations that a failure repeats at most.
+        survival: Probability of survival, by the number of nodes lost at once.
+        lost_s: Average work that a failure costs.
+        down_s: Time until training goes on, by requeue and with a spare.
+        effective: Share of the time that is effective training, by requeue and with a spare.
+        unserved_per_day: Failures a day that no copy in memory serves.
+        tier_save_s: Time to save one version to the tier.
+        tier_every_s: Time between two such saves, so that saving and losing cost least.
+    """
 
     replicas: int
     redundancy: str
@@ -65,13 +89,21 @@ class Protection:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the redundancy for people."""
         return name(self.replicas, self.parity)
 
 
 def protection(wish: Wish, replicas: int, *, parity: int = 0) -> Protection:
-    """parity: blocks of it in a row of a group of so many nodes; 0: whole copies. Raises
-    ValueError for numbers that cannot be: more copies than nodes, say."""
+    """Return the protection of a training.
+
+    Args:
+        wish: Requested protection.
+        replicas: Number of copies, or of nodes in a group with parity.
+        parity: Blocks of parity in a row of a group of `replicas` nodes; 0 for whole copies.
+
+    Raises:
+        ValueError: A number is impossible, such as more copies than nodes.
+    """
     t = wish.training
     if parity and not parity < replicas <= t.nodes:
         raise ValueError(f"groups of {replicas} nodes on {t.nodes} nodes: from {parity + 1} to all of them")

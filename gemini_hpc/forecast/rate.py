@@ -1,4 +1,4 @@
-"""How often nodes fail, and where that is known from."""
+"""The failure rate of nodes, and the source of this knowledge."""
 
 from __future__ import annotations
 
@@ -8,28 +8,38 @@ from gemini_hpc.forecast.event_history import Seen
 from gemini_hpc.slurm.accounting import History
 
 USUAL_PER_DAY, USUAL_HARDWARE = 0.015, 0.5
-NONE_SEEN = 3.0  # nothing in so long: fewer than three in as long, at 95 %
+NONE_SEEN = 3.0  # no failure seen in a period: fewer than three in such a period, at 95 %
 
 
 @dataclass(frozen=True)
 class Rate:
-    """per_day: failures of one node; hardware: share of these that take the node and its memory; source: for
-    people."""
+    """A failure rate.
+
+    Attributes:
+        per_day: Failures of one node a day.
+        hardware: Share of these failures that take the node and its memory.
+        source: Origin of the rate, for people.
+    """
 
     per_day: float = USUAL_PER_DAY
     hardware: float = USUAL_HARDWARE
     source: str = "GEMINI, Figure 15b"
 
     def text(self) -> str:
-        """One sentence."""
+        """Return the rate as a sentence."""
         share = f"{100 * self.hardware:.0f} % with its memory"
         return f"failures: {self.per_day:.3g} of a node a day, {share} ({self.source})"
 
 
 def of_history(history: History, where: str) -> Rate:
-    """From a site's past: each run that Slurm ended as NODE_FAIL has lost a node with its memory. Jobs that share a
-    node count its days and its loss once each, so that their rate is that of the node. Raises ValueError where there
-    is nothing to count."""
+    """Return the rate from a site's past.
+
+    Each run that Slurm ended as NODE_FAIL has lost a node with its memory. If jobs share a node, its days and its
+    loss count once per job, so the rate is still that of the node.
+
+    Raises:
+        ValueError: There is nothing to count.
+    """
     if not history.runs or history.node_days <= 0:
         raise ValueError(f"{where}: no run of a job in it, so nothing is known of failures")
     days = _days(history.node_days)
@@ -41,8 +51,13 @@ def of_history(history: History, where: str) -> Rate:
 
 
 def of_events(seen: Seen, where: str) -> Rate:
-    """From what protected jobs have written down: losses of nodes, and programs that failed on healthy ones, apart.
-    Raises ValueError where there is nothing to count."""
+    """Return the rate from the event logs of protected jobs.
+
+    The logs separate losses of nodes from programs that failed on healthy nodes.
+
+    Raises:
+        ValueError: There is nothing to count.
+    """
     if not seen.jobs or seen.node_days <= 0:
         raise ValueError(f"{where}: no protected job in it, so nothing is known of failures")
     failures = seen.lost + seen.failed

@@ -1,28 +1,40 @@
-"""For how long a training is safe without a checkpoint on storage (REFT, appendix, equations 1 to 3 and Figure 8)."""
+"""The time for which a training is safe without a checkpoint on storage.
+
+The model is that of REFT (appendix, equations 1 to 3 and Figure 8).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import exp
 
-_STEPS = 200  # of bisection: more than a float has bits
+_STEPS = 200  # bisection steps, more than a float has bits
 
 
 def of_checkpoints(days: float, gpus: int, hardware: float, software: float, shape: float) -> float:
-    """Probability that none of `gpus` has failed after so many days. hardware, software: rates a GPU; shape: of the
-    Weibull distribution, 1 for failures that come at any age alike."""
+    """Return the probability that none of `gpus` has failed after `days`.
+
+    `hardware` and `software` are failure rates of one GPU. `shape` is the shape of the Weibull distribution; 1 means
+    failures that do not depend on age.
+    """
     return exp(-gpus * (hardware + software) * days**shape)
 
 
 def of_parity(days: float, gpus: int, hardware: float, shape: float, group: int) -> float:
-    """The same for state in memory with parity over sharding groups of `group` members: each may have lost one, and
-    failures of software leave memory alone."""
+    """Return the same probability for state in memory with parity over sharding groups of `group` members.
+
+    Each group may have lost one member. Software failures do not affect the memory.
+    """
     alive = exp(-hardware * days**shape)
     return float((alive**group + group * (1 - alive) * alive ** (group - 1)) ** (gpus / group))
 
 
 def safe_days(probability: Callable[[float], float], threshold: float) -> float:
-    """How long a probability that only falls stays at or above the threshold. Raises ValueError where it never is."""
+    """Return how long a falling probability stays at or above the threshold, in days.
+
+    Raises:
+        ValueError: The probability is below the threshold at the beginning.
+    """
     low, high = 0.0, 1.0
     if not 0 < threshold < 1 or probability(0.0) < threshold:
         raise ValueError(f"a threshold of {threshold:g}: it is between 0 and 1, and met at the beginning")

@@ -1,7 +1,7 @@
-"""How trainings protect themselves, as far as failures ask for it; and what failures cost them on the average.
+"""The protection schemes of trainings, as far as failures need it, and the average cost of failures.
 
 Symbols and figures are those of GEMINI (SOSP '23, section 2 and section 7), REFT and just-in-time checkpointing
-(EuroSys '24). All times are seconds of the clock on the wall.
+(EuroSys '24). All times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -12,20 +12,31 @@ from dataclasses import dataclass, replace
 from gemini_hpc.core import placement
 
 DAY_S = 86400.0
-STRAWMAN_EVERY_S = 3 * 3600.0  # BLOOM's interval, which GEMINI takes for its first baseline
+STRAWMAN_EVERY_S = 3 * 3600.0  # BLOOM's interval, which GEMINI uses for its first baseline
 # GEMINI, section 7.3: GPT-2 100B on 16 p4d machines.
 DETECT_S, RESTART_S = 15.0, 240.0
-SERIALIZE_S_PER_BYTE = 81.0 / 75.2e9  # of torch.save() to a machine's disk, all of its shards
+SERIALIZE_S_PER_BYTE = 81.0 / 75.2e9  # torch.save() of all shards of a machine to its disk
 ITERATION_S = 62.0
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way. every_s: from one checkpoint to the next; stall_s: for which each holds the training up; usable_s:
-    from its beginning until it can be gone back to; read_s: to load it. detect_s, save_s, restart_s: after a failure,
-    until it is known, until what lives in memory is safe, and until the program has begun again. replicas: copies in
-    memory, of which a shard needs one; parity: nodes of a group with parity, each of which may lose one. Where both
-    are 0, what is gone back to is not lost with nodes."""
+    """A protection scheme.
+
+    If `replicas` and `parity` are both 0, the checkpoint to go back to is not lost with nodes.
+
+    Attributes:
+        name: Name of the scheme.
+        every_s: Time from one checkpoint to the next.
+        stall_s: Time for which each checkpoint delays the training.
+        usable_s: Time from the beginning of a checkpoint until the training can go back to it.
+        read_s: Time to load a checkpoint.
+        detect_s: Time from a failure until it is known.
+        save_s: Time after the detection until the state in memory is safe.
+        restart_s: Time after that until the program has begun again.
+        replicas: Copies in memory, of which a shard needs one.
+        parity: Nodes of a group with parity, of which one may be lost.
+    """
 
     name: str
     every_s: float
@@ -44,17 +55,19 @@ class Scheme:
 
     @property
     def wasted_s(self) -> float:
-        """Work that a failure costs on the average, and the reading (GEMINI, equation 1)."""
+        """Return the average work that a failure costs, plus the reading, in seconds (GEMINI, equation 1)."""
         return self.usable_s + self.every_s / 2 + self.read_s
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is gone back to is lost where too many nodes are."""
+        """Return whether the checkpoint to go back to is lost if too many nodes are lost."""
         return bool(self.replicas or self.parity)
 
     def survives(self, nodes: int, lost: Collection[int]) -> bool:
-        """Whether memory serves where these of the node ranks 0 to `nodes` - 1 are lost at once. Where parity groups
-        do not divide the nodes, the last one takes the rest."""
+        """Return whether memory serves if these of the node ranks 0 to `nodes` - 1 are lost at once.
+
+        If parity groups do not divide the nodes, the last group takes the rest.
+        """
         if self.parity:
             group = min(self.parity, nodes)
             last = nodes // group - 1
@@ -63,18 +76,29 @@ class Scheme:
 
     @property
     def down_s(self) -> float:
-        """From a failure to the reading."""
+        """Return the time from a failure to the reading, in seconds."""
         return self.detect_s + self.save_s + self.restart_s
 
     def effective(self, failures_per_day: float) -> float:
-        """Share of the time that is training which counts, if failures never meet (GEMINI, section 7.3)."""
+        """Return the share of the time that is effective training (GEMINI, section 7.3).
+
+        The formula assumes that failures never overlap.
+        """
         return 1 - self.stall_s / self.every_s - failures_per_day * (self.down_s + self.wasted_s) / DAY_S
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the schemes have to protect. state_bytes: of all ranks; network: bytes/s of one node's; tier: bytes/s of
-    the persistent storage, for all nodes together."""
+    """A training to protect.
+
+    Attributes:
+        nodes: Number of nodes.
+        state_bytes: State of all ranks.
+        iteration_s: Length of an iteration.
+        network: Network of one node, in bytes/s.
+        tier: Persistent storage for all nodes together, in bytes/s.
+        replicas: Copies in memory.
+    """
 
     nodes: int = 16
     state_bytes: float = 1203e9  # GPT-2 100B: 12 bytes a parameter
@@ -85,34 +109,39 @@ class Training:
 
     @property
     def node_bytes(self) -> float:
-        """State of one node."""
+        """Return the state of one node in bytes."""
         return self.state_bytes / self.nodes
 
     @property
     def tier_s(self) -> float:
-        """To bring all state to the storage, or back."""
+        """Return the time to write all state to the storage, or to read it back, in seconds."""
         return self.state_bytes / self.tier
 
     @property
     def serialize_s(self) -> float:
-        """torch.save() of a node's state."""
+        """Return the time of torch.save() for a node's state, in seconds."""
         return self.node_bytes * SERIALIZE_S_PER_BYTE
 
 
 def strawman(t: Training) -> Scheme:
-    """To storage, every three hours (GEMINI, section 7.1)."""
+    """Return the scheme that writes to storage every three hours (GEMINI, section 7.1)."""
     return Scheme("strawman", STRAWMAN_EVERY_S, min(t.serialize_s, STRAWMAN_EVERY_S / 2), t.tier_s, t.tier_s)
 
 
 def highfreq(t: Training) -> Scheme:
-    """To storage, as often as that can take it (the same): one checkpoint is serialized and written at a time. The
-    paper rounds 9.07 iterations to nine."""
+    """Return the scheme that writes to storage as often as the storage allows (GEMINI, section 7.1).
+
+    Serialization and writing take one checkpoint at a time. The paper rounds 9.07 iterations to nine.
+    """
     every_s = t.iteration_s * max(1, round((t.tier_s + t.serialize_s) / t.iteration_s))
     return Scheme("highfreq", every_s, t.serialize_s, t.tier_s, t.tier_s)
 
 
 def gemini(t: Training) -> Scheme:
-    """To the memory of peers in every iteration; after a failure all copies are serialized (section 7.3: 162 s)."""
+    """Return the scheme that writes to the memory of peers in every iteration.
+
+    After a failure all copies are serialized (section 7.3: 162 s).
+    """
     read_s = t.node_bytes / t.network
     save_s = t.replicas * t.serialize_s
     return Scheme("gemini", t.iteration_s, 0.0, t.iteration_s, read_s, save_s=save_s, replicas=t.replicas)
@@ -122,10 +151,12 @@ PARITY_GROUP = 6  # REFT, appendix: six data-parallel paths
 
 
 def reft(t: Training) -> Scheme:
-    """To the memory of the own node in every iteration, with parity over groups of six nodes (REFT, section 4). Its
-    processes keep the memory, so nothing is serialized. What does not fit into an iteration stalls it (equation 8); a
-    lost node's state is put together from those of its group. Its text prints no time to detect and restart: GEMINI's
-    are taken."""
+    """Return the scheme that writes to the own node's memory in every iteration, with parity (REFT, section 4).
+
+    The parity is over groups of six nodes. REFT's processes keep the memory, so nothing is serialized. The part that
+    does not fit into an iteration stalls the iteration (equation 8). A lost node's state is rebuilt from the states
+    of its group. The text prints no time to detect and restart, so GEMINI's times are used.
+    """
     group = min(PARITY_GROUP, t.nodes)
     exchange_s = t.node_bytes / t.network
     stall_s = max(0.0, exchange_s - t.iteration_s)
@@ -134,23 +165,26 @@ def reft(t: Training) -> Scheme:
 
 
 def jit(t: Training) -> Scheme:
-    """Just in time, at user level: healthy replicas save after the failure. Half an iteration is lost."""
+    """Return the just-in-time scheme at user level.
+
+    Healthy replicas save after the failure. Half an iteration is lost.
+    """
     return Scheme("jit", t.iteration_s, read_s=t.tier_s, save_s=t.serialize_s + t.tier_s)
 
 
-# Ours: docs/performance.md (development cluster, three ranks), and what Slurm takes with its default settings.
-# Imports are the user's: GEMINI's 240 s of restart are mostly those.
+# Ours: docs/performance.md (development cluster, three ranks), with Slurm's own time at its default settings.
+# Imports are the user's: GEMINI's 240 s of restart are mostly imports.
 OURS_DETECT_S, OURS_REQUEUE_S, OURS_SPARE_S = 7.5, 22.0, 1.7
 
 
 def ours(t: Training, imports_s: float = 60.0) -> Scheme:
-    """This project, by requeue: agents keep the memory, so nothing is serialized."""
+    """Return this project's scheme, by requeue: agents keep the memory, so nothing is serialized."""
     of = gemini(t)
     return replace(of, name="ours", detect_s=OURS_DETECT_S, save_s=0.0, restart_s=OURS_REQUEUE_S + imports_s)
 
 
 def ours_spare(t: Training) -> Scheme:
-    """This project, with spares in the allocation, whose interpreters are warm."""
+    """Return this project's scheme with spares in the allocation, whose interpreters are warm."""
     return replace(ours(t), name="ours-spare", restart_s=OURS_SPARE_S)
 
 

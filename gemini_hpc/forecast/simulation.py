@@ -1,8 +1,10 @@
-"""A training under failures, event by event: what the averages of `schemes` leave out.
+"""A simulation of a training under failures, event by event.
 
-Failures that come in each other's recovery, copies that are all gone, nodes that are missing for hours, failures that
-come in bursts (Weibull). Time is that of the clock on the wall, in seconds. Only failures are events, so a month of
-ten thousand nodes takes seconds.
+The simulation includes effects that the averages of `schemes` omit.
+
+They are failures during a recovery, loss of all copies, nodes that are missing for hours, and bursts of failures
+(Weibull). Time is wall-clock time in seconds. Only failures are events, so a month of ten thousand nodes takes
+seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from gemini_hpc.forecast.schemes import DAY_S, Scheme
 
 @dataclass(frozen=True)
 class Failure:
-    """Of one node. hardware: the node, and its memory, are gone; otherwise the program has ended there."""
+    """A failure of one node.
+
+    With `hardware`, the node and its memory are gone. Otherwise the program has ended there.
+    """
 
     at_s: float
     node: int
@@ -27,9 +32,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Faults:
-    """When nodes fail. per_day: of one node; hardware: share of failures that take the node; shape: of the Weibull
-    distribution of a node's time to the next failure (below 1 they come in bursts); repair_s: until a lost node can
-    be used again; replace_s: until there is another one, where no standby is ready."""
+    """The distribution of node failures.
+
+    Attributes:
+        per_day: Failures of one node a day.
+        hardware: Share of failures that take the node.
+        shape: Shape of the Weibull distribution of a node's time to the next failure. Below 1, failures come in
+            bursts.
+        repair_s: Time until a lost node can be used again.
+        replace_s: Time until another node arrives, if no standby is ready.
+    """
 
     per_day: float = 0.015
     hardware: float = 1.0
@@ -38,13 +50,13 @@ class Faults:
     replace_s: float = 330.0  # GEMINI, section 7.3: 4 to 7 minutes
 
     def of(self, nodes: int, days: float, random: Random) -> Iterator[Failure]:
-        """In the order of time."""
+        """Yield the failures in order of time."""
         if not (self.per_day >= 0 and self.shape > 0 and 0 <= self.hardware <= 1):
             raise ValueError("failures a day are not below 0, a shape is above 0, a share is from 0 to 1")
         if not self.per_day:
             return
         scale = DAY_S / self.per_day / gamma(1 + 1 / self.shape)
-        # The nodes are of all ages, and a moment falls into a long gap more often than into a short one.
+        # The nodes have all ages, and a moment falls into a long gap more often than into a short one.
         shape = self.shape
         gaps = (scale * random.gammavariate(1 + 1 / shape, 1.0) ** (1 / shape) for _ in range(nodes))
         due = [(random.random() * gap, node) for node, gap in enumerate(gaps)]
@@ -57,8 +69,19 @@ class Faults:
 
 @dataclass
 class Outcome:
-    """Of one run, in seconds of the clock. useful: work that stayed; stalled: for checkpoints; repeated: done again;
-    down: recoveries, and waits for nodes."""
+    """The outcome of one run, in wall-clock seconds.
+
+    Attributes:
+        total_s: Simulated time.
+        useful_s: Work that was kept.
+        stalled_s: Stalls for checkpoints.
+        repeated_s: Work done again.
+        down_s: Recoveries, and waits for nodes.
+        failures: Number of failures.
+        recoveries: Number of recoveries.
+        from_tier: Recoveries that no copy in memory could serve.
+        waits: Waits for a node, because no standby was left.
+    """
 
     total_s: float
     useful_s: float = 0.0
@@ -68,11 +91,11 @@ class Outcome:
     failures: int = 0
     recoveries: int = 0
     from_tier: int = 0  # recoveries that no copy in memory could serve
-    waits: int = 0  # for a node, as no standby was left
+    waits: int = 0  # waits for a node, because no standby was left
 
     @property
     def goodput(self) -> float:
-        """Share of the time that is training which stayed."""
+        """Return the share of the time that is training and kept."""
         return self.useful_s / self.total_s
 
 
@@ -84,15 +107,17 @@ class _Run:
     standby: int
     faults: Faults
     outcome: Outcome
-    saved_s: float = 0.0  # clock time of training before it, all of it safe in memory
-    tiered_s: float = 0.0  # of that, safe on storage
-    lost: set[int] = field(default_factory=set)  # nodes whose memory went in this recovery
-    ready_s: list[float] = field(default_factory=list)  # when nodes under repair come back
-    borrowed: int = 0  # nodes beyond those that are paid for; each goes when a repaired one comes back
+    saved_s: float = 0.0  # wall-clock time of training up to the last recovery, all safe in memory
+    tiered_s: float = 0.0  # part of that, safe on storage
+    lost: set[int] = field(default_factory=set)  # nodes whose memory was lost in this recovery
+    ready_s: list[float] = field(default_factory=list)  # times at which nodes under repair come back
+    borrowed: int = 0  # nodes beyond the paid ones, each returned when a repaired node comes back
 
     def fail(self, failure: Failure, up_s: float) -> float:
-        """At a failure, training until then or, where it is before `up_s`, in a recovery. When the next stretch
-        begins."""
+        """Process a failure, and return the time at which the next stretch of training begins.
+
+        The failure ends a stretch of training, or falls into a recovery if it is before `up_s`.
+        """
         now, out = failure.at_s, self.outcome
         out.failures += 1
         if now >= up_s:
@@ -113,7 +138,7 @@ class _Run:
         return now + self.scheme.down_s + self._wait(failure, now) + read_s
 
     def _kept(self, up_s: float, now: float) -> float:
-        """Clock time of training that can be gone back to, of what was done since `up_s`."""
+        """Return the wall-clock time of training since `up_s` that can be gone back to."""
         usable = now - up_s - self.scheme.usable_s
         return max(0, floor(usable / self.scheme.every_s)) * self.scheme.every_s
 
@@ -121,7 +146,7 @@ class _Run:
         return max(0.0, floor((done_s - self.tier.usable_s) / self.tier.every_s) * self.tier.every_s)
 
     def _wait(self, failure: Failure, now: float) -> float:
-        """For another node."""
+        """Return the wait for another node in seconds."""
         if not failure.hardware:
             return 0.0
         while self.ready_s and self.ready_s[0] <= now:
@@ -149,13 +174,16 @@ def simulate(
     standby: int = 0,
     faults: Faults = Faults(),
 ) -> Outcome:
-    """One training from its start for so many days. tier: what it goes back to where no copy in memory is left."""
+    """Simulate one training from its start for `days` days.
+
+    `tier` is the scheme to go back to if no copy in memory is left.
+    """
     if nodes < 1 or days <= 0 or standby < 0:
         raise ValueError("a training has a node and some days, and no fewer than 0 nodes stand by")
     out = Outcome(days * DAY_S)
     run = _Run(scheme, tier, nodes, standby, faults, out)
     up_s = 0.0
-    trained = 0.0  # clock time of training, also of what was lost
+    trained = 0.0  # wall-clock time of training, including lost work
     for failure in failures:
         if failure.at_s >= out.total_s:
             break

@@ -1,10 +1,10 @@
-"""Failures from a trace, in place of a distribution: a line for each moment at which nodes failed.
+"""Failures from a trace, instead of a distribution: a line for each moment at which nodes failed.
 
     # seconds  nodes   kind
     3600       12      hardware
     7210.5     4-7,9   software
 
-Seconds are those since the training's start, nodes are node ranks from 0. The lines may be in any order; `#` begins a
+Seconds count from the training's start, nodes are node ranks from 0. The lines may be in any order; `#` begins a
 comment.
 """
 
@@ -23,11 +23,15 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 class TraceError(ValueError):
-    """A line that is no failure; the message says which one, what was wanted and what was found."""
+    """Raised for a line that is no failure. The message names the line, what was wanted and what was found."""
 
 
 def parse(lines: Iterable[str], nodes: int) -> list[Failure]:
-    """The failures in the order of time; those of one line come at the same moment. Raises `TraceError`."""
+    """Return the failures in the order of time. The failures of one line happen at the same moment.
+
+    Raises:
+        TraceError: A line is no failure, or there are no failures.
+    """
     found: list[Failure] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()

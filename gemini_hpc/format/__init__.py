@@ -1,1 +1,1 @@
-"""Formats in memory and on disk, the same for agents, trainings and tools: slots, shards, small state, types."""
+"""Formats in memory and on disk, shared by agents, trainings and tools: slots, shards, small state, types."""

@@ -1,8 +1,9 @@
-"""The commit record of a slot: what its agent writes last (R5), behind the slot's bytes.
+"""The commit record of a slot, which its agent writes last (R5), behind the slot's bytes.
 
-The agent blanks it before the slot is written to and writes it when the digest has been found right; the memory, and
-the record with it, outlives the agent. So a training rank that keeps a slot which others fill knows what to say of it
-when it hands the memory to the agent's successor. Not part of what is copied: each holder has its own.
+The agent blanks the record before the slot is written, and writes the record after it has verified the digest. The
+memory, and the record with it, outlives the agent. A training rank may keep a slot that others fill. The record
+tells this rank which version the slot holds when the rank hands the memory to the agent's successor. The record is
+not copied: each holder has its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from gemini_hpc.core.slots import Stamp
 
-ROOM_BYTES = 4096  # a page behind the slot's own bytes
+ROOM_BYTES = 4096  # one page behind the slot's own bytes
 _MAGIC = b"GEMCMIT\x01"
 _FIELDS = struct.Struct("<8s3Q16s")
 _SUM_BYTES = 16
@@ -22,7 +23,7 @@ BLANK = bytes(RECORD_BYTES)
 
 
 class Committed(NamedTuple):
-    """What is complete in a slot. digest: 32 hex digits, of the first `used_bytes` bytes."""
+    """The complete version in a slot. `digest` is 32 hex digits, over the first `used_bytes` bytes."""
 
     stamp: Stamp
     used_bytes: int
@@ -30,14 +31,17 @@ class Committed(NamedTuple):
 
 
 def pack(committed: Committed) -> bytes:
-    """`RECORD_BYTES` bytes; with a sum, since a writer can be killed half way."""
+    """Return the record, `RECORD_BYTES` bytes long.
+
+    The record contains a checksum, because a writer can be killed half way.
+    """
     stamp, used, digest = committed
     fields = _FIELDS.pack(_MAGIC, stamp.epoch, stamp.version, used, bytes.fromhex(digest))
     return fields + _sum(fields)
 
 
 def parse(data: bytes) -> Committed | None:
-    """The record in `data`; None where there is none, or not a whole one."""
+    """Return the record in `data`; None if there is no record or not a whole one."""
     fields = data[: _FIELDS.size]
     if len(data) < RECORD_BYTES or data[_FIELDS.size : RECORD_BYTES] != _sum(fields):
         return None

@@ -1,4 +1,4 @@
-"""Element types of captured tensors, by torch's names: known also where torch is not, as in agents and in files."""
+"""Element types of captured tensors, by torch's names, for places without torch such as agents and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ ITEM_BYTES = {
 
 
 def item_bytes(name: str) -> int:
-    """Bytes of an element. Raises ValueError for an unknown name."""
+    """Return the number of bytes of an element.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     try:
         return ITEM_BYTES[name]
     except KeyError:

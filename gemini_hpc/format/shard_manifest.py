@@ -1,4 +1,4 @@
-"""A shard's manifest: which tensors a training rank has, and which boxes of them lie where in its slot."""
+"""A shard's manifest: the tensors of a training rank, and the place in its slot of each of their boxes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from gemini_hpc.format.dtypes import item_bytes
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 
 FORMAT = 1
-PARAMETER, LIFTED = -1, -2  # in place of an optimizer's number
+PARAMETER, LIFTED = -1, -2  # instead of an optimizer's index
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor that the rank has. shape: the global one.
+    """A tensor of the rank.
 
-    optimizer: index of the optimizer whose state of parameter `owner` this is, named `name`; PARAMETER; or LIFTED,
-    for a large tensor out of the small state, such as a buffer.
-    like_owner: an optimizer tensor that is sharded as its parameter is. shared: the same key on other ranks means
-    the same (global) tensor; else the tensor is this rank's own.
+    Attributes:
+        key: Name of the tensor.
+        dtype: Element type by torch's name.
+        shape: Global shape.
+        shared: True if the same key on other ranks means the same (global) tensor. Otherwise the tensor is this
+            rank's own.
+        device: Device of the tensor.
+        optimizer: Index of the optimizer whose state of parameter `owner` this is, named `name`; or PARAMETER; or
+            LIFTED for a large tensor taken out of the small state, such as a buffer.
+        owner: Parameter of an optimizer tensor.
+        name: Name of the optimizer's state.
+        like_owner: True for an optimizer tensor that is sharded as its parameter is.
     """
 
     key: str
@@ -34,7 +42,10 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """One box of `rows[row]`: global offset and size by dimension; its bytes start `at` in the tensor area."""
+    """A box of `rows[row]`.
+
+    `offset` and `size` are global, by dimension. The bytes of the box start `at` in the tensor area.
+    """
 
     row: int
     offset: tuple[int, ...]
@@ -43,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Everything that is needed to read a slot's tensor area. aliases: further names of tied parameters."""
+    """The information needed to read a slot's tensor area. `aliases` are further names of tied parameters."""
 
     rank: int
     world: int
@@ -53,11 +64,11 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = FORMAT
 
     def nbytes(self, piece: Piece) -> int:
-        """Bytes of a piece."""
+        """Return the number of bytes of a piece."""
         return math.prod(piece.size) * item_bytes(self.rows[piece.row].dtype)
 
     def tensor_bytes(self) -> int:
-        """Bytes of the tensor area."""
+        """Return the number of bytes of the tensor area."""
         return max((p.at + self.nbytes(p) for p in self.pieces), default=0)
 
 
@@ -65,12 +76,17 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def pack(manifest: Manifest) -> bytes:
-    """The manifest as stored in a slot."""
+    """Return the manifest as stored in a slot."""
     return msgspec.msgpack.encode(manifest)
 
 
 def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
-    """Inverse of `pack`. Raises ValueError where a piece is no box of its tensor or lies outside the tensor area."""
+    """Return the manifest from bytes: the inverse of `pack`.
+
+    Raises:
+        ValueError: The bytes are no manifest of this format. Or a piece is no box of its tensor, or lies outside the
+            tensor area.
+    """
     try:
         manifest = _decoder.decode(data)
     except msgspec.MsgspecError as error:
@@ -94,7 +110,7 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
 
 
 def place(rows: tuple[Row, ...], boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> tuple[Piece, ...]:
-    """Give each box (row, offset, size) its aligned place, in the order given; empty boxes are left out."""
+    """Give each box (row, offset, size) its aligned place, in the order given. Empty boxes are left out."""
     pieces = []
     at = 0
     for row, offset, size in boxes:

@@ -1,12 +1,12 @@
-"""The fixed binary layout of one slot, the same on every holder, so that an agent need not know what it keeps.
+"""The fixed binary layout of a slot, the same on every holder, so that an agent need not know the content.
 
     0       header, 4096 bytes (the fields below, zeros after them)
-    4096    manifest: the encoded tensor directory, written once per set
-    ...     tensor area: starts on a page; what is in it starts at multiples of 64
+    4096    manifest: the encoded tensor directory, written once per training
+    ...     tensor area: starts on a page; tensors in it start at multiples of 64
     ...     small area: starts on a page; opaque state of varying length, at most its capacity
 
-All numbers are unsigned 64-bit and little endian. The header is written last, with the commit (R5). What is read
-back may come from a peer or from torn memory: `parse_header` takes nothing on trust.
+All numbers are unsigned 64-bit and little endian. The header is written last, with the commit (R5). A header may
+come from a peer or from torn memory, so `parse_header` verifies everything.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAGIC = b"GEMINI\x00\x01"
 HEADER_BYTES = 4096
 PAGE_BYTES = 4096
 TENSOR_ALIGN_BYTES = 64
-MAX_TOTAL_BYTES = 1 << 62  # far above any memory, far below where sums of two offsets would overflow in C
+MAX_TOTAL_BYTES = 1 << 62  # far above any memory, and sums of two offsets cannot overflow in C
 
-_FIELDS = struct.Struct("<8s15Q")  # the last three are 0 in what releases before 0.3 have written
+_FIELDS = struct.Struct("<8s15Q")  # releases before 0.3 wrote 0 in the last three
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets and sizes in bytes of the areas of one slot; `total` is the slot's size, whole pages."""
+    """The offsets and sizes of the areas of one slot, in bytes. `total` is the slot's size, in whole pages."""
 
     manifest_offset: int
     manifest_bytes: int
@@ -40,7 +40,11 @@ class Layout:
 
     @classmethod
     def plan(cls, manifest_bytes: int, tensor_bytes: int, small_capacity: int) -> Layout:
-        """The layout for areas of these sizes. Raises ValueError for a negative or absurd one."""
+        """Return the layout for areas of these sizes.
+
+        Raises:
+            ValueError: A size is negative or absurd.
+        """
         for name, size in (
             ("manifest", manifest_bytes),
             ("tensor area", tensor_bytes),
@@ -56,8 +60,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first page of a complete slot. `small_bytes` of the small area's capacity are in use; `moment`: of the
-    training, as the rank has counted it."""
+    """The first page of a complete slot.
+
+    `small_bytes` of the small area's capacity are in use. `moment` is the moment of the training, as the rank has
+    counted it.
+    """
 
     layout: Layout
     small_bytes: int
@@ -68,14 +75,18 @@ class Header:
 
     @property
     def used_bytes(self) -> int:
-        """The slot's leading bytes that count: what is copied, and what the digest is over."""
+        """Return the number of leading bytes that count. These are copied, and the digest covers them."""
         return self.layout.small_offset + self.small_bytes
 
 
 def pack_header(
     layout: Layout, small_bytes: int, stamp: Stamp, rank: int, world: int, moment: Moment = UNCOUNTED
 ) -> bytes:
-    """The header page. Raises ValueError for what `parse_header` would refuse."""
+    """Return the header page.
+
+    Raises:
+        ValueError: `parse_header` would refuse the header.
+    """
     header = Header(layout, small_bytes, stamp, rank, world, moment)
     _check(header)
     fields = _FIELDS.pack(
@@ -98,7 +109,11 @@ def pack_header(
 
 
 def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
-    """The header of a slot of `total` bytes, from its first page. Raises ValueError on anything off."""
+    """Return the header of a slot of `total` bytes, from its first page.
+
+    Raises:
+        ValueError: Anything in the page is wrong.
+    """
     if len(page) < HEADER_BYTES:
         raise ValueError(f"slot header: {len(page)} bytes found, {HEADER_BYTES} wanted")
     (
@@ -132,7 +147,7 @@ def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
 
 
 def read_moment(page: bytes | bytearray | memoryview) -> Moment:
-    """Return the moment in a slot's first page; one that is unknown where the page is none of this format."""
+    """Return the moment in a slot's first page; an unknown moment if the page is not of this format."""
     if len(page) < _FIELDS.size or bytes(page[: len(MAGIC)]) != MAGIC:
         return Moment(UNKNOWN)
     moment = Moment(*_FIELDS.unpack_from(page)[-3:])

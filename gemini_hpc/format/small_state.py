@@ -1,6 +1,6 @@
-"""The buffers in an encoded small state, found where torch is not.
+"""A reader of the buffers in an encoded small state, for places without torch.
 
-The encoding is that of `gemini_hpc.train.state.encode`; what stands before the buffers is passed over.
+The encoding is that of `gemini_hpc.train.state.encode`. Everything before the buffers is skipped.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from gemini_hpc.format.dtypes import item_bytes
 from gemini_hpc.format.shard_manifest import Row
 
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
-_FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # so many bytes
-_SIZED = b"isbBIDvwyG"  # bytes after their number
-_ITEMS = {**dict.fromkeys(b"ltzrqSZPL", 1), **dict.fromkeys(b"dOCn", 2)}  # a number, and so many values for each
+_FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # tag: bytes that follow
+_SIZED = b"isbBIDvwyG"  # their length, then so many bytes
+_ITEMS = {**dict.fromkeys(b"ltzrqSZPL", 1), **dict.fromkeys(b"dOCn", 2)}  # a count, then so many values for each
 _ARRAYS = b"aAX"  # name of the type, shape, bytes
-_AROUND = b"cgE"  # one value more
+_AROUND = b"cgE"  # one more value follows
 _TENSORS = b"cg"
 TAGS = frozenset((*_FIXED, *_SIZED, *_ITEMS, *_ARRAYS, *_AROUND))
 
 
 def buffers(small: bytes) -> list[tuple[Row, memoryview]]:
-    """What they are, and their bytes, from a rank's small state; an MPI program's is empty. Raises ValueError for
-    what is no small state."""
+    """Return the buffers in a rank's small state, each with its bytes. An MPI program's small state is empty.
+
+    Raises:
+        ValueError: The bytes are no small state.
+    """
     reader = _Reader(small)
     for _ in range(reader.mapping() if small else 0):
         if reader.text() == "buffers":
@@ -60,7 +63,7 @@ class _Reader:
         return name, shape, self._sized()
 
     def mapping(self) -> int:
-        """How many keys and values follow."""
+        """Read the head of a mapping, and return how many keys and values follow."""
         self._tag(b"d")
         return self._count()
 
@@ -69,7 +72,7 @@ class _Reader:
         return bytes(self._sized()).decode()
 
     def buffer(self) -> tuple[Row, memoryview] | None:
-        """None for one that lies elsewhere in the slot."""
+        """Read a buffer, and return it with its bytes; None if the buffer lies elsewhere in the slot."""
         name = self.text()
         if bytes(self._data[self._at : self._at + 1]) == b"L":
             self.skip()
@@ -83,7 +86,7 @@ class _Reader:
         return row, data
 
     def skip(self) -> None:
-        """A value, whatever is in it."""
+        """Skip a value with everything in it."""
         values = 1
         while values:
             values -= 1

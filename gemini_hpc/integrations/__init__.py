@@ -1,2 +1,4 @@
-"""Other training stacks, each with as little as it needs: `huggingface`, `lightning`, `fabric`, `accelerate`, `dcp`,
-`torchtitan`, `megatron`."""
+"""Adapters for other training stacks, each as small as possible.
+
+The stacks are `huggingface`, `lightning`, `fabric`, `accelerate`, `dcp`, `torchtitan` and `megatron`.
+"""

@@ -1,4 +1,4 @@
-"""Hugging Face's accelerate: a `Checkpointer` for what `accelerator.prepare` returns."""
+"""Hugging Face's accelerate: a `Checkpointer` for the objects that `accelerator.prepare` returns."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ except ImportError as error:
 def checkpointer(
     accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any = None, loader: Any = None, **options: Any
 ) -> Checkpointer:
-    """A `Checkpointer` of the prepared objects, with the accelerator's gradient scaler.
+    """Return a `Checkpointer` of the prepared objects, with the accelerator's gradient scaler.
 
-    optimizer, scheduler: one or a list. loader: a `StatefulLoader`, not prepared; move its batches to
-    `accelerator.device` yourself. options: further keyword arguments of `Checkpointer`, which has the errors.
-    Call `step()` where `accelerator.sync_gradients` is true.
+    Call `step()` when `accelerator.sync_gradients` is true. `Checkpointer` documents the errors.
+
+    Args:
+        accelerator: The Accelerator object.
+        model: Prepared model.
+        optimizer: One optimizer or a list.
+        scheduler: One scheduler or a list.
+        loader: A `StatefulLoader` that is not prepared; move its batches to `accelerator.device` yourself.
+        **options: Further keyword arguments of `Checkpointer`.
     """
     return Checkpointer(model, unwrapped(optimizer), unwrapped(scheduler), accelerator.scaler, loader, **options)
 
 
 def unwrapped(item: Any) -> Any:
-    """The optimizer or scheduler inside accelerate's wrapper; of a list, those inside."""
+    """Return the optimizer or scheduler inside accelerate's wrapper; for a list, a list of those inside."""
     if isinstance(item, Sequence):
         return [unwrapped(part) for part in item]
     if isinstance(item, AcceleratedOptimizer):

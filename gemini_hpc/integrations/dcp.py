@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over the agents' memory.
+"""torch.distributed.checkpoint in the agents' memory.
 
     from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter
 
@@ -8,8 +8,8 @@
     for step in ...:
         dcp.save(state, storage_writer=GeminiWriter())
 
-Every save is a version, which is sealed when all ranks' parts are on all of their holders. `GeminiReader` also reads
-what a `Checkpointer` has saved, by the names of `gemini-hpc export --format dcp`.
+Every save is a version. A version is sealed when all ranks' parts are on all of their holders. `GeminiReader` also
+reads the versions of a `Checkpointer`, by the names of `gemini-hpc export --format dcp`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,16 @@ from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 from gemini_hpc.wire.stored import Tier
 
 _VALUES = "values"  # name of the rows that hold encoded values
-_SMALL_BYTES, _SMALL_TOGETHER_BYTES = 4 << 10, 1 << 20  # of what goes into a note
+_SMALL_BYTES, _SMALL_TOGETHER_BYTES = 4 << 10, 1 << 20  # largest value in a note, and all values of a note together
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # row, offset, size
 _sessions: dict[str, StackSession] = {}
 
 
 def _session(name: str, seal_timeout_s: float, tier: Tier) -> StackSession:
-    """Of this process; it ends with it. Collective where it is made."""
+    """Return the session of this process and this name. Creating a session is collective.
+
+    The session ends with the process.
+    """
     if name not in _sessions:
         if not _sessions:
             atexit.register(_at_exit)
@@ -75,23 +78,25 @@ def _at_exit() -> None:
 
 
 def close(name: str = "default") -> None:
-    """The training has succeeded: its copies are no longer needed. Without this they are freed with the job."""
+    """Declare that the training has succeeded, so its copies are no longer needed.
+
+    Without this call the copies are freed with the job.
+    """
     session = _sessions.pop(name, None)
     if session is not None:
         session.close(success=True)
 
 
 class GeminiWriter(StorageWriter):
-    """Saves into the memory of the agents: `dcp.save(state, storage_writer=GeminiWriter())`.
+    """A storage writer to the memory of the agents: `dcp.save(state, storage_writer=GeminiWriter())`.
 
-    The first one, or the first `GeminiReader`, of a process is made on all ranks together, in the main thread, after
-    `init_process_group`; later ones cost nothing. A save that fails on any rank (an agent is away, no room) is
-    skipped on all of them with one line on stderr, and nothing is raised; without an agent there is one line in all.
+    Create the first `GeminiWriter` or `GeminiReader` of a process on all ranks together, in the main thread, after
+    `init_process_group`. Later ones cost nothing. A save that fails on any rank (an agent is away, no room) is
+    skipped on all ranks. One line on stderr reports this, and nothing is raised. Without an agent there is one line
+    for the whole run.
 
-    name: set where a job runs several trainings. seal_timeout_s: longest wait for the agents to have verified all
-    copies. tier: as in `gemini_hpc.Checkpointer`; the first one counts.
-
-    version: what the last save has become; 0: it was skipped.
+    Attributes:
+        version: Version of the last save; 0 if it was skipped.
     """
 
     def __init__(
@@ -101,6 +106,13 @@ class GeminiWriter(StorageWriter):
         seal_timeout_s: float = 10.0,
         tier: str | Tier = "",
     ) -> None:
+        """Create a writer.
+
+        Args:
+            name: Name of the training, if a job runs several.
+            seal_timeout_s: Longest wait in seconds for the agents to verify all copies.
+            tier: As in `gemini_hpc.Checkpointer`. The first one of the process counts.
+        """
         if seal_timeout_s <= 0 or not name:
             raise ValueError("wanted seal_timeout_s > 0 and a name")
         self.version = 0
@@ -114,26 +126,26 @@ class GeminiWriter(StorageWriter):
 
     @property
     def protected(self) -> bool:
-        """Whether there are agents to save to."""
+        """Return whether there are agents to save to."""
         return self._session.active
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The id is kept with the version (`GeminiReader.checkpoint_id`)."""
+        """Set the id of the next save, which is kept with the version (`GeminiReader.checkpoint_id`)."""
         self._id = "" if checkpoint_id is None else os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Done when this returns."""
+        """Save the plan's data, and return a future that is already done."""
         session = self._session
         self.version = session.save(lambda: _part(plan, planner, self._id, session.rank, session.world))
         done: Future[list[WriteResult]] = Future()
@@ -141,17 +153,21 @@ class GeminiWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The agents have sealed it by themselves."""
+        """Do nothing, because the agents have sealed the version by themselves."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No id names this storage."""
+        """Return False, because no id names this storage."""
         return False
 
 
 def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> Part:
-    """The plan's items as rows and boxes. What is no tensor is a row of encoded bytes. Raises ValueError for tensors
-    of a type that no slot can have, UnknownTypeError for values that no encoding has."""
+    """Return the plan's items as rows and boxes. An item that is no tensor becomes a row of encoded bytes.
+
+    Raises:
+        ValueError: A tensor has a type that no slot can have.
+        UnknownTypeError: A value has no encoding.
+    """
     note = _Note(checkpoint_id, plan.planner_data)
     rows: list[Row] = []
     found: list[tuple[Box, WriteItem | memoryview]] = []
@@ -200,17 +216,23 @@ def _copy(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 class GeminiReader(MemoryReader):
-    """Loads from the memory of the agents, own or peers', or from the job's tier where memory has nothing:
-    `dcp.load(state, storage_reader=GeminiReader())`, on any number of ranks.
+    """A storage reader from the memory of the agents: `dcp.load(state, storage_reader=GeminiReader())`.
 
-    Make it on all ranks together, in the main thread, after `init_process_group`. Where a rank can read its own part
-    no other is fetched. After a save of this process a new one reads that save. Arguments: see `GeminiWriter`.
+    The reader loads from the own or the peers' memory, or from the job's tier if memory has nothing. The number of
+    ranks may differ from that of the save. Create it on all ranks together, in the main thread, after
+    `init_process_group`. A rank that can read its own part fetches no other part. After a save of this process a new
+    reader reads that save. For the arguments see `GeminiWriter`.
 
-    version: what is loaded, 0: there is nothing. checkpoint_id: what it was saved with, "": without. Of a
-    `Checkpointer`'s version `state_dict` names are those of `gemini-hpc export`: `model.NAME`,
+    For a version of a `Checkpointer` the `state_dict` names are those of `gemini-hpc export`: `model.NAME`,
     `optimizer.state.NAME.exp_avg`, `optimizer.param_groups...`, `stateful.NAME...`.
 
-    Raises SystemExit where there is a version that this launch cannot have, so that a new one can.
+    Attributes:
+        version: Version that is loaded; 0 if there is nothing.
+        checkpoint_id: Id of its save; "" if it was saved without.
+
+    Raises:
+        SystemExit: There is a version that this launch cannot load. The launch ends so that a new launch can load
+            it.
     """
 
     def __init__(
@@ -224,7 +246,7 @@ class GeminiReader(MemoryReader):
         shards = session.shards()
         self.version = session.chosen_version
         self.checkpoint_id = ""
-        self._values: dict[str, torch.Tensor] = {}  # that are in no shard's tensor area
+        self._values: dict[str, torch.Tensor] = {}  # tensors outside every shard's tensor area
         self._objects: dict[str, Callable[[], Any]] = {}
         self._sources: dict[str, str] = {}  # by the names in the metadata
         super().__init__(shards)
@@ -257,7 +279,10 @@ class GeminiReader(MemoryReader):
         return encode.decode(self.piece(key, (0,)).numpy().tobytes())
 
     def _name_as_exported(self, shards: Sequence[Saved]) -> None:
-        """A Checkpointer's: tensors stand where they are, the small state is at hand."""
+        """Name the tensors of a `Checkpointer`'s version.
+
+        Tensors stand where they are, and the small state is available.
+        """
         rows = {saved.key(row): row for saved in shards for row in saved.manifest.rows}
         stand_ins = {
             key: torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta") for key, row in rows.items()
@@ -280,19 +305,31 @@ class GeminiReader(MemoryReader):
         self.metadata.state_dict_metadata = known
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Raises ValueError for another id than that of the version that is there."""
+        """Check that this id is that of the loaded version.
+
+        Raises:
+            ValueError: The id is another one.
+        """
         wanted = None if checkpoint_id is None else os.fspath(checkpoint_id)
         if wanted is not None and self.version and wanted != self.checkpoint_id:
             raise ValueError(f"wanted {wanted!r}, but version {self.version} in memory is {self.checkpoint_id!r}")
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Raises ValueError where there is nothing to load."""
+        """Return the metadata of the version.
+
+        Raises:
+            ValueError: There is nothing to load.
+        """
         if not self.version:
             raise ValueError("there is nothing to load in memory or on the tier: check GeminiReader.version first")
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises AgentLost, AgentRefused, OSError, ValueError where a part of another rank cannot be had."""
+        """Read the plan's data.
+
+        Raises:
+            AgentLost, AgentRefused, OSError, ValueError: A part of another rank cannot be fetched.
+        """
         tensors = []
         for item in plan.items:
             key = item.storage_index.fqn
@@ -306,26 +343,29 @@ class GeminiReader(MemoryReader):
         """Return a saved value that is no tensor.
 
         Raises:
-            KeyError: there is none of this name.
-            ValueError: its bytes are no encoded value.
+            KeyError: There is no such value.
+            ValueError: The bytes are no encoded value.
         """
         return self._objects[key]()
 
     def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-        """A chunk of the metadata."""
+        """Return a chunk of the metadata as a tensor."""
         return self._values[key] if key in self._values else super().piece(self._sources.get(key, key), offset)
 
 
 class _Note:
-    """What all ranks hear of a rank's part before they read: the id, where in the state each key is, what is small:
-    for a step number nobody has to fetch another rank's part."""
+    """The information about a rank's part that all ranks get before they read.
+
+    A note has the id, the place of each key in the state, and small values. So no rank has to fetch another rank's
+    part for a step number.
+    """
 
     def __init__(self, checkpoint_id: str, names: Any, values: Mapping[str, Any] | None = None) -> None:
         self.id, self.names, self.values = checkpoint_id, names if isinstance(names, dict) else {}, dict(values or {})
         self._room_bytes = _SMALL_TOGETHER_BYTES
 
     def keep(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
-        """A whole tensor, or encoded bytes."""
+        """Add a whole tensor, or encoded bytes, if it is small enough."""
         if size_bytes <= min(_SMALL_BYTES, self._room_bytes):
             self._room_bytes -= size_bytes
             self.values[key] = value()
@@ -334,17 +374,21 @@ class _Note:
     def packed(self) -> bytes:
         try:
             return encode.encode([self.id, self.names, self.values])
-        except encode.UnknownTypeError:  # of a planner with data of its own
+        except encode.UnknownTypeError:  # the planner has data of its own
             return encode.encode([self.id, {}, self.values])
 
     @classmethod
     def of(cls, packed: bytes) -> _Note:
-        """Raises ValueError."""
+        """Return the note from its packed bytes.
+
+        Raises:
+            ValueError: The bytes are no note.
+        """
         return cls(*encode.decode(packed))
 
 
 def _whole(tensor: torch.Tensor) -> TensorStorageMetadata:
-    """One chunk; of an empty tensor none."""
+    """Return the metadata of a tensor in one chunk, or in none if the tensor is empty."""
     chunks = [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)] if tensor.numel() else []
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
 
@@ -360,7 +404,7 @@ def _of_this_process(pickled: io.BytesIO) -> Any:
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """Return a value as DCP's planners unpickle it: of types that `encode` has, which carry no code."""
+    """Return a value as DCP's planners unpickle it. The types are those of `encode`, which carry no code."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

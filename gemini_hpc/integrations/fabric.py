@@ -1,4 +1,4 @@
-"""Lightning Fabric: a `Checkpointer` for what `fabric.setup` returns."""
+"""Lightning Fabric: a `Checkpointer` for the objects that `fabric.setup` returns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ except ImportError as error:
 def checkpointer(
     fabric: Any, model: nn.Module, optimizer: Any, scheduler: Any = None, loader: Any = None, **options: Any
 ) -> Checkpointer:
-    """A `Checkpointer` of the objects that Fabric has set up, with the gradient scaler of its precision.
+    """Return a `Checkpointer` of the objects that Fabric has set up, with the gradient scaler of its precision.
 
-    Names are those of your own model, without Fabric's wrapper. optimizer, scheduler: one or a list. loader: a
-    `StatefulLoader`, not set up; move its batches with `fabric.to_device`. options: further keyword arguments of
-    `Checkpointer`, which has the errors.
+    Names are those of your own model, without Fabric's wrapper. `Checkpointer` documents the errors.
+
+    Args:
+        fabric: The Fabric object.
+        model: Model that Fabric has set up.
+        optimizer: One optimizer or a list.
+        scheduler: One scheduler or a list.
+        loader: A `StatefulLoader` that is not set up; move its batches with `fabric.to_device`.
+        **options: Further keyword arguments of `Checkpointer`.
     """
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     inner: Any = model.module if is_wrapped(model) else model

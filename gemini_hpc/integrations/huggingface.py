@@ -24,12 +24,12 @@ except ImportError as error:
         "gemini_hpc.integrations.huggingface needs transformers and accelerate: pip install transformers accelerate"
     ) from error
 
-# What is private in Trainer and has to be used. These methods are overridden:
+# Private parts of Trainer that must be used. These methods are overridden:
 # `_init_training_state` (the last place where the epochs and steps to skip can be set), `_prepare_for_training`
-# (makes what is captured), `_run_epoch` (skips batches), `_load_rng_state` (generators come from memory).
+# (makes the captured state), `_run_epoch` (skips batches), `_load_rng_state` (generators come from memory).
 _OVERRIDDEN = ("_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state")
-# And these attributes, sums from which the next logged loss and the final one are made. Trainer's own checkpoints
-# do not have them.
+# These attributes are sums from which the next logged loss and the final loss are computed. Trainer's own checkpoints
+# lack them.
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
 _PROGRESS = (
@@ -41,7 +41,7 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-# What the loader takes over from the one that Trainer has made.
+# Attributes that the loader copies from the loader that Trainer has made.
 _LOADING = (
     "num_workers",
     "collate_fn",
@@ -55,32 +55,38 @@ _LOADING = (
     "pin_memory_device",
     "in_order",
 )
-_MEMORY = "the agents' memory"  # where Trainer expects the directory of a checkpoint
+_MEMORY = "the agents' memory"  # in the place of a checkpoint directory in Trainer
 
 if missing := [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]:
     raise ImportError(f"this release of transformers has no Trainer.{missing[0]}: pip install 'transformers>=5.24'")
 
 
 class _Order:
-    """The batches of an epoch as Trainer's own loader has them, drawn when the epoch begins. Its state is that of the
-    generators before that, so that a resumed epoch has the same order, whichever sampler draws it."""
+    """The batches of an epoch as Trainer's own loader has them, drawn when the epoch begins.
+
+    Its state is that of the generators before the drawing, so a resumed epoch has the same order with any sampler.
+    """
 
     def __init__(self, prepared: Any) -> None:
-        """prepared: the loader of Trainer's that has them."""
+        """Create the order of batches.
+
+        Args:
+            prepared: Trainer's loader that has the batches.
+        """
         self._prepared = prepared
         self._began: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
         self._drawn: Iterator[Any] | None = None
-        self.before_batch: Any = None  # called once, when the order is there and nothing of the data is read yet
+        self.before_batch: Any = None  # called once, when the order is drawn and no data is read yet
 
     @property
     def batch_size(self) -> int:
-        """Return the number of samples in a batch of all ranks: Trainer's position counts batches."""
+        """Return the number of samples in a batch of all ranks, because Trainer's position counts batches."""
         return int(self._prepared.total_batch_size)
 
     @property
     def dataset(self) -> Any:
-        """Return what the batches are of."""
+        """Return the data set of the batches."""
         return self._prepared.dataset
 
     def set_epoch(self, epoch: int) -> None:
@@ -96,7 +102,7 @@ class _Order:
         if hasattr(self._prepared, "set_epoch"):
             self._prepared.set_epoch(epoch)
         within: Any = getattr(self._prepared.batch_sampler, "batch_sampler", None)
-        if hasattr(within, "set_epoch"):  # accelerate's loader does not hand it on to one that it deals out
+        if hasattr(within, "set_epoch"):  # accelerate's loader does not pass the epoch to the sampler that it shards
             within.set_epoch(epoch)
         if getattr(self._prepared, "rng_types", None):
             from accelerate.utils import synchronize_rng_states
@@ -123,16 +129,21 @@ class _Order:
 
 
 class _Loader(DataLoader[Any]):
-    """Trainer's batches in Trainer's order. Accelerate's loader reads one batch ahead, so that what a data set or a
-    collator draws is drawn before the step it belongs to is complete; this one does not (without workers)."""
+    """A loader of Trainer's batches in Trainer's order.
+
+    Accelerate's loader reads one batch ahead. Random numbers for a data set or a collator are then drawn before the
+    previous step is complete. This loader does not read ahead (without workers).
+    """
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
 def _taken_up(prepared: Any, order: _Order) -> Any:
-    """The same batches by a loader that can be taken up at one. Where there are no indices (an IterableDataset),
-    Trainer's own: it reads what it skips."""
+    """Return the same batches in a loader that can be resumed at any batch.
+
+    Without indices (an IterableDataset) the result is Trainer's own loader, which reads the batches that it skips.
+    """
     if getattr(prepared, "batch_sampler", None) is None or isinstance(prepared.dataset, IterableDataset):
         return prepared
     given = {name: getattr(prepared, name) for name in _LOADING if hasattr(prepared, name)}
@@ -140,11 +151,11 @@ def _taken_up(prepared: Any, order: _Order) -> Any:
 
 
 class _Progress:
-    """What Trainer knows of its own progress, as plain values."""
+    """Trainer's knowledge of its own progress, as plain values."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._log = bytearray()  # JSON lines: only what is new is encoded at a step
+        self._log = bytearray()  # JSON lines: a step encodes only the new entries
         self._logged = 0
         self.sums: dict[str, Any] = {}
 
@@ -166,7 +177,7 @@ class _Progress:
         for name, value in saved["state"].items():
             setattr(state, name, value)
         if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
-            state.best_model_checkpoint = None  # it was on a node that is gone; Trainer would fail at its end
+            state.best_model_checkpoint = None  # the directory is on a lost node; Trainer would fail at its end
         state.log_history = [json.loads(line) for line in saved["log"].splitlines()]
         self._log, self._logged = bytearray(saved["log"]), len(state.log_history)
         trainer.current_flos = saved["flos"]
@@ -199,14 +210,16 @@ def _restore(callback: Any, saved: Any) -> None:
 
 
 class GeminiMixin:
-    """Put it before Trainer: `class MyTrainer(GeminiMixin, Trainer)`.
+    """A mixin to put before Trainer: `class MyTrainer(GeminiMixin, Trainer)`.
 
-    `train()` goes on from the agents' memory where they have a version of this job, and else as Trainer does, also
-    from a checkpoint on disk. A version is made when everything of an optimizer step is done (logs, evaluation and
-    saving included), just before the next batch is read. Without an agent one line says so.
+    `train()` resumes from the agents' memory if they have a version of this job. Otherwise it begins as Trainer
+    does, also from a checkpoint on disk. A version is made when everything of an optimizer step is done (logs,
+    evaluation and saving included), just before the next batch is read. Without an agent one line reports so.
 
-    gemini_options: keyword arguments for `Checkpointer`, a class attribute of your trainer. checkpointer: what
-    `train()` has made; None before, and where a line says that this training cannot be protected.
+    Attributes:
+        gemini_options: Keyword arguments for `Checkpointer`, a class attribute of your trainer.
+        checkpointer: The `Checkpointer` that `train()` has made. It is None before, and if a line reports that this
+            training cannot be protected.
     """
 
     gemini_options: dict[str, Any] = {}  # noqa: RUF012 (subclasses set it)
@@ -215,17 +228,21 @@ class GeminiMixin:
     _progress: _Progress | None = None
     _given_loader: Any = None
     _prepared: Any = None
-    _captured = 0  # optimizer steps of which there is a version
+    _captured = 0  # optimizer steps that have a version
     _from_memory = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises TypeError where Trainer comes first, whose methods would hide these."""
+        """Check the order of base classes.
+
+        Raises:
+            TypeError: Trainer comes first, and its methods would hide these.
+        """
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(GeminiMixin):
             raise TypeError(f"GeminiMixin has to come before Trainer: class {cls.__name__}(GeminiMixin, Trainer)")
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, from where the job had come."""
+        """Train as Trainer does, from the point that the job had reached."""
         self.checkpointer, self._from_memory = None, False
         try:
             output = super().train(*args, **kwargs)  # type: ignore[misc]
@@ -238,25 +255,28 @@ class GeminiMixin:
         return output
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any, **kwargs: Any) -> Any:
-        """As Trainer's. It is told of the loader before the state is made."""
+        """Record the loader before the state is made, then do as Trainer does."""
         self._given_loader = dataloader
         return super().set_initial_training_values(args, dataloader, *more, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of one optimizer step. All of the step before is done."""
+        """Make a version of the previous step, which is done, and return the batches of one optimizer step."""
         done = self.state.global_step  # type: ignore[attr-defined]
         if self.checkpointer is not None and done > self._captured:
             self._captured = done
             self.checkpointer.step()
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
-    # ---- what is private in Trainer ---------------------------------------------------------------------
+    # ---- overrides of private methods ---------------------------------------------------------------------
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from: Any, trial: Any
     ) -> tuple[int, int]:
-        """(epochs, batches of the epoch after them) that are done. This is the last place where they can be said:
-        what is captured is made for that now, and handed out when Trainer asks for it."""
+        """Return the number of finished epochs, and of finished batches in the epoch after them.
+
+        This is the last place where the numbers can be set. So the captured objects are made here and handed out
+        when Trainer asks for them.
+        """
         begun: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from, trial
         )
@@ -281,7 +301,7 @@ class GeminiMixin:
         return epochs, steps * self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
 
     def _unsupported(self, trial: Any) -> str:
-        """Why there is no checkpointer; "" where there is one."""
+        """Return why there is no checkpointer; "" if there is one."""
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             return "DeepSpeed keeps its state where gemini-hpc cannot find it"
         if self.args.accelerator_config.dispatch_batches:  # type: ignore[attr-defined]
@@ -313,11 +333,11 @@ class GeminiMixin:
             for name, value in self._progress.sums.items():
                 setattr(self, name, value)
             self._progress.sums = {}
-            kwargs["resume_from_checkpoint"] = _MEMORY  # else it would skip nothing
+            kwargs["resume_from_checkpoint"] = _MEMORY  # otherwise Trainer skips no batches
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         if not self._from_memory:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        elif self._order is not None and self._order.before_batch is not None:  # a loader that is not ours
+        elif self._order is not None and self._order.before_batch is not None:  # Trainer's own loader
             self._order.before_batch()

@@ -16,13 +16,15 @@ except ImportError as error:
 
 
 def _forget_the_checkpoint_on_disk(trainer: Trainer) -> None:
-    """What `fit(ckpt_path=...)` has read would be loaded over what has come from memory. This is all that is private
-    in Lightning and has to be used."""
+    """Drop the state that `fit(ckpt_path=...)` has read, which would overwrite the state from memory.
+
+    This is the only private part of Lightning that the callback must use.
+    """
     trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 class _Progress:
-    """How far the loops, the loader and the other callbacks are, by the state_dicts that Lightning has of them."""
+    """The progress of the loops, the loader and the other callbacks, as Lightning's state_dicts."""
 
     def __init__(self, trainer: Trainer, callback: GeminiCallback) -> None:
         self._trainer = trainer
@@ -56,27 +58,36 @@ def _not_protected(trainer: Trainer, why: str) -> None:
 
 
 class GeminiCallback(Callback):  # type: ignore[misc]
-    """Protects `fit()`, and lets it go on from the agents' memory: in mid-epoch, at the batch where it was.
+    """A callback that protects `fit()`, and resumes it from the agents' memory.
 
-    The loader of the training has to be a `StatefulLoader` (rank and world are `trainer.global_rank` and
-    `trainer.world_size`); with another one a line says that the training is not protected. A version is made for each
-    new `trainer.global_step`, when validation and all other callbacks are done with it, just before the next batch is
-    read. Where memory has a version, it goes before `ckpt_path`. Without an agent one line says so.
+    The training resumes in mid-epoch, at the batch that it had reached.
 
-    options: keyword arguments for `Checkpointer`. checkpointer: what `fit()` has made; None before.
+    The training's loader must be a `StatefulLoader` (rank and world are `trainer.global_rank` and
+    `trainer.world_size`). With any other loader, one line reports that the training is not protected. A version is
+    made for each new `trainer.global_step`. It is made when validation and all other callbacks are done with the
+    step, just before the next batch is read. A version in memory takes precedence over `ckpt_path`. Without an agent
+    one line reports so.
+
+    Attributes:
+        checkpointer: The `Checkpointer` that `fit()` has made; None before.
     """
 
     def __init__(self, **options: Any) -> None:
+        """Create a callback.
+
+        Args:
+            **options: Keyword arguments for `Checkpointer`.
+        """
         self.checkpointer: Checkpointer | None = None
         self._options = options
-        self._captured = 0  # the newest global_step of which there is a version
+        self._captured = 0  # newest global_step with a version
         self._resumed = False
-        self._limit: int | float | None = None  # of validation batches, while it is set aside
+        self._limit: int | float | None = None  # the limit of validation batches, while it is set aside
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model is wrapped, the optimizers are made: resume."""
+        """Resume, because the model is wrapped and the optimizers are made."""
         self.checkpointer, self._resumed = None, False
-        if trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path:  # that comes after this
+        if trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path:  # the restore runs after this hook
             _not_protected(
                 trainer, "this strategy would load ckpt_path over the state from memory: leave ckpt_path out"
             )
@@ -104,7 +115,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             _forget_the_checkpoint_on_disk(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loader is there, and nothing was read from it."""
+        """Prepare the loader, which exists now and has not been read from."""
         loader = trainer.train_dataloader
         if not isinstance(loader, StatefulLoader):
             _not_protected(
@@ -113,11 +124,11 @@ class GeminiCallback(Callback):  # type: ignore[misc]
                 "gemini_hpc.StatefulLoader from train_dataloader()",
             )
             return
-        self._captured = trainer.global_step  # of a checkpoint on disk
+        self._captured = trainer.global_step  # the step of a checkpoint on disk
         loader.between_batches(lambda: self._between(trainer))
         if self._resumed and self.checkpointer is not None:
             loader.before_next_batch(self.checkpointer.restore_generators)
-            # A loop that was restored asks whether it has to validate before it reads a batch. It has.
+            # A restored loop tests whether validation is due before it reads a batch. It was done already.
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
             if loader.dealt_anew:
                 _say(
@@ -127,7 +138,10 @@ class GeminiCallback(Callback):  # type: ignore[misc]
                 )
 
     def _between(self, trainer: Trainer) -> None:
-        """Nothing is left to do of the batch before, the next one is not read."""
+        """Make a version of the last step.
+
+        The previous batch is done, and the next is not yet read.
+        """
         if self._limit is not None:
             trainer.limit_val_batches, self._limit = self._limit, None
         if trainer.global_step != self._captured and self.checkpointer is not None:
@@ -135,11 +149,11 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             self.checkpointer.step()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The training has succeeded."""
+        """Close the checkpointer, because the training has succeeded."""
         if self.checkpointer is not None:
             self.checkpointer.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """It has not."""
+        """Close the checkpointer with the error, because the training has not succeeded."""
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)

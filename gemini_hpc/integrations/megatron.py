@@ -1,4 +1,4 @@
-"""Megatron-Core's sharded state dicts over the agents' memory, beside `dist_checkpointing` on disk.
+"""Megatron-Core's sharded state dicts in the agents' memory, beside `dist_checkpointing` on disk.
 
     from gemini_hpc.integrations import megatron as memory
 
@@ -7,8 +7,8 @@
         memory.save(sharded_state_dict(), iteration)
 
 The sharded state dict is the one that `dist_checkpointing.save` and `load` take. Its `ShardedTensor`s, of the model
-and of the distributed optimizer's flat buffers, become boxes of global tensors; `ShardedObject`s are encoded
-values; what is in neither (iteration, arguments, learning rates) is kept on each rank as its own.
+and of the distributed optimizer's flat buffers, become boxes of global tensors. `ShardedObject`s become encoded
+values. Each rank keeps the rest (iteration, arguments, learning rates) as its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ except ImportError as error:
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
 
 __all__ = ["close", "load", "save"]
-_COMMON = ".common"  # key of what a rank has beside shards
+_COMMON = ".common"  # key prefix of a rank's state beside its shards
 
 
 def save(
@@ -44,11 +44,17 @@ def save(
     name: str = "default",
     validate_access_integrity: bool = True,
 ) -> int:
-    """Collective: the next version in memory. Its number; 0 where it was skipped, with one line that says why.
+    """Save the next version in memory, and return its number (collective).
 
-    The state is copied, brought to the other holders and sealed before this returns, so nothing of it has to stay as
-    it is afterwards. iteration: a label, see `GeminiReader.checkpoint_id`. validate_access_integrity: as in
-    `dist_checkpointing.save`, which raises CheckpointingException where ranks' shards do not fit together.
+    The number is 0 if the version was skipped, with one line that gives the reason. The state is copied, brought to
+    the other holders and sealed before this returns. So it may be changed afterwards.
+
+    Args:
+        sharded_state_dict: Sharded state dict of this rank.
+        iteration: Label of the version, see `GeminiReader.checkpoint_id`.
+        name: Name of the training, if a job runs several.
+        validate_access_integrity: As in `dist_checkpointing.save`, which raises CheckpointingException if the ranks'
+            shards do not fit together.
     """
     writer = GeminiWriter(name)
     if not writer.protected:
@@ -68,12 +74,14 @@ def save(
 
 
 def load(sharded_state_dict: dict[str, Any], *, name: str = "default") -> dict[str, Any] | None:
-    """Collective: the state that was saved last, as `dist_checkpointing.load` gives it; None where there is none.
+    """Return the newest saved state as `dist_checkpointing.load` does, or None if there is none (collective).
 
-    Other numbers of ranks, and other parallel layouts, load what the sharded state dict's format allows: of a
-    distributed optimizer, `dp_reshardable` other data-parallel sizes, `fully_reshardable` all of them.
+    Other numbers of ranks, and other parallel layouts, can load the state as far as the format of the sharded state
+    dict allows. For a distributed optimizer, `dp_reshardable` allows other data-parallel sizes and
+    `fully_reshardable` all layouts.
 
-    Raises CheckpointingException, KeyError or torch's CheckpointException where it does not fit.
+    Raises:
+        CheckpointingException, KeyError, CheckpointException: The state does not fit. The last one is torch's.
     """
     reader = GeminiReader(name)
     if not reader.version:
@@ -89,7 +97,7 @@ def load(sharded_state_dict: dict[str, Any], *, name: str = "default") -> dict[s
 
 
 def _common_key(reader: GeminiReader) -> str:
-    """This rank's own, or that of one before it where there were fewer."""
+    """Return the key of this rank's own values, or of an earlier rank's if fewer ranks saved."""
     known = sum(key.startswith(f"{_COMMON}.") for key in reader.metadata.state_dict_metadata)
     return f"{_COMMON}.{dist.get_rank() % known}"
 

@@ -1,5 +1,8 @@
-"""One rank's part in versions that another stack saves whole, one after the other: the agent, the slots, the way to
-the other holders. Who calls `save` waits for it; the torch front's captures and timing are not in here."""
+"""The part of one rank in versions that another stack saves as a whole, one after the other.
+
+A session handles the agent, the slots and the transfers to the other holders. `save` blocks its caller. The captures
+and timing of the torch front are not used here.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +44,25 @@ IMPORTED_AT = clock.time()
 _ATTEMPTS = 3
 _POLL_S = 0.0005
 _CHUNK_BYTES, _UNDER_WAY = 4 << 20, 4
-_SLACK_BYTES = 256 << 10  # what is encoded varies in length from save to save
+_SLACK_BYTES = 256 << 10  # room because encoded values vary in length from save to save
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank gives to a version. store: fills the tensor area (bytes on the CPU) as the manifest says."""
+    """A rank's contribution to a version.
+
+    `store` fills the tensor area (bytes on the CPU) as the manifest describes.
+    """
 
     manifest: Manifest
     store: Callable[[torch.Tensor], None]
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """Of one shard, for all ranks. small: of shard 0 only; note: of its row `NOTE`, where it has one."""
+    """The description of one shard, for all ranks.
+
+    `small` is filled for shard 0 only. `note` is the shard's row `NOTE`, if it has one.
+    """
 
     header: Header
     manifest: Manifest
@@ -62,7 +71,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refusal(Exception):
-    """Why a version is not saved. rank: the one where it failed."""
+    """Raised if a version is not saved, with the reason. `rank` is the rank where the save failed."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank}: {why}")
@@ -70,10 +79,17 @@ class Refusal(Exception):
 
 
 class StackSession:
-    """Of one set, in this process. Making one is collective. Without an agent it says so once, and saves nothing.
+    """The session of one training in this process. Creating it is collective.
 
-    active: versions are saved; saved_since: one was, since the agents have chosen what `shards` gives. Raises
-    SystemExit where a version is in memory and this launch cannot have it (`Session.try_again`)."""
+    Without an agent it reports so once and saves nothing.
+
+    Attributes:
+        active: True while versions are saved.
+        saved_since: True if a version was saved since the agents chose the version that `shards` returns.
+
+    Raises:
+        SystemExit: There is a version in memory that this launch cannot load (`Session.try_again`).
+    """
 
     def __init__(self, name: str, seal_timeout_s: float, tier: Tier) -> None:
         self._session = Session(
@@ -86,13 +102,13 @@ class StackSession:
         self._group: dist.ProcessGroup | None = None
         self._one_at_a_time = threading.Lock()
         self.active = self.saved_since = False
-        self.notes: list[bytes] = []  # of the ranks that have one, in the version that `shards` gave
+        self.notes: list[bytes] = []  # notes of the ranks that have one, in the version that `shards` returned
         self._session.join()
         self._enter()
 
     def _enter(self) -> None:
         session = self._session
-        session.verdict.awaited = False  # no verdict of all ranks is awaited: each save has its own
+        session.verdict.awaited = False  # each save has its own verdict of all ranks
         self.active, self.saved_since = session.protected, False
         if not self.active:
             return
@@ -114,19 +130,25 @@ class StackSession:
 
     @property
     def rank(self) -> int:
+        """Return the rank of this process."""
         return self._session.rank
 
     @property
     def world(self) -> int:
+        """Return the number of ranks."""
         return self._session.world
 
     @property
     def chosen_version(self) -> int:
-        """Of what `shards` gives; 0: nothing."""
+        """Return the version that `shards` returns; 0 if there is none."""
         return self._session.welcome.chosen_version if self.active else 0
 
     def _all(self, work: Callable[[], T]) -> T:
-        """Collective: what `work` gives on this rank. Raises Refusal on all ranks where it fails on one."""
+        """Run `work` on all ranks, and return its result on this rank (collective).
+
+        Raises:
+            Refusal: The work failed on some rank; raised on all ranks.
+        """
         problem, result = "", list[T]()
         try:
             result.append(work())
@@ -146,8 +168,11 @@ class StackSession:
     # ---- saving ----------------------------------------------------------------------------------------
 
     def save(self, make: Callable[[], Part]) -> int:
-        """Collective, from any thread, one at a time: the next version. Its number when it is sealed; else 0, and one
-        line says why. make: this rank's part; it may raise."""
+        """Save the next version, and return its number when it is sealed (collective).
+
+        Calls may come from any thread, one at a time. If the version is not sealed, the result is 0 and one line
+        gives the reason. `make` returns this rank's part and may raise.
+        """
         with self._one_at_a_time:
             if not self.active:
                 return 0
@@ -177,13 +202,17 @@ class StackSession:
             self._session.client.event("skipped", self._session.version, why)
 
     def _save(self, make: Callable[[], Part]) -> None:
-        """Raises Refusal, on all ranks alike."""
+        """Save this rank's part and send it to the holders.
+
+        Raises:
+            Refusal: The save failed on some rank; raised on all ranks.
+        """
         part, packed, least = self._all(lambda: _measured(make()))
         if self._own.shard is None:
             totals = [int(word) for word in self._words(str(_roomy(least.total)).encode())]
             try:
                 self._all(lambda: self._register(totals))
-            except Refusal:  # maybe of another rank: the next save tries again on all of them
+            except Refusal:  # perhaps another rank failed: the next save retries on all ranks
                 self._forget()
                 raise
         begun: list[int] = []
@@ -196,7 +225,10 @@ class StackSession:
         self.saved_since = True
 
     def _sealed(self) -> bool:
-        """Wait for it, bounded: all ranks' copies are at their holders, and have to be verified."""
+        """Wait until the version is sealed, and return whether it is.
+
+        All ranks' copies are at their holders and must be verified. The wait ends after `seal_timeout_s` seconds.
+        """
         session = self._session
         wanted, deadline = (session.epoch, session.version), clock.monotonic() + session.seal_timeout_s
         while session.gate.sealed < wanted:
@@ -208,8 +240,11 @@ class StackSession:
         return True
 
     def _register(self, totals: list[int]) -> None:
-        """The memory of this rank's shard, and of those that its node keeps for others. Raises AgentLost,
-        AgentRefused."""
+        """Register the memory of this rank's shard, and of those that its node keeps for others.
+
+        Raises:
+            AgentLost, AgentRefused: The agent does not provide the memory.
+        """
         client, me = self._session.agent(), self._me
         own = register(client, me, self._session.rank, self._session.node_rank, totals[self._session.rank])
         try:
@@ -225,8 +260,11 @@ class StackSession:
         self._own.outgrow(own)
 
     def _fill(self, part: Part, packed: bytes, least: Layout, begun: list[int]) -> Layout:
-        """Everything into a slot of our own, which is noted in `begun`. Raises AgentLost, AgentRefused, and what
-        `store` raises."""
+        """Write everything into a slot of our own, and record the slot in `begun`.
+
+        Raises:
+            AgentLost, AgentRefused: The agent does not provide a slot. Errors of `store` are raised too.
+        """
         client, shard = self._session.agent(), self._own.shard
         self._catch_up()
         assert shard is not None
@@ -255,12 +293,20 @@ class StackSession:
         return layout
 
     def _catch_up(self) -> None:
-        """The agent may have made larger slots for other ranks' shards. Raises AgentLost, AgentRefused."""
+        """Map larger slots that the agent may have made for other ranks' shards.
+
+        Raises:
+            AgentLost, AgentRefused: The agent does not provide them.
+        """
         for keeper in self._reserved:
             keeper.catch_up()
 
     def _spread(self, index: int, layout: Layout) -> None:
-        """To all holders, and say so. Raises AgentLost, AgentRefused, LinkBroken."""
+        """Send the slot to all holders and report this to the agent.
+
+        Raises:
+            AgentLost, AgentRefused, LinkBroken: The version cannot be sent or reported.
+        """
         assert self._own.shard is not None
         client, slot, used = self._session.agent(), self._own.shard.slots[index], layout.small_offset
         told = "" if all(box.free for box in self._boxes.values()) else digest(slot.view()[:used])
@@ -283,7 +329,7 @@ class StackSession:
 
     def _abort(self, begun: list[int]) -> None:
         for index in begun:
-            with suppress(AgentLost, AgentRefused):  # an agent that is gone has voided it itself
+            with suppress(AgentLost, AgentRefused):  # a lost agent has voided the slot itself
                 self._session.agent().request(
                     local.Abort(
                         set=self._session.name, rank=self._session.rank, version=self._session.version, slot=index
@@ -293,8 +339,10 @@ class StackSession:
     # ---- loading ---------------------------------------------------------------------------------------
 
     def shards(self) -> list[Saved]:
-        """Collective: all shards of the version to load, by rank; none where there is no version. Of those that this
-        rank need not look at the tensors come when they are asked for."""
+        """Return all shards of the version to load, by rank; none if there is no version (collective).
+
+        Shards that this rank need not read fetch their tensors on request.
+        """
         if self.active and self.saved_since:
             self._again()
         for attempt in itertools.count(1):
@@ -325,7 +373,11 @@ class StackSession:
         return [found.get(facts.manifest.rank) or self._later(facts) for facts in gathered]
 
     def _fetch(self, rank: int) -> Saved:
-        """Raises AgentLost, AgentRefused, OSError, ValueError."""
+        """Return a shard from the agents.
+
+        Raises:
+            AgentLost, AgentRefused, OSError, ValueError: The shard cannot be fetched or is not the expected one.
+        """
         self._session.agent()
         reply, fd = self._session.fetch(rank)
         saved = Saved.read(map_copy(fd, reply.used), reply.bytes)
@@ -334,12 +386,15 @@ class StackSession:
         return saved
 
     def _later(self, facts: Facts) -> Saved:
-        """A shard that is fetched when one of its tensors is wanted."""
+        """Return a shard that is fetched when one of its tensors is requested."""
         fetched = functools.cache(lambda: self._fetch(facts.manifest.rank))
         return Saved(facts.header, facts.manifest, lambda piece: fetched().raw(piece), facts.small)
 
     def _again(self) -> None:
-        """Collective: all ranks greet the agents anew; these verify what they hold, and choose."""
+        """Reconnect to the agents on all ranks (collective).
+
+        The agents verify their copies and choose a version again.
+        """
         if self._session.client is not None:
             self._session.client.close()
         self._forget()
@@ -347,7 +402,7 @@ class StackSession:
         self._enter()
 
     def _forget(self) -> None:
-        """The memory of this round."""
+        """Release the memory of this round."""
         for keeper in self._session.keepers():
             keeper.close()
         self._own, self._reserved = Keeper(), []
@@ -355,7 +410,7 @@ class StackSession:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self, *, success: bool) -> None:
-        """success: the copies are no longer needed."""
+        """End the session. With `success` the copies are no longer needed."""
         if self._session.client is None:
             return
         for box in self._boxes.values():
@@ -367,19 +422,27 @@ class StackSession:
 
 
 def _measured(part: Part) -> tuple[Part, bytes, Layout]:
-    """With its manifest as stored, and the least layout. Raises ValueError."""
+    """Return the part with its manifest as stored, and the smallest layout.
+
+    Raises:
+        ValueError: The sizes are invalid.
+    """
     packed = shard_manifest.pack(part.manifest)
     return part, packed, Layout.plan(len(packed), part.manifest.tensor_bytes(), 0)
 
 
 def _roomy(total_bytes: int) -> int:
-    """A slot for so many bytes, and some more, in whole pages."""
+    """Return the size of a slot for `total_bytes` plus some reserve, in whole pages."""
     wanted = total_bytes + total_bytes // 16 + _SLACK_BYTES
     return wanted - wanted % PAGE_BYTES
 
 
 def _push(box: Outbox, memory: torch.Tensor) -> None:
-    """Raises LinkBroken."""
+    """Send the memory through an outbox in chunks.
+
+    Raises:
+        LinkBroken: The link broke.
+    """
     pending: deque[Pending] = deque()
     for chunk in torch.split(memory, _CHUNK_BYTES):
         if len(pending) == _UNDER_WAY:

@@ -4,8 +4,8 @@
 
     config.checkpoint = GeminiCheckpointManager.Config(enable=True, interval=500)
 
-in the function of torchtitan's config registry. The trainer stays as it is: it builds this manager, and calls
-`load`, `maybe_wait_for_staging`, `save` after each step, and `close`.
+This line goes into the function of torchtitan's config registry. The trainer is unchanged: it builds this manager,
+and calls `load`, `maybe_wait_for_staging`, `save` after each step, and `close`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from gemini_hpc.wire.stored import Tier
 
 
 class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan has no types that mypy finds
-    """Model parts, optimizers, schedulers, data loader and train state of each step in memory (`Checkpointer`).
+    """A checkpoint manager that keeps each step in memory (`Checkpointer`).
 
-    Where memory has a version `load` takes it, whatever is on disk and whatever `load_step` says: this very job has
-    come to it. Disk checkpoints are made as ever, every `interval` steps; `disk = False` makes none.
+    A step consists of model parts, optimizers, schedulers, data loader and train state. If memory has a version,
+    `load` takes it, whatever is on disk and whatever `load_step` is, because this very job has reached it. Disk
+    checkpoints are made as before, every `interval` steps; `disk = False` makes none.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """As torchtitan's; `Checkpointer` explains name, max_repeated and tier."""
+        """torchtitan's configuration; `Checkpointer` documents name, max_repeated and tier."""
 
         disk: bool = True
         name: str = "default"
@@ -79,12 +80,12 @@ class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         )
 
     def __del__(self) -> None:
-        self._memory = None  # that this object goes away does not mean that the training has succeeded
+        self._memory = None  # the object's end does not mean that the training has succeeded
         super().__del__()
 
     @property
     def memory(self) -> Checkpointer | None:
-        """What protects the steps; None where checkpoints are not enabled."""
+        """Return the `Checkpointer` that protects the steps; None if checkpoints are not enabled."""
         return self._memory
 
     def _load(self, step: int = -1) -> bool:
@@ -94,7 +95,7 @@ class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         hooks: list[Any] = []
 
         def first_forward(*_: Any) -> None:
-            """Meanwhile the data loader has begun, and has drawn from the generators."""
+            """Restore the generators, because the data loader has begun meanwhile and has drawn from them."""
             while hooks:
                 hooks.pop().remove()
                 memory.restore_generators()
@@ -108,7 +109,7 @@ class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         return bool(self._disk and super()._save(curr_step, last_step))
 
     def _close(self) -> None:
-        """Also called after an error, which is being handled then: the copies are needed still."""
+        """Close the manager, also after an error that is being handled: the copies are then still needed."""
         if self._memory is not None:
             self._memory.__exit__(*sys.exc_info())
         super()._close()
