@@ -181,7 +181,8 @@ class Settings:
     node_losses_per_day: float = _setting(
         0.0075,
         "How often a node is lost with its memory, in a day, for `--gemini-tier-interval=auto`. The default is "
-        "GEMINI's 1.5 % of nodes, half of them with their memory; [your own](dev/reproduction.md#how-often-nodes-fail).",
+        "GEMINI's 1.5 % of nodes, half of them with their memory; "
+        "[your own](dev/reproduction.md#how-often-nodes-fail).",
         0,
         100,
     )

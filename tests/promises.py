@@ -1,4 +1,4 @@
-"""The promises that `make test` shows, read from the markers: `python -m tests.promises` writes docs/dev/promises.md."""
+"""The promises that `make test` shows, from the markers: `python -m tests.promises` writes docs/dev/promises.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/dev/robustness.md and docs/faults.md name tests that are there, and commits in a form that can be looked up."""
+"""The pages on defects and faults name tests that are there, and commits in a form that can be looked up."""
 
 from __future__ import annotations
 

@@ -150,7 +150,6 @@ class MemoryReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the shards need no preparation."""
-        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -191,7 +190,6 @@ class MemoryReader(StorageReader):
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: the reader has no state to reset."""
-        pass
 
 
 def _box(tensor: torch.Tensor) -> Box:
