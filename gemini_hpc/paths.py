@@ -80,7 +80,7 @@ def weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: b
 
 
 def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
-    """Return which mode keeps users out of this path, "" if none does.
+    """Return how the mode of this path keeps users out, "" if it does not.
 
     With `look`, a directory's names must be readable, too, as an interpreter reads those of its packages.
     Access lists and security modules are not checked here.

@@ -107,8 +107,8 @@ def _say(text: str) -> None:
 def _fit_tasks(environ: MutableMapping[str, str]) -> None:
     """Reduce the number of tasks to those that fit on the job's nodes, by `--ntasks-per-node`.
 
-    A job that continues with fewer nodes (`scontrol update`) still gets the number of tasks it was submitted
-    with from Slurm.
+    Slurm gives a job that continues with fewer nodes (`scontrol update`) the number of tasks of its
+    submission.
     """
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
     words = [environ.get(name, "") for name in names]

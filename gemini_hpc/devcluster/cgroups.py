@@ -26,7 +26,10 @@ TRACKED_BEFORE = (23, 11)
 
 
 def _base() -> Path | None:
-    """Return the parent directory of clusters: the nearest limit of this process, else the top."""
+    """Return the directory of all clusters: the nearest limit that this process has, else the top.
+
+    None means that this machine has no writable v1 memory cgroups.
+    """
     here = memory_cgroup.place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     if here is None or here.version != 1 or here.mount != MOUNT or not here.writable:
         return None

@@ -143,7 +143,7 @@ class Cluster:
         """End every process and remove every file of the cluster; do nothing if it is already down."""
         teardown.down(self._layout)
 
-    # What is there
+    # Queries
 
     @property
     def directory(self) -> Path:

@@ -14,7 +14,7 @@ from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 EDIT = "in slurm.conf, then scontrol reconfigure"
 UNKILLABLE_S = 60.0
 CRED_EXPIRE_S = 120.0
-PROLOG_HELPER_S = 62.0  # the time-out of the prolog's helper as a last resort, and its kill
+PROLOG_HELPER_S = 62.0  # the prolog's last-resort time-out of 60 s, and 2 s until its kill
 EXPEDITED = Release(25, 11, 3)
 
 

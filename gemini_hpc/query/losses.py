@@ -42,7 +42,7 @@ class Losses:
         return max(stamps, key=score, default=None)
 
     def fatal(self, stamp: Stamp | None, live: Mapping[int, Iterable[str]] | None = None) -> list[frozenset[str]]:
-        """Return the minimal node losses that lose some shard; every larger loss does so, too.
+        """Return node losses each of which, like every larger loss, loses some shard.
 
         `live` holds, by rank, the nodes that have the rank's shard in their tensors as well.
         """

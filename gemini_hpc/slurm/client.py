@@ -133,7 +133,7 @@ class Slurm:
         self._choosing = asyncio.Lock()
         self._on_call = on_call
         self._gate = FairGate(PARALLEL_COMMANDS)
-        self._accounting_gate = FairGate(1)  # a database that hangs must not keep scontrol waiting
+        self._accounting_gate = FairGate(1)  # a hanging database must not delay scontrol
         self._tools: dict[str, str] = {}
         # monotonic time when slurmctld last failed to answer
         self.unreachable_at = -math.inf
@@ -315,7 +315,7 @@ class Slurm:
             hidden: list[str] = []
             for record in records:
                 node = parse_node(record)
-                if node.name in found:  # an operator's text looks like a record
+                if node.name in found:  # an operator's text imitates a record
                     doubtful.add(node.name)
                 elif reason_is_hidden(record):
                     hidden.append(node.name)

@@ -146,7 +146,7 @@ class PyslurmReader:
             raise Surprise(f"pyslurm: a record of an unexpected form: {type(exc).__name__} {exc}") from None
 
     async def node_state(self, name: str, state: str, reason: str = "") -> None:
-        """Set a node's state. Raises as `Reader`."""
+        """Set a node's state, with a reason if one is given. Raises as `Reader`."""
         await self.call("node_state", name, state, reason)
 
     async def requeue(self, raw_id: int) -> None:

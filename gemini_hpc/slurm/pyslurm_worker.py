@@ -1,9 +1,8 @@
 """A separate program that answers requests on its standard input with pyslurm, one line of JSON each.
 
-Only `pyslurm_reader` starts it. It is started as a file, so that pyslurm's process loads no other part of
-gemini-hpc. The import of pyslurm may end a process, and its calls hold the interpreter until slurmctld
-answers. The caller has a time-out and kills this process. The output of Slurm's library does not mix with the
-answers.
+Only `pyslurm_reader` starts the program, as a file, so that this process loads no other part of gemini-hpc.
+The import of pyslurm may end a process, and its calls hold the interpreter until slurmctld answers. The
+caller has a time-out and kills this process. The output of Slurm's library does not mix with the answers.
 
     {"id": 1, "call": "job", "args": [41]}
     {"id": 1, "value": {...}}   or   {"id": 1, "error": "Invalid job id specified", "kind": "refused"}

@@ -35,7 +35,7 @@ from gemini_hpc.tier.shards import Area, Shard
 from gemini_hpc.tier.writeback import Behind
 from gemini_hpc.wire.stored import NodeFile, Stored
 
-_CHUNK_BYTES = 1 << 20  # of compressed datasets
+_CHUNK_BYTES = 1 << 20  # chunk size of compressed datasets
 _SYNC_BYTES = 1 << 30  # limits the last sync, during which the worker reports nothing
 _OWN = ("header", "directory", "small")
 
@@ -55,7 +55,7 @@ def piece_name(manifest: Manifest, piece: Piece) -> str:
 
 
 def tensor_path(rank: int, manifest: Manifest, piece: Piece) -> str:
-    """Path of a piece's dataset in the file."""
+    """Return the path of a piece's dataset in the file."""
     return f"{group_of(rank)}/tensors/{piece_name(manifest, piece)}"
 
 
@@ -98,7 +98,7 @@ def write(
         where: The version's directory.
         name: The file's name.
         shards: Each shard with the node rank of its home and the digest of its bytes.
-        paced: Called with the number of bytes written since its last call, now and then with 0.
+        paced: Called with the size in bytes of each written part, and with 0 as a sign of life.
         compress: Store compressed datasets.
 
     Raises:
