@@ -1,7 +1,7 @@
-"""gemini-hpc: in-memory checkpoint replicas for training jobs on Slurm.
+"""Checkpoint replicas in peers' memory for training jobs on Slurm (gemini-hpc).
 
-``import gemini_hpc`` is cheap: torch is imported only when `Checkpointer` (or another name of the
-training front) is first used.
+``import gemini_hpc`` is cheap: torch is imported only when `Checkpointer` (or another name of the training
+front) is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one clock of this package. A simulation brings its own, with a time for each of its hosts."""
+"""The only clock of this package; a simulation replaces it with one that has a time for each of its hosts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Source(Protocol):
-    """Where time comes from."""
+    """A source of time."""
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds since some moment; the same for all processes of a host, and never set back."""
+        """Return nanoseconds since some moment; the same for all processes of a host, and never set back."""
 
     def time(self) -> float:
-        """Seconds since 1970, as far as the host knows."""
+        """Return seconds since 1970, according to the host's clock."""
 
     def sleep(self, seconds: float) -> None:
         """Block the calling thread."""
@@ -30,22 +30,22 @@ class _Now:
 
 
 def use(source: Source | None) -> None:
-    """From now on, in this process, time comes from there; None: from the system."""
+    """Set the source of time of this process; None means the system's clock."""
     _Now.source = source or _System()
 
 
 def monotonic() -> float:
-    """Seconds since some moment; see `Source`."""
+    """Return seconds since some moment (see `Source`)."""
     return _Now.source.monotonic_ns() * 1e-9
 
 
 def monotonic_ns() -> int:
-    """Nanoseconds since some moment; see `Source`."""
+    """Return nanoseconds since some moment (see `Source`)."""
     return _Now.source.monotonic_ns()
 
 
 def time() -> float:
-    """Seconds since 1970, as far as this host knows."""
+    """Return seconds since 1970, according to this host's clock."""
     return _Now.source.time()
 
 

@@ -1,5 +1,7 @@
-"""Reading the site's settings, `/etc/gemini-hpc/gemini.toml`; unknown keys are errors. Standard library only: root's
-prolog and epilog do it."""
+"""Reader of the site's settings in `/etc/gemini-hpc/gemini.toml`; unknown keys are errors.
+
+Only the standard library is used, because root's prolog and epilog read the settings.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
 
 
 def program_problem(path: str) -> str:
-    """Return why this process must not run a program that the settings name, "" where it may.
+    """Return why this process must not run a program that the settings name, "" if it may.
 
-    Nobody but root and this process's user may be able to write the file, or to put another one in its place.
+    Only root and this process's user may be able to write the file, or to replace it by another.
     """
     if not path.startswith("/"):
         return "wanted an absolute path"
@@ -67,7 +69,7 @@ def _shown(value: Any) -> str:
 
 
 def parse(text: str, where: str = CONFIG_PATH) -> Settings:
-    """Settings from TOML text. Raises `ConfigError` on bad syntax, unknown keys and wrong types."""
+    """Return the settings in TOML text. Raises `ConfigError` on bad syntax, unknown keys and wrong types."""
     import tomllib
 
     try:
@@ -103,8 +105,10 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
 
 
 def load(path: str = CONFIG_PATH) -> Settings:
-    """Settings of this host; the defaults where there is none of the usual name. Raises `ConfigError`, also for
-    another file that is not there: somebody has named it, and means it."""
+    """Return the settings of this host, the defaults if the usual file does not exist.
+
+    Raises `ConfigError`, also if another file does not exist, because its name was given on purpose.
+    """
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read(1 << 20)

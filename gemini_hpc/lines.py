@@ -1,7 +1,7 @@
-"""Lines for the user, which end nothing: a disk may be full, a reader gone, stderr closed.
+"""Output lines for the user, whose failure ends nothing: the disk may be full, or stderr closed.
 
-A line that cannot be written is lost. None is left in a buffer either: Python would try to write it at the end, and
-turn a success into exit status 120.
+A line that cannot be written is lost. It must not stay in a buffer either: Python would try to write it at
+the end, and turn a success into exit status 120.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TextIO
 
 
 def tell(text: str) -> None:
-    """Write a line of ours to stderr. Raises nothing."""
+    """Write a line of gemini-hpc to stderr. Raises nothing."""
     put(sys.stderr, f"gemini-hpc: {text}\n")
 
 
 def put(stream: TextIO | None, text: str) -> None:
-    """Write to a stream, in one piece, behind what is in its buffer. Raises nothing."""
-    if stream is None:  # a process without one
+    """Write to a stream, in one piece, after the contents of its buffer. Raises nothing."""
+    if stream is None:  # the process has no such stream
         return
-    with suppress(Exception):  # the stream may be of the user's own making
+    with suppress(Exception):  # the stream may be an object of the user's own
         if type(stream) is not io.TextIOWrapper:
             stream.write(text)
             stream.flush()
@@ -34,7 +34,7 @@ def put(stream: TextIO | None, text: str) -> None:
 
 
 def settle() -> None:
-    """Write out what the buffers of stdout and stderr hold, as far as that is possible. Raises nothing."""
+    """Flush stdout and stderr as far as possible. Raises nothing."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(OSError, ValueError):
@@ -42,7 +42,7 @@ def settle() -> None:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write, also where the script has given SIGPIPE its default effect."""
+    """Write data, and survive a closed pipe even if the script has given SIGPIPE its default effect."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     try:
         os.write(fd, data)

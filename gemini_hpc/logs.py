@@ -1,4 +1,4 @@
-"""How agents and the controller log: one event is one line of `key=value`, with the time in front."""
+"""The log format of agents and controller: one event is one line of `key=value`, with the time in front."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TextIO
 
 
 class OneLine(logging.Formatter):
-    """One event is one line of printable text, whatever agents and users have put into it."""
+    """A formatter that makes each event one line of printable text, regardless of text from agents and users."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line; tracebacks of our own come below it."""
+        """Return the line; tracebacks of this package follow below it."""
         text = super().formatMessage(record)
         if text.isprintable():
             return text
@@ -22,11 +22,11 @@ class OneLine(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk costs lines, and nothing else."""
+        """Ignore errors: a full disk only loses log lines."""
 
 
 def to(stream: TextIO, *, verbose: bool = False) -> None:
-    """All log lines of this process go there."""
+    """Send all log lines of this process to a stream."""
     handler = _Handler(stream)
     handler.setFormatter(OneLine())
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""Who may look at every job, beside its owner: root, SlurmUser, and whom `operators` in gemini.toml names."""
+"""Permission to see every job: root, SlurmUser, and the `operators` in gemini.toml, besides each job's owner."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ More = Callable[[str], Awaitable[bool]]
 
 
 def listed(uid: int, operators: Iterable[str]) -> bool:
-    """Whether `operators` (a name, a uid, `@` and the name or number of a group) names this user, as the name service
-    of this host knows users and groups. Takes as long as that does. Raises nothing: who is not found is not named."""
+    """Return whether `operators` names this user, according to the name service of this host.
+
+    An entry is a user's name or uid, or `@` and a group's name or number. The call takes as long as the name
+    service does. Raises nothing: a user who is not found is not named.
+    """
     users = [entry for entry in operators if not entry.startswith("@")]
     if str(uid) in users:
         return True
@@ -47,10 +50,11 @@ def _gid(name: str) -> tuple[int, ...]:
 
 
 class Operators:
-    """Remembers answers for `KEPT_S`; a lookup that takes longer than `LOOKUP_S` is a no for `FAILED_S`.
+    """A cache of permissions, valid for `KEPT_S`.
 
-    `always` need no lookup. `more` is asked, with the user's name, about whom the list does not name; its failures
-    (TimeoutError, OSError and what it raises of its own) are a no as well.
+    A lookup that takes longer than `LOOKUP_S` counts as a refusal for `FAILED_S`. `always` need no lookup.
+    `more` is called with the name of a user who is not in the list. Its failures (TimeoutError, OSError and
+    its own) count as refusals, too.
     """
 
     def __init__(self, operators: Iterable[str], always: Iterable[int], more: More | None = None) -> None:
@@ -60,7 +64,7 @@ class Operators:
         self._threads = 0
 
     async def allows(self, uid: int) -> bool:
-        """Whether this user may look at every job."""
+        """Return whether this user may see every job."""
         if uid in self._always:
             return True
         if not self._operators and self._more is None:
@@ -91,7 +95,10 @@ class Operators:
         return await self._more(user)
 
     async def _beside(self, lookup: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
-        """In a thread of its own, which nobody waits for at the end: a name service can hang for minutes."""
+        """Run a lookup in its own daemon thread, because a name service can hang for minutes.
+
+        The end of the process does not wait for that thread.
+        """
         if self._threads >= _MAX_LOOKUPS:
             raise TimeoutError
         loop = asyncio.get_running_loop()

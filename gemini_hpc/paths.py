@@ -1,6 +1,7 @@
-"""Who could put something else in the place of a file: every component of its path, links followed as by the kernel.
+"""Check of who could replace a file: every component of its path, with links followed as by the kernel.
 
-Root scripts that run what a user can change are how CVE-2016-10030 and CVE-2023-41914 became root exploits.
+Root scripts that run files which a user can change caused the root exploits CVE-2016-10030 and
+CVE-2023-41914.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MAX_LINKS = 40
 
 
 def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Every directory, link and file that is passed on the way to an absolute path. Raises OSError."""
+    """Yield every directory, link and file on the way to an absolute path. Raises OSError."""
     pending, at, links = deque(path.split("/")), "/", 0
     yield at, os.lstat(at)
     while pending:
@@ -42,28 +43,31 @@ def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def weakness(path: str, info: os.stat_result, owners: frozenset[int]) -> str:
-    """Why others than `owners` can change this one; empty if they cannot. (A link is as safe as its directory.)"""
+    """Return why users other than `owners` can change this path, "" if they cannot.
+
+    A link is as safe as its directory.
+    """
     if stat.S_ISLNK(info.st_mode):
         return ""
     if info.st_uid not in owners:
         return f"{path} belongs to {user(info.st_uid)}"
-    # Root's own group may write: on some systems it is the default, and only root is in it.
+    # Root's own group may write: on some systems this is the default, and only root is in that group.
     if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and info.st_gid != 0):
         return f"{path} has mode {stat.S_IMODE(info.st_mode):04o}"
     return ""
 
 
 def weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: bool = False) -> list[str]:
-    """Return all of them on the way to `path`.
+    """Return all weaknesses on the way to `path`.
 
     Args:
-        path: of a file.
-        owners: uids that may change it.
-        sticky: an owner's directory with the sticky bit is none: in it each entry is its own owner's. That holds for
-            a file that is there, not for one that is yet to be made.
+        path: The path of a file.
+        owners: The uids that may change it.
+        sticky: Accept an owner's directory with the sticky bit, in which each entry belongs to its own owner.
+            That holds for an existing file only, not for one that is yet to be made.
 
     Raises:
-        OSError: there is no such file.
+        OSError: There is no such file.
     """
     if not path.startswith("/"):
         return [f"{path!r} is not an absolute path"]
@@ -76,8 +80,11 @@ def weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: b
 
 
 def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
-    """What keeps users out of this one, by its mode; empty where nothing does. `look`: a directory's names are read,
-    too, as an interpreter reads those of its packages. Access lists and security modules are not seen here."""
+    """Return how the mode of this path keeps users out, "" if it does not.
+
+    With `look`, a directory's names must be readable, too, as an interpreter reads those of its packages.
+    Access lists and security modules are not checked here.
+    """
     mode = info.st_mode
     if stat.S_ISLNK(mode):
         return ""
@@ -95,12 +102,12 @@ def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
 
 
 def barriers(path: str) -> list[str]:
-    """All of them on the way to an absolute path, links followed. Raises OSError where there is no such file."""
+    """Return all barriers on the way to an absolute path, links followed. Raises OSError if there is no such file."""
     return [found for here, info in walk(path) if (found := barrier(here, info, look=False))]
 
 
 def group(gid: int) -> str:
-    """For messages."""
+    """Return a group's name for messages."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -108,7 +115,7 @@ def group(gid: int) -> str:
 
 
 def user(uid: int) -> str:
-    """For messages."""
+    """Return a user's name and uid for messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:

@@ -1,7 +1,7 @@
-"""All site settings, with their bounds and what the administrators' guide says of them (Markdown).
+"""All site settings, with their bounds and their descriptions in the administrators' guide (Markdown).
 
-Root's prolog and epilog read them, so nothing but the standard library is imported here. The table in docs/admin.md
-comes from them: `python -m tests.docs.tables` writes it.
+Root's prolog and epilog read them, so only the standard library is imported here. The table in docs/admin.md
+is generated from them by `python -m tests.docs.tables`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SLURM_APIS = ("auto", "pyslurm", "json", "commands")
 
 
 class ConfigError(ValueError):
-    """The settings cannot be used; the message names the key, what was wanted and what was found."""
+    """The error that the settings cannot be used; it names the key and both the wanted and the found value."""
 
 
 def _setting(default: Any, text: str, least: float = 0, most: float = UNBOUNDED) -> Any:
@@ -24,7 +24,7 @@ def _setting(default: Any, text: str, least: float = 0, most: float = UNBOUNDED)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of them. Durations are seconds, sizes are bytes."""
+    """The settings of a site. Durations are seconds, sizes are bytes."""
 
     cluster_name: str = _setting(
         "cluster",
@@ -258,30 +258,30 @@ class Settings:
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 
     def heartbeat_timeout_s(self) -> float:
-        """Silence after which a peer is suspected, in seconds."""
+        """Return the silence, in seconds, after which a peer is suspected."""
         return self.heartbeat_s * self.heartbeat_missed
 
     def afterwards_s(self) -> float:
-        """Return for how long after a script's end a loss before it may still be found, in seconds."""
+        """Return how many seconds after a script's end an earlier loss may still be detected."""
         return 4.0 * self.heartbeat_timeout_s()
 
     def address_of(self, host: str) -> str:
-        """Where a peer is dialled."""
+        """Return the name under which a peer is dialled."""
         return self.peer_address.replace("{host}", host)
 
     def controller_hosts(self) -> tuple[str, ...]:
-        """Hosts on which a controller may be found, in the order in which they are tried."""
+        """Return the hosts on which a controller may be found, in the order in which they are tried."""
         return tuple(host.strip() for host in self.controller_host.split(",") if host.strip())
 
     def slurm_uid(self) -> int:
-        """uid of the SlurmUser. Raises `ConfigError` where the user is unknown here."""
+        """Return the uid of the SlurmUser. Raises `ConfigError` if the user is unknown here."""
         uid = _uid(self.slurm_user, -1)
         if uid < 0:
             raise ConfigError(f"slurm_user: there is no user {self.slurm_user!r} on this host")
         return uid
 
     def slurm_uids(self) -> tuple[int, ...]:
-        """uid of the SlurmUser, or nothing where the user is unknown here."""
+        """Return the uid of the SlurmUser, () if the user is unknown here."""
         uid = _uid(self.slurm_user, -1)
         return (uid,) if uid >= 0 else ()
 

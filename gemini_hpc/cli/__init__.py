@@ -1,1 +1,2 @@
+"""The verbs of the command line `gemini-hpc`, one module each."""
 

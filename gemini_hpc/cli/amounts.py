@@ -1,4 +1,4 @@
-"""Numbers of command lines, for argparse's `type`: sizes, rates, counts."""
+"""Argument types for argparse: sizes, rates, counts and numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
 def _amount(text: str, unit: str, scale: float = 1.0) -> float:
-    """A number with a decimal prefix, in this unit; the unit may be left out."""
+    """Parse a number with a decimal prefix; its unit may be omitted."""
     word = text.strip()
     if word.lower().endswith(unit.lower()):
         word = word[: -len(unit)]
@@ -24,17 +24,17 @@ def _amount(text: str, unit: str, scale: float = 1.0) -> float:
 
 
 def size(text: str) -> float:
-    """Bytes."""
+    """Parse a size in bytes."""
     return _amount(text, "B")
 
 
 def rate(text: str) -> float:
-    """Bytes a second, of bits a second."""
+    """Parse a rate given in bits per second; return bytes per second."""
     return _amount(text, "bps", 1 / 8)
 
 
 def count(least: int, most: int) -> Callable[[str], int]:
-    """A whole number from `least` to `most`."""
+    """Return a parser for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or not least <= int(text[:12]) <= most:
@@ -45,7 +45,7 @@ def count(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """A number from `least` to `most`."""
+    """Return a parser for numbers from `least` to `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -60,7 +60,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
-    """Option of `plan` and `simulate`: the tier's rate."""
+    """Add the option of `plan` and `simulate` for the tier's rate."""
     parser.add_argument(
         "--storage",
         type=rate,

@@ -1,4 +1,4 @@
-"""`gemini-hpc controller`: the service beside slurmctld."""
+"""The verb `controller`: run the service beside slurmctld."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "controller",
         help="run the service beside slurmctld",
@@ -31,7 +31,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the controller and return the exit status."""
     try:
         settings = load(args.config)
     except ConfigError as exc:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.daemon:
         log = os.path.join(settings.state_dir, "controller.log")
         try:
-            become(settings)  # first: the directory is SlurmUser's, who could put a link there
+            become(settings)  # first, because SlurmUser owns the directory and could put a link there
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         except ServiceError as exc:
             print(f"gemini-hpc controller: {exc}", file=sys.stderr)

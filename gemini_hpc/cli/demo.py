@@ -1,7 +1,7 @@
-"""`gemini-hpc demo`: the main job on a development cluster: a node loses its power, the job goes on.
+"""The verb `demo`: a job on a development cluster loses a node's power and continues.
 
-Runs the same training twice, once undisturbed and once with a power cut in the middle, and compares every loss
-and the final parameters and optimizer states bit by bit.
+The same training runs twice, once undisturbed and once with a power cut in the middle. Every loss, the final
+parameters and the optimizer states are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _STEPS_PER_CUT = 10
 
 
 class DemoFailed(Exception):
-    """The demonstration did not show what it should; the message says what."""
+    """The error that the demonstration did not show what it should; the text gives the reason."""
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = verbs.add_parser(
         "demo",
         help="watch a job lose a node and come back from its peers' memory",
@@ -54,7 +54,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 @dataclass
 class Run:
-    """One training job and what it wrote."""
+    """A training job and the files that it wrote."""
 
     cluster: Cluster
     id: int
@@ -63,7 +63,7 @@ class Run:
     cut_at: list[float] = field(default_factory=list)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Rank 0's log, one object an iteration, then one of digests."""
+        """Return rank 0's log: one object per iteration, then one with digests."""
         path = self.directory / "loss.jsonl"
         if not path.exists():
             return []
@@ -71,22 +71,22 @@ class Run:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def step(self) -> int:
-        """The last iteration that rank 0 has finished."""
+        """Return the last iteration that rank 0 has finished."""
         return max((line["step"] for line in self.lines() if "step" in line), default=0)
 
     @property
     def state(self) -> str:
-        """The job's state in Slurm."""
+        """Return the job's state in Slurm."""
         return self.cluster.job(self.id).get("JobState", "UNKNOWN")
 
     def output(self) -> str:
-        """The batch script's output."""
+        """Return the batch script's output."""
         path = self.directory / "out"
         return path.read_text() if path.exists() else ""
 
 
 class Show:
-    """Progress on a terminal, or plain lines where there is none."""
+    """A progress display: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self._live = sys.stdout.isatty()
@@ -94,16 +94,16 @@ class Show:
         self._last = ""
 
     def say(self, text: str = "") -> None:
-        """A line that stays."""
+        """Print a line that is not overwritten."""
         self._wipe()
         print(text, flush=True)
 
     def title(self, text: str) -> None:
-        """A heading with the time since the start."""
+        """Print a heading with the time since the start."""
         self.say(f"[{clock.monotonic() - self._began:5.1f} s] {text}")
 
     def progress(self, done: int, total: int, note: str) -> None:
-        """A bar that is overwritten; without a terminal a line each fifth of the way."""
+        """Show a bar that is overwritten; without a terminal, print a line at each fifth of the way."""
         if self._live:
             filled = _BAR * done // max(1, total)
             text = f"  [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total} {note}"
@@ -202,7 +202,7 @@ _TIMELINE = (
 
 @dataclass(frozen=True)
 class Timeline:
-    """Moments of one recovery, in seconds after the cut."""
+    """The events of one recovery, in seconds after the power cut."""
 
     rows: tuple[tuple[float, str, str], ...]
     total_s: float
@@ -210,10 +210,15 @@ class Timeline:
 
 
 def timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> Timeline:
-    """Moments of the recovery into incarnation `restart`, and our own share of its length.
+    """Return the events of the recovery into incarnation `restart`, and our own share of its length.
 
-    own = cut to DOWN (detection, confirmation, reservation), pending to running (the start margin that we ask for),
-    running to agreed (our prolog), and from the later of 'imports done' and 'agreed' to the first new iteration.
+    Our own share consists of these parts:
+
+    - cut to DOWN (detection, confirmation, reservation)
+    - pending to running (the start margin that we ask for)
+    - running to agreed (our prolog)
+    - the later of 'imports done' and 'agreed' to the first new iteration
+
     The rest is Slurm's (DOWN to pending) and Python's (imports).
     """
     first: dict[str, float] = {}
@@ -241,7 +246,7 @@ def timeline(document: dict[str, Any], cut: float, restart: int, first_step: flo
 
 
 def _compare(reference: Run, run: Run) -> tuple[int, list[str]]:
-    """(iterations compared, what differs)."""
+    """Return the number of compared iterations and the list of differences."""
     wanted = {line["step"]: line["loss"] for line in reference.lines() if "step" in line}
     trouble = []
     for line in run.lines():
@@ -257,7 +262,7 @@ def _compare(reference: Run, run: Run) -> tuple[int, list[str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The verb."""
+    """Run the demonstration and return the exit status."""
     from gemini_hpc.devcluster.cluster import Cluster
     from gemini_hpc.devcluster.errors import DevclusterError
 
@@ -269,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
     show = Show()
     try:
         show.title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")
-        # Each cut is a node fenced: the budget would end a longer demonstration half way.
+        # Each cut fences a node, so the default budget would end a longer demonstration halfway.
         settings = {"fence_budget_nodes": args.cuts} if args.cuts > 2 else {}
         cluster = Cluster.up(args.name, nodes=5, profile=args.profile, settings=settings, replace=True)
         try:
@@ -348,7 +353,7 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
 
 
 def _lost(run: Run, restart: int) -> int:
-    """Completed iterations that had to be repeated in the recovery into this incarnation."""
+    """Return the number of completed iterations that this recovery had to repeat."""
     old = max((line["step"] for line in run.lines() if "step" in line and line["restart"] < restart), default=0)
     new = min(line["step"] for line in run.lines() if "step" in line and line["restart"] == restart)
     return int(max(0, old - new + 1))

@@ -1,4 +1,4 @@
-"""`gemini-hpc devcluster`: a real multi-node Slurm cluster on this machine."""
+"""The verb `devcluster`: a real multi-node Slurm cluster on this machine."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ example:
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """A parser that can leave the end of its command line alone.
+    """An argument parser that can leave the end of its command line unparsed.
 
-    With `words_before_command` = n it takes its own options and n positionals; what follows them, or follows "--", is
-    the namespace's `command`, options too. (argparse.REMAINDER rejects a command that starts with an option.)
+    With `words_before_command` = n the parser accepts its own options and n positionals. The words after
+    them, or after "--", become the namespace's `command`, options included. (argparse.REMAINDER rejects a
+    command that starts with an option.)
     """
 
     def __init__(self, *, words_before_command: int | None = None, **kwargs: Any) -> None:
@@ -71,7 +72,7 @@ class _VerbParser(argparse.ArgumentParser):
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb `devcluster` to a command line; its `func` takes the parsed arguments, returns the exit code."""
+    """Add the verb `devcluster` to a command line; its `func` returns the exit status."""
     parser = subparsers.add_parser(
         "devcluster",
         help="a real multi-node Slurm cluster on this machine",
@@ -210,7 +211,7 @@ def _seconds(text: str) -> float:
 
 
 def _guarded(action: Callable[[Any], int]) -> Callable[[Any], int]:
-    """A verb whose errors are one line and an exit code."""
+    """Wrap a verb so that its errors become one line and an exit status."""
 
     def call(args: Any) -> int:
         try:
@@ -253,7 +254,7 @@ def _up(args: Any) -> int:
 
 
 def _setting(text: str) -> tuple[str, Setting]:
-    """KEY=VALUE with VALUE as TOML writes it; what TOML does not know is a string."""
+    """Parse KEY=VALUE with a TOML value; a value that is no TOML is a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise DevclusterError(f"--set {text}: write KEY=VALUE, e.g. heartbeat_s=0.5")
@@ -293,7 +294,7 @@ def _sbatch(args: Any) -> int:
 
 
 def _become(cluster: Cluster, command: Sequence[str], user: str | None, node: str | None) -> NoReturn:
-    """Turn into the command, so that terminal, signals and exit code are its own."""
+    """Replace this process by the command, which then owns terminal, signals and exit status."""
     terminal = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
     argv, env = cluster.command(command, user, terminal, node=node)
     os.execve(argv[0], argv, env)

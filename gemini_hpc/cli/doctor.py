@@ -1,4 +1,4 @@
-"""`gemini-hpc doctor`: what is not as it should be on this host and in Slurm's configuration, and what to do."""
+"""The verb `doctor`: find faults on this host and in Slurm's configuration, and name their remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OK, WRONG, UNUSABLE = 0, 1, 2
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this host and Slurm's configuration",
@@ -48,7 +48,11 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 something is wrong; 2 for a wrong command line, or settings that cannot be used."""
+    """Run the checks and return the exit status.
+
+    Returns:
+        0 if no check finds a fault, 1 if a check does, 2 for a wrong command line or unusable settings.
+    """
     from gemini_hpc.doctor import report
     from gemini_hpc.doctor.examine import CHECKS, examine
     from gemini_hpc.doctor.facts import Facts
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     d = report.document(findings, facts.hostname, roles, user(facts.uid), slurm, status, clock.time())
     print(json.dumps(d) if args.json else report.text(d, columns.width()), flush=True)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
-        os._exit(status)  # what hangs there would hold up our end
+        os._exit(status)  # a hanging check would hold up the end of this process
     return status
 
 

@@ -1,4 +1,4 @@
-"""`gemini-hpc evacuate JOBID NODE`: a running job leaves a node, with a spare of its own in its place."""
+"""The verb `evacuate JOBID NODE`: move a running job off a node, with a spare of its own in the node's place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "evacuate",
         help="move a running job off one of its nodes, onto a spare",
@@ -33,7 +33,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    """Evacuate the node and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     from gemini_hpc.query import ask
 
     try:

@@ -1,4 +1,4 @@
-"""`gemini-hpc export`: a version of the persistent tier as a checkpoint that other programs load."""
+"""The verb `export`: write a version of the persistent tier as a checkpoint that other programs load."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "dcp", "torch")
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?")
-_RUST = re.compile(r"\(os error ([0-9]{1,3})\)")  # in what safetensors says of the kernel's errors
+_RUST = re.compile(r"\(os error ([0-9]{1,3})\)")  # in safetensors' messages on kernel errors
 
 
 class ExportError(Exception):
-    """One line for the user."""
+    """An error of the export; its text is one line for the user."""
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "export",
         help="write a checkpoint of the persistent tier in another format",
@@ -57,7 +57,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    """Export the version and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     try:
         where, manifest = _find(args)
         with _made(args.output) as temporary:
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is meant -------------------------------------------------------------------------------------
+# ---- finding the version --------------------------------------------------------------------------------
 
 
 def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
-    """Directory and manifest of a version. Raises ExportError, UserError, ValueError, OSError."""
+    """Return directory and manifest of a version. Raises ExportError, UserError, ValueError, OSError."""
     from gemini_hpc.tier.find import find
 
     path = job_or_directory(args.what, args.tier, args.config)
@@ -99,8 +99,10 @@ def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
 
 
 def job_or_directory(what: str, tier: str, config: str) -> str:
-    """The directory that is meant, where it is a job's the job's own; with the "@NAME" that stands behind it. Raises
-    ExportError, WrongIdError."""
+    """Return the directory that the user means, for a job its own directory, with any "@NAME" appended.
+
+    Raises ExportError, WrongIdError.
+    """
     from gemini_hpc.tier import job_directory
 
     job, at, name = what.partition("@")
@@ -129,13 +131,16 @@ def _site_tier(config: str, job: str) -> str:
     return found
 
 
-# ---- writing it ----------------------------------------------------------------------------------------
+# ---- writing the export --------------------------------------------------------------------------------
 
 
 @contextmanager
 def _made(output: str) -> Iterator[str]:
-    """A path beside OUT to write to: it becomes OUT when this block has ended well and all of it is on disk, and is
-    not there otherwise. Raises ExportError."""
+    """Yield a temporary path beside OUT, and publish it as OUT if the block succeeds.
+
+    OUT appears only when all of it is on disk. If the block fails, the temporary path is removed. Raises
+    ExportError.
+    """
     from gemini_hpc.tier import publish
 
     path = os.path.abspath(output)
@@ -156,7 +161,10 @@ def _made(output: str) -> Iterator[str]:
 
 
 def _write(where: str, manifest: Manifest, form: str, path: str, output: str) -> int:
-    """How many tensors. Raises ExportError, and OSError, ValueError where the version cannot be read."""
+    """Write the version and return its number of tensors.
+
+    Raises ExportError, and OSError or ValueError if the version cannot be read.
+    """
     from gemini_hpc.train.state import full_state
 
     found = full_state.read(where, manifest)
@@ -173,7 +181,7 @@ def _write(where: str, manifest: Manifest, form: str, path: str, output: str) ->
 
 @contextmanager
 def _told(output: str) -> Iterator[None]:
-    """What writing raises becomes an ExportError."""
+    """Convert errors of writing into an ExportError."""
     from gemini_hpc.tier import publish
 
     try:
@@ -183,7 +191,10 @@ def _told(output: str) -> Iterator[None]:
 
 
 def _first(error: Exception) -> Exception:
-    """The OSError that another error came of: torch, ending its file after one, complains of the file."""
+    """Return the OSError that caused another error.
+
+    After an OSError, torch fails again while it closes its file, and reports that second error.
+    """
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__context__
@@ -199,14 +210,14 @@ def _safetensors(tensors: dict[str, Any], path: str, about: dict[str, str]) -> N
     except SafetensorError as error:
         found = _RUST.search(str(error))
         raise OSError(int(found[1]), str(error)) if found else RuntimeError(str(error)) from None
-    except KeyError as error:  # what save_file raises for a type that its format has not
+    except KeyError as error:  # raised by save_file for a type that its format lacks
         raise RuntimeError(f"safetensors does not support {error}: choose another format") from None
 
 
 def _torch(state: dict[str, Any], path: str) -> None:
     import torch
 
-    with open(path, "wb") as file:  # torch does not say why it cannot write; Python does
+    with open(path, "wb") as file:  # unlike torch, Python reports why it cannot write
         torch.save(state, file)
 
 
@@ -216,7 +227,7 @@ def _dcp(state: dict[str, Any], path: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     try:
-        with warnings.catch_warnings():  # it warns that it saves in a single process, which is the point
+        with warnings.catch_warnings():  # torch warns of saving in a single process, which is intended here
             warnings.simplefilter("ignore", UserWarning)
             state_dict_saver.save(state, storage_writer=FileSystemWriter(path, sync_files=True), no_dist=True)
     except CheckpointException as error:

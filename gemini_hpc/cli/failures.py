@@ -1,4 +1,4 @@
-"""How often nodes fail, for `plan` and `simulate`: the options, and what is found where they point to."""
+"""Failure rates of nodes for `plan` and `simulate`: the options and the sources that they name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SACCT_S = 120.0
 
 
 def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """The options; the group of those that exclude each other."""
+    """Add the options; return the group of those that exclude each other."""
     rates = parser.add_mutually_exclusive_group()
     rates.add_argument("--failures-per-node-day", type=number(0, 100), metavar="F", help="default: 0.015")
     rates.add_argument(
@@ -44,7 +44,7 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 
 def rate_of(args: argparse.Namespace) -> Rate:
-    """What the options say. Raises `UserError`."""
+    """Return the failure rate that the options give. Raises `UserError`."""
     from gemini_hpc.forecast.rate import Rate, of_history
     from gemini_hpc.slurm.accounting import parse_history
     from gemini_hpc.slurm.text import ParseError
@@ -67,7 +67,7 @@ def rate_of(args: argparse.Namespace) -> Rate:
 
 
 def _written_down(directory: str) -> Rate:
-    """Of the event logs in this directory; a line that is no event is passed over, as `inspect` does."""
+    """Return the rate in the event logs of this directory; invalid lines are ignored, as in `inspect`."""
     from gemini_hpc.forecast import event_history
     from gemini_hpc.forecast.rate import of_events
 

@@ -1,4 +1,4 @@
-"""`gemini-hpc flush JOBID`: what a job has in memory goes to its persistent tier now."""
+"""The verb `flush JOBID`: write a job's replicas from memory to its persistent tier now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "flush",
         help="write a job's newest version to its persistent tier now",
@@ -34,7 +34,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    """Flush the job and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     from gemini_hpc.query import ask
 
     try:

@@ -1,4 +1,4 @@
-"""`gemini-hpc inspect JOBID`: what protects a job now, which losses it would survive, and its past recoveries."""
+"""The verb `inspect JOBID`: show a job's protection, the losses that it would survive, and its past recoveries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_FATAL_SHOWN = 12
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "inspect",
         help="show what protects a job now, and its past recoveries",
@@ -48,7 +48,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    """Show the job and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     try:
         job = raw_id(args.job)
         _show(load(args.config), job, args)
@@ -74,7 +74,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
 
 
 class _Source:
-    """Where the answers come from; a controller that goes away is replaced by the agents, and comes back."""
+    """The source of the answers: the controller, or the agents while no controller answers."""
 
     def __init__(self, settings: Settings, job: int) -> None:
         self._settings, self._job = settings, job
@@ -99,8 +99,10 @@ class _Source:
         return picture(self._job, *told, asked, now, answer.lemons)
 
     def _ask(self) -> JobAnswer:
-        """Of the controller, over the last connection: it hangs up on who is silent for a minute, and may have been
-        started anew since."""
+        """Return the controller's answer, over the previous connection if that still works.
+
+        The controller closes a connection that is silent for a minute. It may also have been restarted since.
+        """
         from gemini_hpc.query import ask
 
         line, self._line = self._line, None
@@ -144,7 +146,10 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def render(d: Document, width: int = columns.USUAL) -> str:
-    """The document as text; lines of words are at most `width` long, rows of tables as long as their names are."""
+    """Return the document as text.
+
+    Sentences are folded to at most `width` columns. Rows of tables are as long as their names require.
+    """
     from gemini_hpc.query.inspect_document import how_many
 
     slurm = d["slurm"]
@@ -210,7 +215,7 @@ def _after(a: Document) -> str:
 
 
 def _words(line: str) -> bool:
-    """Whether a line is a sentence and no row of a table."""
+    """Return whether a line is a sentence rather than a row of a table."""
     return ": " in line or "; " in line
 
 

@@ -1,4 +1,4 @@
-"""What the verbs that ask about a job have in common: its id, and their errors."""
+"""Parsing of job ids, and the errors of all verbs that query a job."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ _ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")
 
 
 class UserError(Exception):
-    """One line for the user."""
+    """An error of the user; its text is one line."""
 
 
 class WrongIdError(Exception):
-    """What should have been a job id is none: a wrong command line."""
+    """The error that an argument is not a job id, and so the command line is wrong."""
 
 
 def raw_id(text: str) -> int:
-    """The raw id of a job, or of an array task (`10_3`), for which Slurm is asked. Raises `WrongIdError` and
-    `UserError`."""
+    """Return the raw id of a job, or of an array task (`10_3`), for which Slurm is asked.
+
+    Raises `WrongIdError` and `UserError`.
+    """
     m = _ID.fullmatch(text)
     if m is None:
         raise WrongIdError(f"{text[:80]!r} is not a job id: wanted a number")

@@ -1,4 +1,4 @@
-"""`gemini-hpc jobs`: one line for each protected job: its state, what is sealed, which losses it would survive."""
+"""The verb `jobs`: list the protected jobs with state, newest sealed version and survivable losses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from gemini_hpc.wire.inspect_schema import JobRow
 
 SCHEMA = 1
-MAX_LOOKED_AT = 60  # live jobs that are asked about: the controller answers a user so many questions at once
+MAX_LOOKED_AT = 60  # number of live jobs to query: the controller's limit of queries per user at once
 HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "SEALED", "SURVIVES", "RECOV")
-WIDEST = (10, 8, 18, 10, 5, 9, 8, 5)  # with blanks between them 80 columns
+WIDEST = (10, 8, 18, 10, 5, 9, 8, 5)  # column widths; with the blanks between them 80 columns
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "jobs",
         help="list the protected jobs, one line each",
@@ -41,7 +41,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr."""
+    """List the jobs and return the exit status: 0, or 1 after an error."""
     try:
         document = collect(load(args.config), everything=args.all, now=clock.time())
     except (UserError, ConfigError) as exc:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(settings: Settings, *, everything: bool, now: float) -> Document:
-    """Schema 1: keys are only ever added to it. Raises `UserError`."""
+    """Return the document of schema 1, to which keys are only ever added. Raises `UserError`."""
     from gemini_hpc.query import ask
 
     try:
@@ -78,7 +78,7 @@ def _picture(line: Any, job: int, now: float) -> Document | None:
     try:
         answer = line.ask(job)
     except ask.AskError:
-        return None  # it has ended, or is another's, since it was listed
+        return None  # the job has ended, or become invisible to the user, since the list was made
     return picture(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
 
 
@@ -105,7 +105,10 @@ def _row(row: JobRow, d: Document | None) -> Document:
 
 
 def _sealed_age(d: Document) -> float | None:
-    """Of the set whose newest sealed version is the oldest; None where one has none."""
+    """Return the age of the newest sealed version, for the training where it is oldest.
+
+    The age is None if a training has no sealed version.
+    """
     ages: list[float] = []
     for s in d["trainings"]:
         own = [h["age_s"] for shard in s["shards"] for h in shard["holders"] if h["state"] == "sealed"]
@@ -117,7 +120,10 @@ def _sealed_age(d: Document) -> float | None:
 
 
 def _survives(d: Document) -> int | None:
-    """So many nodes may be lost, any of them, without the loss of a shard; None where nothing is sealed yet."""
+    """Return how many nodes, whichever they are, may be lost without loss of a shard.
+
+    The number is None if nothing is sealed yet.
+    """
     if not d["trainings"] or any(s["survival"]["lost_already"] for s in d["trainings"]):
         return None
     counts = []
@@ -143,7 +149,7 @@ def _age(s: float | None) -> str:
 
 
 def _ago(s: float) -> str:
-    """In the nine columns that there are."""
+    """Return a time span in at most nine columns."""
     if s < 100:
         return f"{s:.0f} s ago"
     return f"{s / 60:.0f}min ago" if s < 5970 else f"{s / 3600:.0f} h ago" if s < 172800 else f"{s / 86400:.0f} d ago"
@@ -153,7 +159,7 @@ def render(d: Document) -> str:
     """Return the document as a table of at most 80 columns."""
     rows: list[tuple[str, ...]] = [HEAD]
     for j in d["jobs"]:
-        # Of an ended job no copy is left: how long ago it ended.
+        # An ended job has no copies left: show how long ago it ended.
         ago = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] and j["sealed_version"] else "-"
         sealed = ago if j["ended"] else _age(j["sealed_age_s"])
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"

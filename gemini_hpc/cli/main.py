@@ -1,4 +1,4 @@
-"""`gemini-hpc`: one verb a module; a user's mistake is one line, never a traceback."""
+"""The command `gemini-hpc`: one module per verb; a user's mistake prints one line, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERBS = (*_OF_JOBS, "controller", "doctor", "plan", "simulate", "devcluster", "d
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all verbs."""
+    """Return the parser with all verbs."""
     parser = argparse.ArgumentParser(
         prog="gemini-hpc",
         description="In-memory checkpoint replicas for training jobs on Slurm: "
@@ -30,12 +30,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; the exit status."""
+    """Run one verb and return the exit status."""
     try:
         try:
             args = build_parser().parse_args(argv)
         finally:
-            sys.stdout.flush()  # from Python 3.13 on argparse does not say that its help cannot be written
+            sys.stdout.flush()  # from Python 3.13 on, argparse hides a failure to write its help
         status: int = args.func(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _close(*streams: TextIO) -> None:
-    """What is left in them has nowhere to go."""
+    """Close streams and ignore errors, because their remaining output cannot be written."""
     for stream in streams:
         with suppress(OSError):
             stream.close()

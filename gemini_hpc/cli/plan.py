@@ -1,4 +1,4 @@
-"""`gemini-hpc plan`: what protection a training of a given size can have, before it is started."""
+"""The verb `plan`: show the possible protection of a training of a given size before its start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _redundancy(text: str) -> tuple[int, int]:
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "plan",
         help="what protection a training of a given size can have",
@@ -108,7 +108,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Print the plan and return the exit status."""
     from gemini_hpc.forecast.domain_loss import domain_loss
     from gemini_hpc.forecast.protection import Wish, protection
     from gemini_hpc.forecast.schemes import Training
@@ -149,7 +149,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _domains(args: argparse.Namespace) -> list[str]:
-    """Of the job's nodes; empty where no file is named. Raises ValueError for a file that cannot be used."""
+    """Return the failure domains of the job's nodes, [] if no file is named.
+
+    Raises ValueError if the file cannot be used.
+    """
     from gemini_hpc.core import topology
 
     if args.topology is None:
@@ -172,7 +175,7 @@ def _document(one: Protection) -> dict[str, Any]:
 
 
 def long(s: float) -> str:
-    """Minutes to years."""
+    """Return a time span in minutes up to years."""
     for unit, length_s in (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0)):
         if s >= 2 * length_s:
             return f"{s / length_s:,.0f} {unit}" if s < 10_000 * length_s else f">10k {unit}"
@@ -180,12 +183,15 @@ def long(s: float) -> str:
 
 
 def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[DomainLoss] = ()) -> str:
-    """For a terminal: a line a fact, a column a number of copies. racks: of each, what is known of domains."""
+    """Return the plans as text: a line per fact, a column per plan.
+
+    `racks` holds the failure domain results of each plan, if domains are known.
+    """
     from gemini_hpc.report.columns import fold, width
     from gemini_hpc.report.traffic_text import seconds, size
 
     def percent(share: float) -> str:
-        """With as many digits as it takes to tell it from 100 %."""
+        """Return a percentage with enough digits to distinguish it from 100 %."""
         digits = 2 if share >= 1 or share <= 0.99 else min(9, 1 - math.floor(math.log10(1 - share)))
         return f"{100 * share:.{max(0, digits - 1)}f} %"
 

@@ -1,4 +1,7 @@
-"""`--plot FILE` of `plan` and `simulate`: the same facts, drawn. matplotlib is imported only then."""
+"""The option `--plot FILE` of `plan` and `simulate`, which draws their results.
+
+matplotlib is imported only if the option is used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from gemini_hpc.forecast.simulation import Outcome
 
 FORMS = ("png", "svg")
-_TIMES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the rate of failures
+_TIMES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # factors of the failure rate
 
 
 def _file(text: str) -> str:
@@ -24,7 +27,7 @@ def _file(text: str) -> str:
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:
-    """The option."""
+    """Add the option to a parser."""
     parser.add_argument(
         "--plot", type=_file, metavar="FILE", help="also draw it there, as .png or .svg; needs matplotlib"
     )
@@ -44,7 +47,7 @@ def _write(path: str, draw: Callable[[str], bytes]) -> None:
 
 
 def outcomes(path: str, title: str, found: dict[str, Outcome]) -> None:
-    """A bar for each scheme: where its time goes. Raises `UserError`."""
+    """Draw a bar per scheme that shows the shares of its time. Raises `UserError`."""
     from gemini_hpc.report.charts import stacked_bars
 
     all_of = list(found.values())
@@ -58,8 +61,10 @@ def outcomes(path: str, title: str, found: dict[str, Outcome]) -> None:
 
 
 def plans(path: str, wish: Wish, found: list[Protection]) -> None:
-    """Which losses are survived, and how much of the time trains where failures are rarer or more frequent. Raises
-    `UserError`."""
+    """Draw which losses are survived, and the effective training time over the failure rate.
+
+    Raises `UserError`.
+    """
     from gemini_hpc.forecast.protection import protection
     from gemini_hpc.report.charts import Curves, curves
 

@@ -1,4 +1,4 @@
-"""How far a computation is, on stderr."""
+"""Progress of a computation, on stderr."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _EVERY_S = 0.1
 
 
 class Progress:
-    """One line that is overwritten where stderr is a terminal; nothing elsewhere."""
+    """A progress line that is overwritten on a terminal; elsewhere it prints nothing."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._next = 0.0
 
     def show(self, text: str) -> None:
-        """What goes on now; too soon after the last time it is left out."""
+        """Show the text, unless the previous one was shown too short a time ago."""
         if self._live and clock.monotonic() >= self._next:
             self._next = clock.monotonic() + _EVERY_S
             print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)

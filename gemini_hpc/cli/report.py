@@ -1,4 +1,4 @@
-"""`gemini-hpc report JOBID`: the checkpoint traffic of a job drawn, one iteration and the overhead over time."""
+"""The verb `report JOBID`: draw a job's checkpoint traffic in one iteration, and its overhead over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "report",
         help="draw a job's checkpoint traffic, as PNG and as one HTML page",
@@ -55,7 +55,7 @@ def _rank(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    """Draw the report and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     from gemini_hpc.report.drawing import MissingError, require
     from gemini_hpc.report.report_data import document
 
@@ -101,7 +101,10 @@ def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> 
 
 
 def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
-    """Draw everything; the names of the files, the page first. Raises `UserError` where one cannot be written."""
+    """Draw everything and return the names of the files, the page first.
+
+    Raises `UserError` if a file cannot be written.
+    """
     from gemini_hpc.report.drawing import overhead_png, timeline_png
     from gemini_hpc.report.html_page import Pictures, render
 
@@ -130,7 +133,10 @@ def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
 
 
 def _file_name(name: str, number: int) -> str:
-    """A set's name is its owner's choice, as far as an agent is believed: no part of a path."""
+    """Return a training's part of a file name.
+
+    The training's name is its owner's choice, reported by an agent, and must not introduce a path.
+    """
     if SET_NAME.fullmatch(name):
         return name
     return f"set{number}"

@@ -1,4 +1,4 @@
-"""`gemini-hpc run`: start the training step again in the same allocation when it dies on healthy nodes."""
+"""The verb `run`: restart the training step in the same allocation if it fails on healthy nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gemini_hpc.wire.local import StepEnd
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
-# The survivors' slurmstepds look for left-over processes once a second before they report to srun; one that finds
-# no srun any more retries for 3 s, in which the job stays COMPLETING.
+# Before they report to srun, the survivors' slurmstepds check for left-over processes once a second. A
+# slurmstepd that no longer finds its srun retries for 3 s, and the job stays COMPLETING meanwhile.
 LOST_GRACE_S = 1.6
 REQUEUE_WAIT_S = 60.0
 LOOK_EVERY_S = 5.0
@@ -31,7 +31,7 @@ EXIT_NOT_REQUEUED = 75
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = verbs.add_parser(
         "run",
         help="run a job step, and again in the same allocation when it dies on healthy nodes",
@@ -59,8 +59,10 @@ def _count(text: str) -> int:
 
 
 def _nodes_healthy(path: str, ended: threading.Event) -> bool:
-    """Wait until no node has been dead or suspect for a while; False where Slurm does not requeue the job in time, or
-    has (`ended`)."""
+    """Wait until no node has been dead or suspect for a while; return whether that was reached.
+
+    The result is False if Slurm requeues the job (`ended`), or does not requeue it in time.
+    """
     began = looked = clock.monotonic()
     healthy_since: float | None = None
     waits = dead = False
@@ -90,8 +92,8 @@ def _nodes_healthy(path: str, ended: threading.Event) -> bool:
 
 
 def _send_back(why: str, ended: threading.Event) -> None:
-    """Requeue it, and wait for Slurm to end it."""
-    _say(f"{why}: requeuing it")  # before Slurm does that, and ends this process
+    """Requeue the job, and wait for Slurm to end it."""
+    _say(f"{why}: requeuing it")  # printed first, because Slurm's requeue ends this process
     if problem := sendback.requeue():
         _say(f"Slurm does not requeue this job: {problem}")
         return
@@ -103,8 +105,11 @@ def _say(text: str) -> None:
 
 
 def _fit_tasks(environ: MutableMapping[str, str]) -> None:
-    """Slurm gives a job that goes on with fewer nodes (`scontrol update`) the number of tasks it was submitted with:
-    take as many as have room, by `--ntasks-per-node`."""
+    """Reduce the number of tasks to those that fit on the job's nodes, by `--ntasks-per-node`.
+
+    Slurm gives a job that continues with fewer nodes (`scontrol update`) the number of tasks of its
+    submission.
+    """
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
     words = [environ.get(name, "") for name in names]
     if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
@@ -116,7 +121,10 @@ def _fit_tasks(environ: MutableMapping[str, str]) -> None:
 
 
 def _fit_nodes(environ: MutableMapping[str, str]) -> None:
-    """Have the next step fit the nodes that a job with spares goes on with: srun refuses the number it had before."""
+    """Fit the next step to the nodes that a job with spares still has.
+
+    srun refuses the number of nodes that the job had before.
+    """
     left = sendback.nodes_left()
     if not left:
         return
@@ -130,7 +138,7 @@ def _fit_nodes(environ: MutableMapping[str, str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The verb."""
+    """Run the command, with restarts, and return the exit status."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         _say("wanted a command after --, found none; example: gemini-hpc run -- srun python train.py")
@@ -166,8 +174,8 @@ def run(args: argparse.Namespace) -> int:
             return status
         told = f"the step ended with status {status}"
         last = _last(path)
-        last = last if last != known else None  # else it is of an earlier step
-        if last is not None and last.given_up:  # what its launchers have tried counts here, too
+        last = last if last != known else None  # otherwise it belongs to an earlier step
+        if last is not None and last.given_up:  # attempts of the step's own launchers count here, too
             _say(f"{told}; not restarted: {last.given_up}")
             return status
         end = last.end if last is not None else NOTHING
@@ -189,30 +197,38 @@ def _reached(path: str) -> Reached | None:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A failed step. key: of what ended it, "" where nobody has told; at: the step of the training."""
+    """A failed step.
+
+    Attributes:
+        status: The exit status.
+        key: Identifies the cause, "" if no cause was reported.
+        at: The step of the training, None if unknown.
+    """
 
     status: int
     key: str
     at: int | None
 
     def repeats(self, before: _Failure | None) -> bool:
-        """Return whether that was the same."""
+        """Return whether this failure equals the previous one."""
         if before is None or self.at is None or self.at != before.at or self.status == TRY_AGAIN_EXIT:
             return False
         return self.key == before.key if self.key and before.key else self.status == before.status
 
 
 def _last(path: str) -> StepEnd | None:
-    """Return what the agent knows of the end of the newest step."""
+    """Return the agent's knowledge of the end of the newest step."""
     verdict = ask_verdict(path) if path else None
     return verdict.last if verdict is not None else None
 
 
 class _Step:
-    """The running command. Signals for the batch script go on to it, but for those that are ignored (`nohup`).
+    """The running command, with forwarding of signals.
 
-    On SIGTERM beside a dead node the job is being requeued, and an srun that waits for the dead node would hold
-    up its start elsewhere (and, when it gives up, kill the step of the same id there): it is ended at once.
+    Signals for the batch script are passed on to the command, except those that are ignored (`nohup`). A
+    SIGTERM together with a dead node means that the job is being requeued. The command is then ended at once.
+    An srun that waits for the dead node would hold up the job's start elsewhere. When that srun gives up, it
+    would kill the step of the same id there.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], socket_path: str, ended: threading.Event) -> None:
@@ -220,7 +236,8 @@ class _Step:
         self._passed_on: tuple[signal.Signals, float] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
-        # Before there is a child: a signal between its start and these would end this process, and leave it alone.
+        # Set before there is a child: otherwise an early signal would end this process and leave the child
+        # alone.
         for number in (*SENT, signal.SIGCONT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._forward)
@@ -239,9 +256,10 @@ class _Step:
             self._child.send_signal(number)
 
     def ended_by(self, status: int) -> signal.Signals | None:
-        """The signal that somebody has ended the step with: sent to its ranks (`scancel --signal`), or passed on.
+        """Return the signal with which a person ended the step, None if there is none.
 
-        SIGTERM counts only where it was passed on: with --kill-on-bad-exit srun itself sends it to all other ranks.
+        The signal was sent to the step's ranks (`scancel --signal`), or passed on. SIGTERM counts only if it
+        was passed on, because with --kill-on-bad-exit srun itself sends it to all other ranks.
         """
         sent: signal.Signals | None = next(
             (number for number in SENT if status == 128 + number and number != signal.SIGTERM), None
@@ -252,7 +270,7 @@ class _Step:
         return sent
 
     def wait(self) -> int:
-        """The exit status, 128 + n for signal n."""
+        """Wait for the command; return its exit status, 128 + n for signal n."""
         assert self._child is not None
         while True:
             try:

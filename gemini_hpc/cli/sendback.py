@@ -1,4 +1,4 @@
-"""The job's own last resort, where nobody else requeues it: it asks Slurm, as its owner may."""
+"""Requeue of a job by itself, as its owner may do, if no other party requeues it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TIMEOUT_S = 15.0
 
 
 def nodes_left() -> tuple[str, ...]:
-    """Return the nodes of the running job where Slurm has taken lost ones out of it (`sbatch --no-kill`).
+    """Return the remaining nodes of the running job if Slurm has removed lost nodes (`sbatch --no-kill`).
 
     Returns:
-        () where it has taken none, or where that is not known.
+        The remaining nodes; () if none was removed, or if that is unknown.
     """
     raw_id, nodes = _number("SLURM_JOB_ID"), _number("SLURM_JOB_NUM_NODES")
     if not raw_id or nodes < 2:
@@ -28,7 +28,7 @@ def nodes_left() -> tuple[str, ...]:
 
 
 def requeue() -> str:
-    """Ask for it; why Slurm refused, or ""."""
+    """Ask Slurm to requeue this job; return the reason for a refusal, or ""."""
     try:
         asyncio.run(_requeue(_number("SLURM_JOB_ID")))
     except SlurmError as exc:

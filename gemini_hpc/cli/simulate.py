@@ -1,4 +1,4 @@
-"""`gemini-hpc simulate`: what failures cost a training, under several schemes; and the papers' figures."""
+"""The verb `simulate`: the cost of failures for a training under several schemes, and the papers' figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _schemes(text: str) -> list[str]:
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "simulate",
         help="what failures cost a training, and the papers' figures",
@@ -87,7 +87,11 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 2 for numbers that do not go together, and for files that cannot be used."""
+    """Print the results and return the exit status.
+
+    Returns:
+        0; 2 for options that contradict each other and for unusable files.
+    """
     from gemini_hpc.forecast.figures import FIGURES
     from gemini_hpc.forecast.simulation import Faults
 
@@ -123,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, Outcome]:
-    """By the name of the scheme. Raises `UserError`, ValueError."""
+    """Return the outcomes by the name of the scheme. Raises `UserError`, ValueError."""
     from gemini_hpc.forecast import schemes
     from gemini_hpc.forecast.simulation import simulate
 
@@ -149,7 +153,7 @@ def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, Outcome]:
 
 
 def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable[Failure]]:
-    """The same ones for each scheme."""
+    """Return a function that produces the same failures for each scheme."""
     from random import Random
 
     from gemini_hpc.forecast import trace
@@ -220,7 +224,7 @@ def _goodput(as_json: bool) -> str:
 
 
 def table(figure: Figure) -> str:
-    """For a terminal."""
+    """Return the figure as text for a terminal."""
     from gemini_hpc.report.columns import fold, width
 
     what, published = (max(len(getattr(row, of)) for row in figure.rows) for of in ("what", "published"))

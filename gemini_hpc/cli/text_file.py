@@ -1,4 +1,4 @@
-"""Files of text that a command line names."""
+"""Reading of text files that a command line names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gemini_hpc.cli.job_id import UserError
 
 
 def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
-    """The lines of a regular file. Raises `UserError`, which names the file."""
+    """Return the lines of a regular file. Raises `UserError`, which names the file."""
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -29,5 +29,5 @@ def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """A pipe that nobody writes to is refused, not waited for."""
+    """Open a file without blocking, so that a pipe without a writer is refused instead of waited for."""
     return os.open(path, flags | os.O_NONBLOCK)

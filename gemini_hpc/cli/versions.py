@@ -1,4 +1,4 @@
-"""`gemini-hpc versions`: what a job has on the persistent tier, and under which names (`Checkpointer.keep`)."""
+"""The verb `versions`: list a job's versions on the persistent tier and their names (`Checkpointer.keep`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 def register(subparsers: _Subparsers) -> None:
-    """Add the verb."""
+    """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "versions",
         help="list a job's versions on the persistent tier, with their names",
@@ -39,7 +39,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    """List the versions and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     try:
         found = collect(job_or_directory(args.what, args.tier, args.config))
     except WrongIdError as error:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(path: str) -> list[dict[str, Any]]:
-    """All whole versions below a job's or a set's directory. Raises ValueError, OSError."""
+    """Return all whole versions below a job's or a training's directory. Raises ValueError, OSError."""
     from gemini_hpc.core.numbers import SET_NAME
     from gemini_hpc.tier import names, version
 

@@ -1,4 +1,4 @@
-"""A real multi-node Slurm cluster on one machine, each node in namespaces of its own."""
+"""A real multi-node Slurm cluster on one machine, each node in its own namespaces."""
 
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError

@@ -1,4 +1,4 @@
-"""slurmdbd, and the accounts, limits and QOS that a cluster with accounting starts with."""
+"""The accounting of a cluster: slurmdbd, and the initial accounts, limits and QOS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ QOS = {"urgent": ("Priority=1000",), "single": ("MaxJobsPerUser=1",)}
 
 
 def start(layout: Layout, outer: ProcessId) -> None:
-    """Database, slurmdbd, and what slurmctld will enforce; slurmdbd answers when this returns."""
+    """Start the database and slurmdbd, and add the accounts and limits that slurmctld enforces.
+
+    slurmdbd answers when the function returns.
+    """
     network.acknowledge_at_once(outer.pid)
     database.start(layout, outer)
     _write_conf(layout)
@@ -52,7 +55,7 @@ def _write_conf(layout: Layout) -> None:
         "PidFile": "/run/slurmdbd.pid",
         "LogFile": str(layout.log / "slurmdbd.log"),
     }
-    # slurmdbd refuses a file that others could read.
+    # slurmdbd refuses a file that other users could read.
     layout.slurmdbd_conf.touch(mode=0o600)
     layout.slurmdbd_conf.write_text("".join(f"{key}={value}\n" for key, value in values.items()))
     os.chown(layout.slurmdbd_conf, owner.pw_uid, owner.pw_gid)

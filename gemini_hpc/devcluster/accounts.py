@@ -1,4 +1,4 @@
-"""Users that exist only inside a cluster, and the passwd, group and hosts files that say so."""
+"""Users that exist only inside a cluster, and the passwd, group and hosts files that define them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ USERS = {"alice": 5001, "bob": 5002, "carol": 5003}
 
 @dataclass(frozen=True)
 class Account:
+    """A user of the cluster."""
+
     name: str
     uid: int
     gid: int
@@ -22,7 +24,7 @@ class Account:
 
 
 def write(layout: Layout, nodes: list[str]) -> None:
-    """etc/passwd, etc/group, etc/hosts and the homes of the cluster's own users."""
+    """Write etc/passwd, etc/group and etc/hosts, and make the homes of the cluster's own users."""
     passwd = [f"{name}:x:{uid}:{uid}:{name}:{layout.home / name}:/bin/bash" for name, uid in USERS.items()]
     group = [f"{name}:x:{uid}:" for name, uid in USERS.items()]
     for lines, host_file in ((passwd, Path("/etc/passwd")), (group, Path("/etc/group"))):
@@ -38,7 +40,7 @@ def write(layout: Layout, nodes: list[str]) -> None:
 
 
 def account(layout: Layout, name: str) -> Account:
-    """A user as the cluster knows it."""
+    """Return a user as the cluster knows it."""
     for line in (layout.etc / "passwd").read_text().splitlines():
         fields = line.split(":")
         if fields[0] == name and len(fields) == 7:

@@ -1,4 +1,4 @@
-"""Starts an init (`init.py`) in new namespaces and speaks with it until it is left alone."""
+"""Start of an init (`init.py`) in new namespaces, and the dialogue with it until it may live alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Boot:
-    """One host (controller host or node) on its way up. Close it, without `commit`, and the host is gone."""
+    """A host (controller host or node) that is being started.
+
+    If the object is closed without `commit`, the host ends.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,16 @@ class Boot:
         log: Path,
         record: Path | None = None,
     ) -> None:
-        """`command` ends in the path of init.py and the cluster's name; `record` is where init names itself."""
+        """Start the init of a host.
+
+        Args:
+            command: Ends in the path of init.py and the cluster's name.
+            host: The host's name.
+            mounts: The mounts to make, in order.
+            environment: The init's environment.
+            log: The file for the init's output.
+            record: The file in which the init records its own pid and start time, if any.
+        """
         self.host = host
         self._log = log
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -58,7 +70,7 @@ class Boot:
             self._channel.send(json.dumps(spec).encode())
 
     def wait_ready(self, timeout_s: float = 10.0) -> ProcessId:
-        """The init as the host sees it, once its mounts are in place."""
+        """Wait until the mounts are in place; return the init with its pid on this machine."""
         if not select.select([self._channel], [], [], timeout_s)[0]:
             raise DevclusterError(f"host {self.host} did not come up within {timeout_s:g} s: {log_tail(self._log)}")
         message, ancillary, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -72,11 +84,12 @@ class Boot:
         return found
 
     def commit(self) -> None:
-        """From now on the host lives without us."""
+        """Let the host live without this process from now on."""
         self._channel.send(b"commit")
         self._channel.close()
 
     def close(self) -> None:
+        """Close the dialogue; a host without `commit` ends."""
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(5.0)

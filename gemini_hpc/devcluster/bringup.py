@@ -1,4 +1,4 @@
-"""The order in which a cluster comes up."""
+"""The order of a cluster's start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bring_up(
     overrides: Mapping[str, Setting],
     slurm_conf: Sequence[str],
 ) -> None:
-    """Hosts, network, daemons. Until the last line the cluster dies with this process."""
+    """Start hosts, network and daemons. Until the last line the cluster dies with this process."""
     _directories(layout)
     build = SiteBuild(layout) if site else None
     try:
@@ -77,7 +77,7 @@ def _directories(layout: Layout) -> None:
     ):
         path.mkdir()
         path.chmod(0o755)
-    # slurmctld and the controller service have given up root when they open these.
+    # slurmctld and the controller service have dropped root privileges when they open these.
     for path in (layout.state, layout.controller, layout.log):
         os.chown(path, slurm.pw_uid, slurm.pw_gid)
     layout.controller.chmod(0o700)

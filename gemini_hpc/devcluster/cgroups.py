@@ -1,7 +1,8 @@
-"""A memory cgroup for each node, with slurmd's inside it, where this machine has cgroup v1; and one in each other
-hierarchy that agents are put in, or that Slurm tracks and limits jobs in.
+"""Cgroups of the nodes, on a machine with cgroup v1.
 
-A node sees its own part as the whole hierarchy. It never leaves a memory limit that the cluster's maker has.
+Each node has a memory cgroup with slurmd's inside it. It also has one in each other hierarchy in which agents
+are placed, or in which Slurm tracks and limits jobs. A node sees its own part as the whole hierarchy. It
+never escapes a memory limit that applies to the process that starts the cluster.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ MOUNT = "/sys/fs/cgroup/memory"
 SLURMD = "slurmd"
 BESIDE = tuple(f"/sys/fs/cgroup/{controller}" for controller in ("cpu", "devices", "freezer", "pids"))
 REMOVE_TIMEOUT_S = 5.0
-# From this release on it has not been tried whether a part of a hierarchy is enough for slurmd.
+# From this release on, slurmd has not been tried with only a part of a hierarchy.
 TRACKED_BEFORE = (23, 11)
 
 
 def _base() -> Path | None:
-    """Where clusters are put: below the nearest limit that this process has, else at the top."""
+    """Return the directory of all clusters: the nearest limit that this process has, else the top.
+
+    None means that this machine has no writable v1 memory cgroups.
+    """
     here = memory_cgroup.place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     if here is None or here.version != 1 or here.mount != MOUNT or not here.writable:
         return None
@@ -38,7 +42,7 @@ def _base() -> Path | None:
 
 
 def _clusters(layout: Layout) -> dict[str, Path]:
-    """By mount point, where the cluster's are; nothing where memory has none."""
+    """Return the cluster's directories by mount point, {} if there is none for memory."""
     base = _base()
     if base is None:
         return {}
@@ -47,12 +51,12 @@ def _clusters(layout: Layout) -> dict[str, Path]:
 
 
 def possible() -> bool:
-    """Whether nodes get memory cgroups of their own here."""
+    """Return whether nodes get their own memory cgroups here."""
     return _base() is not None
 
 
 def untracked() -> str:
-    """Return why Slurm cannot track a job's processes by cgroups here, "" where it can."""
+    """Return why Slurm cannot track a job's processes by cgroups here, "" if it can."""
     if slurm.release() >= TRACKED_BEFORE:
         return f"this has not been tried with Slurm {'.'.join(map(str, slurm.release()))}"
     if not possible() or not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK):
@@ -61,12 +65,12 @@ def untracked() -> str:
 
 
 def node(layout: Layout, name: str) -> dict[str, str]:
-    """By mount point, what the node sees there; empty where it has nothing of its own."""
+    """Return, by mount point, the directory that the node sees there; {} if it has none of its own."""
     return {at: str(top / name) for at, top in _clusters(layout).items() if (top / name).is_dir()}
 
 
 def make(layout: Layout, nodes: Sequence[str]) -> None:
-    """Empty cgroups for these nodes, as after a boot."""
+    """Make empty cgroups for these nodes, as after a boot."""
     for at, top in _clusters(layout).items():
         for name in nodes:
             _remove(top / name)
@@ -75,7 +79,10 @@ def make(layout: Layout, nodes: Sequence[str]) -> None:
 
 
 def remove(layout: Layout, name: str = "") -> None:
-    """Of one node, or of the whole cluster; its processes have ended, or are about to."""
+    """Remove the cgroups of one node, or of the whole cluster.
+
+    Their processes have ended, or are about to end.
+    """
     for top in _clusters(layout).values():
         _remove(top / name)
 
@@ -92,6 +99,6 @@ def _remove(top: Path) -> None:
 
 
 def into_slurmds(argv: Sequence[str]) -> list[str]:
-    """A command that begins in slurmd's cgroup, where there is one."""
+    """Return a command that begins in slurmd's cgroup, if there is one."""
     procs = f"{MOUNT}/{SLURMD}/cgroup.procs"
     return ["/bin/sh", "-c", f'if [ -w {procs} ]; then echo 0 >{procs}; fi; exec "$@"', "sh", *argv]

@@ -1,4 +1,4 @@
-"""Power cuts at random moments, for as long as jobs run: a node with a job loses its power, and comes back later."""
+"""Power cuts at random moments while jobs run: a node with a job loses its power, and comes back later."""
 
 from __future__ import annotations
 
@@ -16,29 +16,53 @@ from gemini_hpc.core import hostlist
 from gemini_hpc.devcluster.errors import DevclusterError
 
 LOOK_S = 0.5
-BACK_S = 60.0  # in which Slurm has to take a node again
+BACK_S = 60.0  # seconds within which Slurm has to use a node again
 _LOST = ("down", "drain", "fail", "unk", "reboot")
 
 
 class Machines(Protocol):
-    """What is wanted of a `Cluster`."""
+    """The interface of `Cluster` that chaos needs."""
 
     name: str
     node_names: list[str]
 
-    def is_on(self, node: str) -> bool: ...
-    def power_off(self, node: str) -> None: ...
-    def power_on(self, node: str) -> None: ...
-    def resume(self, node: str) -> None: ...
-    def node_states(self) -> dict[str, str]: ...
-    def queue(self) -> list[tuple[int, str, str]]: ...
+    def is_on(self, node: str) -> bool:
+        """Return whether a node has power."""
+        ...
+
+    def power_off(self, node: str) -> None:
+        """Cut a node's power."""
+        ...
+
+    def power_on(self, node: str) -> None:
+        """Start a node."""
+        ...
+
+    def resume(self, node: str) -> None:
+        """Resume a node from DOWN and DRAIN."""
+        ...
+
+    def node_states(self) -> dict[str, str]:
+        """Return Slurm's state of each node."""
+        ...
+
+    def queue(self) -> list[tuple[int, str, str]]:
+        """Return id, state and list of nodes of each unfinished job."""
+        ...
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What is to happen. mtbf_s: mean time between two cuts, exponentially distributed; every_s instead: always so
-    long. repair_s: from a cut until the node has power again; duration_s: after which the last cut comes, None: until
-    no job is left; spare: nodes that are never cut. The same seed and the same nodes with jobs: the same cuts."""
+    """The plan of the power cuts; the same seed and the same nodes with jobs give the same cuts.
+
+    Attributes:
+        mtbf_s: Mean time between two cuts in seconds, exponentially distributed.
+        every_s: In place of `mtbf_s`: the constant time between two cuts in seconds.
+        repair_s: Seconds from a cut until the node has power again.
+        duration_s: Seconds until the last cut, None: until no job is left.
+        seed: Seed of the random numbers.
+        spare: Nodes that are never cut.
+    """
 
     mtbf_s: float = 0.0
     every_s: float = 0.0
@@ -49,8 +73,16 @@ class Weather:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """t: Unix time; after_s: seconds since the beginning; event: "begin", "cut", "on", "back", "none", "stuck" or
-    "end"; jobs: that ran on the node; detail: a sentence."""
+    """An event of a run.
+
+    Attributes:
+        t: Unix time in seconds.
+        after_s: Seconds since the beginning.
+        event: "begin", "cut", "on", "back", "none", "stuck" or "end".
+        node: The node's name, if any.
+        jobs: The jobs that ran on the node.
+        detail: A sentence.
+    """
 
     t: float
     after_s: float
@@ -67,7 +99,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def moments(weather: Weather, chance: random.Random) -> Iterator[float]:
-    """Seconds after the beginning at which power is cut."""
+    """Yield the times of the cuts, in seconds after the beginning."""
     at = 0.0
     while True:
         at += weather.every_s or chance.expovariate(1.0 / weather.mtbf_s)
@@ -83,10 +115,10 @@ class _Repair:
 
 
 class Chaos:
-    """One run of it. `tell` hears each event at once."""
+    """A run of power cuts; `tell` is called with each event at once."""
 
     def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[Event], None]) -> None:
-        """Raises DevclusterError for nodes that the cluster does not have."""
+        """Create a run. Raises DevclusterError for spare nodes that the cluster does not have."""
         for node in weather.spare:
             if node not in cluster.node_names:
                 names = ", ".join(cluster.node_names)
@@ -96,9 +128,10 @@ class Chaos:
         self._repairs: list[_Repair] = []
 
     def run(self) -> int:
-        """Until the time is over or no job is left; then all nodes get their power back. How many cuts there were.
+        """Cut and repair until the time is over or no job is left; return the number of cuts.
 
-        Raises DevclusterError where there is no job at all. After an interrupt, too, every node gets its power back.
+        At the end, and also after an interrupt, every node gets its power back. Raises DevclusterError if
+        there is no job at all.
         """
         if not self._cluster.queue():
             raise DevclusterError(f"cluster {self._cluster.name} has no job: submit one first")
@@ -130,7 +163,7 @@ class Chaos:
         return clock.monotonic() - self._began
 
     def _wait(self, until_s: float | None) -> str:
-        """Repair meanwhile; why it is over, if it is."""
+        """Repair nodes until the given time; return why the run is over, "" if it is not."""
         while True:
             self._look_after()
             left = (until_s or 0.0) - self._after_s
@@ -148,7 +181,7 @@ class Chaos:
                     jobs.setdefault(node, []).append(job)
         away = {repair.node for repair in self._repairs} | set(self._weather.spare)
         found = [node for node in self._cluster.node_names if node in jobs and node not in away]
-        draw = chance.random()  # also where nobody is there: the moments that follow stay the same
+        draw = chance.random()  # drawn also if no node is found, so that later draws stay the same
         found = [node for node in found if self._cluster.is_on(node)]
         if not found:
             self._tell("none", detail="no node that may be cut runs a job")
@@ -160,8 +193,7 @@ class Chaos:
         return 1
 
     def _look_after(self) -> None:
-        """Power for nodes whose time has come; those that have it go back to service, as soon as Slurm knows why they
-        were away."""
+        """Switch repaired nodes on, and return nodes with power to service once Slurm knows why they were away."""
         now = clock.monotonic()
         for repair in list(self._repairs):
             if not repair.on and repair.due <= now:
@@ -187,7 +219,7 @@ class Chaos:
 
     def _power(self, repair: _Repair) -> None:
         try:
-            if not self._cluster.is_on(repair.node):  # somebody else may have done it
+            if not self._cluster.is_on(repair.node):  # another process may have switched it on
                 self._cluster.power_on(repair.node)
         except DevclusterError as error:
             self._repairs.remove(repair)
@@ -197,7 +229,7 @@ class Chaos:
         self._tell("on", repair.node)
 
     def _mend(self) -> None:
-        """Leave no node behind without power, and none out of service."""
+        """Leave no node without power or out of service."""
         for repair in list(self._repairs):
             if not repair.on:
                 self._power(repair)

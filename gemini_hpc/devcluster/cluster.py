@@ -1,4 +1,4 @@
-"""A cluster as its users see it: start, look, run commands, cut the power, end."""
+"""The public interface of a cluster: start, query, run commands, cut the power, end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from gemini_hpc.devcluster.status import ClusterStatus
 
 
 class Cluster:
-    """A running cluster. Made by `up` or `attach`; as a context manager it is taken down at the end.
+    """A running cluster, made by `up` or `attach`; a context manager takes it down at the end.
 
     Nodes are n1..nK, the controller host is ctl. Paths below `directory` are the same inside and outside.
     Every method raises `DevclusterError` if the cluster is gone or has no such node or user.
@@ -51,7 +51,7 @@ class Cluster:
         self._profile = profile
         self.name = layout.name
         self.node_names = list(node_names)
-        # Seconds from the call of `up` to all nodes idle; None after `attach`.
+        # seconds from the call of `up` to all nodes idle; None after `attach`
         self.ready_s = ready_s
 
     @classmethod
@@ -69,11 +69,21 @@ class Cluster:
         slurm_conf: Sequence[str] = (),
         replace: bool = False,
     ) -> Self:
-        """Start a cluster and return when all its nodes are idle; whatever goes wrong, nothing is left of it.
+        """Start a cluster and wait until all its nodes are idle; after a failure nothing is left of it.
 
-        `site`: with the SPANK plugin, prolog and epilog, where this installation has them. `controller`: with the
-        gemini controller service, likewise. `settings`: keys for gemini.toml. `slurm_conf`: lines for the end of
-        slurm.conf. `replace`: take a running cluster of this name down first. Remains of a dead one always are.
+        Remains of a dead cluster of this name are always removed first.
+
+        Args:
+            name: The cluster's name.
+            nodes: The number of nodes.
+            profile: The name of the profile.
+            cpus: CPUs per node in Slurm's configuration.
+            memory_mb: MiB per node in Slurm's configuration.
+            site: Use the SPANK plugin, prolog and epilog, if this installation has them.
+            controller: Start the gemini controller service, if this installation has it.
+            settings: Keys for gemini.toml.
+            slurm_conf: Lines for the end of slurm.conf.
+            replace: Take a running cluster of this name down first.
         """
         began = clock.monotonic()
         layout, chosen = Layout(name), profiles.profile(profile)
@@ -114,7 +124,7 @@ class Cluster:
 
     @classmethod
     def attach(cls, name: str = "dev") -> Self:
-        """A cluster that is already running."""
+        """Return a cluster that is already running."""
         requirements.check_root()
         layout = Layout(name)
         _outer(layout)
@@ -130,56 +140,60 @@ class Cluster:
         self.down()
 
     def down(self) -> None:
-        """End every process and remove every file of the cluster. Does nothing if that has been done."""
+        """End every process and remove every file of the cluster; do nothing if it is already down."""
         teardown.down(self._layout)
 
-    # What is there
+    # Queries
 
     @property
     def directory(self) -> Path:
+        """Return the directory of the cluster's files."""
         return self._layout.directory
 
     @property
     def log_directory(self) -> Path:
-        """slurmctld.log, slurmd.nK.log, controller.log, plugin-build.log, init.log."""
+        """Return the directory of slurmctld.log, slurmd.nK.log, controller.log, plugin-build.log and init.log."""
         return self._layout.log
 
     def home(self, user: str) -> Path:
+        """Return a user's home directory."""
         return accounts.account(self._layout, user).home
 
     def address(self, host: str) -> str:
-        """IPv4 address of a node, or of "ctl"."""
+        """Return the IPv4 address of a node, or of "ctl"."""
         return network.CONTROLLER_ADDRESS if host == network.CONTROLLER else network.node_address(self._known(host))
 
     def is_on(self, node: str) -> bool:
+        """Return whether a node has power."""
         return hosts.running(self._layout, self._known(node)) is not None
 
     def node_pid(self, node: str) -> int:
-        """Host pid of the init of a node that is on."""
+        """Return the host pid of the init of a node that is on."""
         return self._running(node).pid
 
     def node_state(self, node: str) -> str:
-        """Slurm's state of a node as sinfo says it: "idle", "mixed", "down*", "drained"."""
+        """Return Slurm's state of a node as sinfo prints it: "idle", "mixed", "down*", "drained"."""
         return self.node_states()[self._known(node)]
 
     def node_states(self) -> dict[str, str]:
+        """Return Slurm's state of each node, as sinfo prints it."""
         return slurm.node_states(self._layout, self._outer())
 
     def job(self, job_id: int) -> dict[str, str]:
-        """The fields of `scontrol show job` (JobState, NodeList, Restarts, ...)."""
+        """Return the fields of `scontrol show job` (JobState, NodeList, Restarts, ...)."""
         return slurm.show(self._layout, self._outer(), "job", str(job_id))
 
     def queue(self) -> list[tuple[int, str, str]]:
-        """Jobs that are not over: id, state ("RUNNING", "PENDING"), list of nodes as Slurm writes it."""
+        """Return the unfinished jobs: id, state ("RUNNING", "PENDING"), list of nodes as Slurm writes it."""
         return slurm.queue(self._layout, self._outer())
 
     def wait_idle(self, nodes: Sequence[str] | None = None, timeout_s: float = 30.0) -> None:
-        """Until Slurm calls these nodes (default: all) idle."""
+        """Wait until Slurm reports these nodes (default: all) as idle."""
         chosen = self.node_names if nodes is None else [self._known(node) for node in nodes]
         slurm.wait_idle(self._layout, self._outer(), chosen, timeout_s)
 
     def status(self) -> ClusterStatus:
-        """Nodes, their power, Slurm's view of them; whether the controller service runs."""
+        """Return the nodes, their power, Slurm's view of them, and whether the controller service runs."""
         return status.collect(self._layout, self._outer())
 
     # Commands
@@ -197,8 +211,8 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the controller host (or on `node`), as root or as `user` in their home.
 
-        A non-zero exit is for the caller to see. After `timeout_s` the command is killed and
-        `subprocess.TimeoutExpired` raised.
+        A non-zero exit status raises nothing; the caller checks it. After `timeout_s` seconds the command is
+        killed and `subprocess.TimeoutExpired` raised.
         """
         pipe = subprocess.DEVNULL if stdin is None else subprocess.PIPE
         process = enter.start(self.command(argv, user, env, cwd, node=node), stdin=pipe)
@@ -215,7 +229,7 @@ class Cluster:
         cwd: str | Path | None = None,
         stdin: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """`run` on a node."""
+        """Run a command on a node (see `run`)."""
         return self.run(argv, user, timeout_s, env, cwd, stdin=stdin, node=node)
 
     def popen(
@@ -230,7 +244,7 @@ class Cluster:
         stdout: enter.Stream = subprocess.PIPE,
         stderr: enter.Stream = subprocess.PIPE,
     ) -> ClusterProcess:
-        """Start a command and do not wait for it. Its signals go to the whole process group."""
+        """Start a command without waiting for it; its signals go to the whole process group."""
         return enter.start(self.command(argv, user, env, cwd, node=node), stdin, stdout, stderr)
 
     def command(
@@ -242,7 +256,7 @@ class Cluster:
         *,
         node: str | None = None,
     ) -> tuple[list[str], dict[str, str]]:
-        """Argument vector and environment, for the host, that run a command inside."""
+        """Return argument vector and environment that run a command inside when executed on this machine."""
         host = self._outer() if node is None else self._running(node)
         configless = self._profile.configless and node is not None
         return enter.command(self._layout, host.pid, argv, user=user, env=env, cwd=cwd, configless=configless)
@@ -256,9 +270,10 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
     ) -> int:
-        """Submit as `user` from their home; the job id. `script`: a batch script's text instead of a file.
+        """Submit a job as `user` from their home; return the job id.
 
-        A script file may be anywhere on this machine: it is copied into the home.
+        `script` is a batch script's text in place of a file. A script file may be anywhere on this machine,
+        since it is copied into the home.
         """
         argv = [requirements.program("sbatch"), "--parsable", *self.stage_script(args, user)]
         done = self.run(argv, user, timeout_s, env, stdin=script)
@@ -267,23 +282,29 @@ class Cluster:
         return int(done.stdout.strip().split(";")[0])
 
     def stage_script(self, args: Sequence[str], user: str) -> list[str]:
-        """The arguments of sbatch, the script among them copied to where `user` can read it."""
+        """Return the arguments of sbatch, with the script copied to where `user` can read it."""
         return submit.stage_script(args, accounts.account(self._layout, user))
 
     # Power and links
 
     def power_off(self, node: str, reset: bool = False) -> None:
-        """Cut a node's power. Its peers hear nothing more of it; with `reset` they see their connections closed."""
+        """Cut a node's power.
+
+        Its peers receive nothing more from it. With `reset` they see their connections closed.
+        """
         with lock.cluster(self._layout):
             hosts.power_off(self._layout, self._outer(), node, self._running(node), reset)
 
     def power_on(self, node: str, timeout_s: float = 20.0) -> None:
-        """Start a node, empty, and return when its slurmd has registered. Slurm may still call it down: `resume`."""
+        """Start a node with empty memory, and wait until its slurmd has registered.
+
+        Slurm may still report the node as down (see `resume`).
+        """
         with lock.cluster(self._layout):
             if self.is_on(node):
                 raise DevclusterError(f"node {node} of cluster {self.name} is already on")
             outer, last = self._outer(), slurm.slurmd_started(self._layout, self._outer(), node)
-            # Slurm tells one slurmd from the next by the second in which it started.
+            # Slurm distinguishes two slurmds only by the second in which they started.
             clock.sleep(max(0.0, last + 1.0 - clock.time()))
             began = int(clock.time())
             hosts.start_daemons(
@@ -298,11 +319,14 @@ class Cluster:
             clock.sleep(0.05)
 
     def resume(self, node: str) -> None:
-        """Take a node out of DOWN and DRAIN."""
+        """Resume a node from DOWN and DRAIN."""
         slurm.ask(self._layout, self._outer(), "scontrol", "update", f"nodename={self._known(node)}", "state=resume")
 
     def restore(self, timeout_s: float = 60.0) -> None:
-        """Bring every node back, with power and out of DOWN and DRAIN, and wait until all are idle (0: do not)."""
+        """Return every node to power and service, and wait until all are idle.
+
+        A `timeout_s` of 0 skips the wait.
+        """
         for node in self.node_names:
             if not self.is_on(node):
                 self.power_on(node)
@@ -314,7 +338,10 @@ class Cluster:
             self.wait_idle(timeout_s=timeout_s)
 
     def shape(self, node: str, rate: str | None) -> None:
-        """Limit a node's link in both directions ("1gbit"); None takes the limit away. It outlives a power-off."""
+        """Limit a node's link in both directions ("1gbit"); None removes the limit.
+
+        The limit outlives a power-off.
+        """
         if rate is not None:
             network.rate_bits(rate)
         with lock.cluster(self._layout):
@@ -325,15 +352,15 @@ class Cluster:
     # The gemini controller service
 
     def controller_start(self) -> int:
-        """Start the service as user slurm on the controller host; its host pid."""
+        """Start the service as user slurm on the controller host; return its host pid."""
         return services.start_controller(self._layout, self._outer()).pid
 
     def controller_stop(self, sig: signal.Signals = signal.SIGTERM) -> bool:
-        """End the service; False if it did not run."""
+        """End the service; return False if it did not run."""
         return services.stop_controller(self._layout, self._outer(), sig)
 
     def controller_pid(self) -> int | None:
-        """Host pid of the service, None if it does not run."""
+        """Return the host pid of the service, None if it does not run."""
         found = services.controller(self._layout, self._outer())
         return found.pid if found else None
 
@@ -362,4 +389,4 @@ def _outer(layout: Layout) -> ProcessId:
 
 
 class _TakenError(DevclusterError):
-    """The files are somebody else's: do not clean them up."""
+    """The error that the files belong to another tool's cluster, and must not be cleaned up."""

@@ -1,4 +1,4 @@
-"""MariaDB for slurmdbd: a server of the cluster's own, on a socket that only the cluster's controller host sees."""
+"""MariaDB for slurmdbd: a separate server on a socket that only the cluster's controller host sees."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 
 NAME = "slurm_acct_db"
-# Where slurmdbd looks, in the controller host's private /run; which of the two, the client library behind it decides
-# (MariaDB's own from some release on).
+# The places where slurmdbd searches, in the controller host's private /run. The choice depends on its client
+# library (MariaDB's own from some release on).
 _SOCKET = "/run/mysqld/mysqld.sock"
 _OTHER_DIRECTORY = "/run/mariadbd"
-# Before MariaDB 11 they were still named after MySQL.
+# before MariaDB 11 the scripts were still named after MySQL
 _SCRIPTS = (Path("/usr/share/mysql"), Path("/usr/share/mariadb"))
 _PREFIXES = ("mysql", "mariadb")
 
 
 def start(layout: Layout, outer: ProcessId) -> None:
-    """A new database server as user slurm, who alone (with root) may use it; it answers when this returns."""
+    """Start a new database server as user slurm; it answers when the function returns.
+
+    Only the users slurm and root may use it.
+    """
     slurm = pwd.getpwnam("slurm")
     layout.database.mkdir(mode=0o700)
     os.chown(layout.database, slurm.pw_uid, slurm.pw_gid)
     log = layout.log / "mariadbd.log"
     server = [
         program("mariadbd"),
-        # Nothing of this machine's own server is read.
+        # Ignore the settings of this machine's own server.
         "--no-defaults",
         "--user=slurm",
         f"--datadir={layout.database}",
@@ -42,7 +45,7 @@ def start(layout: Layout, outer: ProcessId) -> None:
         f"--pid-file={layout.database / 'mariadbd.pid'}",
         "--innodb-buffer-pool-size=32M",
         "--innodb-log-file-size=16M",
-        # Its content dies with the cluster: nothing waits for the disk.
+        # The content dies with the cluster, so no write waits for the disk.
         "--innodb-flush-method=nosync",
         "--innodb-flush-log-at-trx-commit=0",
         "--innodb-lock-wait-timeout=900",
@@ -64,7 +67,7 @@ def start(layout: Layout, outer: ProcessId) -> None:
 
 
 def _scripts() -> list[Path]:
-    """The scripts that create MariaDB's own tables and first users."""
+    """Return the scripts that create MariaDB's own tables and first users."""
     for directory in _SCRIPTS:
         for prefix in _PREFIXES:
             found = [directory / f"{prefix}_system_tables{part}.sql" for part in ("", "_data")]
@@ -77,6 +80,6 @@ def _scripts() -> list[Path]:
 
 
 def _schema() -> str:
-    # Users are known by their socket's uid: there is no password that could be read.
+    # Users are authenticated by their socket's uid, so there is no password that could leak.
     head = "CREATE DATABASE mysql;\nUSE mysql;\nSET @auth_root_socket='slurm';\n"
     return head + "".join(path.read_text() for path in _scripts()) + f"\nCREATE DATABASE {NAME};\n"

@@ -15,21 +15,21 @@ from gemini_hpc.devcluster.layout import INSIDE_PYTHON, MARKER, Layout
 from gemini_hpc.devcluster.requirements import program
 
 Stream = int | IO[str] | IO[bytes] | None
-# sh and not `env -C`: a command whose name holds "=" stays a command.
-# A node has been up since its own boot, where the kernel can tell it so.
+# `_CLOCK`: a node has its own boot time, if the kernel has time namespaces. `_IN_DIRECTORY` uses sh instead
+# of `env -C`, so that a command whose name contains "=" stays a command.
 _CLOCK = ["-T"] if os.path.exists("/proc/self/ns/time") else []
 _IN_DIRECTORY = 'cd -- "$0" && exec "$@"'
 
 
 def search_path() -> str:
-    """PATH inside; Slurm's own directories come along where they are not the usual ones."""
+    """Return PATH inside, with Slurm's own directories added if they are unusual ones."""
     usual = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
     slurm = [str(Path(program(name)).parent) for name in ("srun", "slurmd", "slurmctld")]
     return os.pathsep.join(dict.fromkeys([str(INSIDE_PYTHON.parent), *slurm, *usual]))
 
 
 def environment(layout: Layout, user: str, home: Path) -> dict[str, str]:
-    """A login's environment; nothing of the tool's own gets in."""
+    """Return a login's environment; no variable of the calling tool is passed on."""
     return {
         "PATH": search_path(),
         "HOME": str(home),
@@ -52,10 +52,16 @@ def command(
     cwd: str | Path | None = None,
     configless: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """Argument vector and environment that run `argv` beside the process `pid`.
+    """Return argument vector and environment that run `argv` beside the process `pid`.
 
-    `user` None is root; `cwd` None is the user's home, or / where there is none (or for root). `configless`: for a
-    host without slurm.conf, where Slurm's commands find by themselves what slurmd has fetched.
+    Args:
+        layout: The cluster's files.
+        pid: A process on the host, by its pid on this machine.
+        argv: The command.
+        user: The user; None means root.
+        env: Further variables.
+        cwd: The directory; None means the user's home, or / if there is none (or for root).
+        configless: The host has no slurm.conf; Slurm's commands find the copy that slurmd has fetched.
     """
     enter = [program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", *_CLOCK, "--"]
     who = accounts.account(layout, user or "root")
@@ -71,9 +77,10 @@ def command(
 
 
 class ClusterProcess(subprocess.Popen[str]):
-    """A command on a host. Signals go to the whole process group: to nsenter and to what it runs."""
+    """A command on a host; signals go to the whole process group, to nsenter and the command."""
 
     def send_signal(self, sig: int) -> None:
+        """Send a signal to the process group, unless the command has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, sig)
@@ -85,6 +92,7 @@ def start(
     stdout: Stream = subprocess.PIPE,
     stderr: Stream = subprocess.PIPE,
 ) -> ClusterProcess:
+    """Start the command that `command` has prepared, in its own session."""
     argv, env = command_and_environment
     return ClusterProcess(
         argv,
@@ -101,14 +109,15 @@ def start(
 
 
 def complete(process: ClusterProcess, text: str | None, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Wait for a command; after `timeout_s` its process group is killed and TimeoutExpired raised."""
+    """Wait for a command; after `timeout_s` seconds kill its process group and raise TimeoutExpired."""
     try:
         stdout, stderr = process.communicate(text, timeout_s)
     except BaseException:
-        # Also on Ctrl-C. The leader, nsenter, has not been waited for, so the number still means this group.
+        # Also on Ctrl-C. The group's leader, nsenter, has not been waited for, so the number still means this
+        # group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A process that has left the group may hold the pipes open for ever.
+        # A process that has left the group may hold the pipes open forever.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=2.0)
         raise

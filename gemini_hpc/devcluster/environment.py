@@ -1,8 +1,9 @@
-"""The Python environment that runs this tool, shown to every user inside at a path that they can reach.
+"""The tool's Python environment, made visible to every user inside at a path that they can reach.
 
-Inside, `/opt/gemini-hpc/venv` is a virtual environment made of links: third-party packages lead to a read-only
-bind of this environment (`base`), `gemini_hpc` to one of the directory that is imported here (`src`). So a wheel, an
-editable install and a bare checkout are alike, even below somebody's 0700 home, and `python3 -I` finds everything.
+Inside, `/opt/gemini-hpc/venv` is a virtual environment made of links. Third-party packages lead to a
+read-only bind mount of this environment (`base`). `gemini_hpc` leads to one of the directory that is imported
+here (`src`). A wheel, an editable install and a bare checkout thus look alike, even below a user's 0700 home.
+`python3 -I` finds everything.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import INSIDE, INSIDE_PYTHON, Layout
 
 INIT = Path("devcluster") / "init.py"
-# Hidden behind a cluster's own tmpfs.
+# paths hidden by a cluster's own tmpfs
 _PRIVATE = (Path("/tmp"), Path("/run"), Path("/dev/shm"))
 _CONSOLE_SCRIPT = f"""#!{INSIDE_PYTHON} -I
 import sys
@@ -32,11 +33,15 @@ sys.exit(main())
 
 
 def package() -> Path:
+    """Return the directory of the imported package."""
     return Path(gemini_hpc.__file__).resolve().parent
 
 
 def interpreter() -> str:
-    """The interpreter below the virtual environment; `DevclusterError` if users inside could not run it."""
+    """Return the interpreter of the virtual environment.
+
+    Raises `DevclusterError` if users inside could not run it.
+    """
     if sys.prefix == sys.base_prefix:
         raise DevclusterError(
             f"this tool runs with {sys.executable}, which is not in a virtual environment: install gemini-hpc in "
@@ -44,7 +49,7 @@ def interpreter() -> str:
         )
     found = Path(os.path.realpath(sys.executable))
     if found.is_relative_to(sys.prefix):
-        # A copy, not a link: it is bound with the rest of the environment.
+        # A copy instead of a link: it is bound with the rest of the environment.
         return str(found)
     closed = [path for path in (found, *found.parents) if not path.stat().st_mode & stat.S_IXOTH]
     hidden = [path for path in _PRIVATE if found.is_relative_to(path)]
@@ -58,13 +63,14 @@ def interpreter() -> str:
 
 
 def build(layout: Layout) -> list[Mount]:
-    """Lay out `layout.opt`; the mounts that turn it into `INSIDE`."""
+    """Lay out `layout.opt`; return the mounts that make it visible as `INSIDE`."""
     base, venv, source = layout.opt / "base", layout.opt / "venv", layout.opt / "src" / "gemini_hpc"
     for directory in (base, venv, source):
         directory.mkdir(parents=True)
     _link_environment(Path(sys.prefix), venv)
     if not package().is_relative_to(sys.prefix):
-        # pip compiles what it installs; a checkout would be compiled anew at each start by users who cannot write.
+        # pip compiles installed packages; a checkout would be compiled again at each start by users who
+        # cannot write it.
         compileall.compile_dir(package(), quiet=2)
     return [
         ["bind", sys.prefix, str(base), True],
@@ -81,7 +87,7 @@ def _link_environment(prefix: Path, venv: Path) -> None:
             (venv / entry.name).symlink_to(os.readlink(entry))
         elif entry.name not in {"bin", "pyvenv.cfg", *(library.parts[0] for library in libraries)}:
             (venv / entry.name).symlink_to(inside_base / entry.name)
-    # Found beside the link by which Python is called, so it has to be a file here.
+    # Python searches this file beside the link that it is called by, so it must be a file here.
     (venv / "pyvenv.cfg").write_bytes((prefix / "pyvenv.cfg").read_bytes())
     for library in libraries:
         packages = venv / library

@@ -1,4 +1,4 @@
-"""The one error that the development cluster raises, and what it quotes."""
+"""The only error that the development cluster raises, and the log excerpts in it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from pathlib import Path
 
 
 class DevclusterError(Exception):
-    """What was wanted, what was found, what to do: one line that is shown to the user as it is."""
+    """The error of the cluster tool, shown to the user as it is.
+
+    Its text is one line with the wanted state, the found state and the remedy.
+    """
 
 
 def log_tail(log: Path, lines: int = 4) -> str:
-    """The end of a log for an error message, on one line."""
+    """Return the end of a log for an error message, on one line."""
     try:
         return " | ".join(log.read_text(errors="replace").splitlines()[-lines:])
     except OSError:

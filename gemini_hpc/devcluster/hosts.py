@@ -20,13 +20,13 @@ from gemini_hpc.devcluster.requirements import program
 from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 from gemini_hpc.node.job_directory import RUN_OPTIONS
 
-# How long a power-off with reset leaves the link up for the dying connections' last packets.
+# seconds for which a power-off with reset leaves the link up for the dying connections' last packets
 RESET_S = 0.2
 _TMPFS: list[Mount] = [["tmpfs", "/tmp", 0o1777], ["tmpfs", "/dev/shm", 0o1777]]
 
 
 def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessId]:
-    """The controller host. Its init encloses all nodes: when it dies, the whole cluster does."""
+    """Start the controller host, whose init encloses all nodes: its death ends the whole cluster."""
     etc: list[Mount] = [
         ["bind", str(layout.etc / name), f"/etc/{name}", True] for name in ("passwd", "group", "hosts")
     ]
@@ -37,7 +37,7 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
         [sys.executable, "-I", "-S", str(environment.package() / environment.INIT), layout.name],
         network.CONTROLLER,
         [
-            # First, for the environment may itself lie below /tmp.
+            # first, because the environment may itself lie below /tmp
             *python,
             *etc,
             *_TMPFS,
@@ -64,7 +64,7 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
 def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
     mounts: list[Mount] = [
         *_TMPFS,
-        ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it where nobody has
+        ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it if it is not mounted
         ["tmpfs", "/run/gemini-hpc.unprotected", 0o755],
         ["tmpfs", "/run/gemini-hpc.agents", 0o700],
         ["tmpfs", str(layout.spool), 0o755],
@@ -77,13 +77,13 @@ def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
     return [
         *mounts,
         ["proc"],
-        # All nodes share one kernel, but a node that was off has booted anew.
+        # All nodes share one kernel, but a node gets a new boot id with each power-on.
         ["bind", str(layout.boot_id(node)), "/proc/sys/kernel/random/boot_id", True],
     ]
 
 
 def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequence[str]) -> dict[str, ProcessId]:
-    """Switch several nodes on at once: namespaces and link, no daemon yet."""
+    """Switch several nodes on at once: namespaces and link, without daemons."""
     python = environment.interpreter()
     if python.startswith(f"{sys.prefix}/"):
         python = str(INSIDE / "base" / os.path.relpath(python, sys.prefix))
@@ -114,9 +114,9 @@ def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequen
 
 
 def start_daemons(layout: Layout, profile: Profile, nodes: dict[str, ProcessId]) -> None:
-    """munged, where each node has its own, and slurmd, on several nodes at once.
+    """Start munged, if each node has its own, and slurmd, on several nodes at once.
 
-    The slurmds have read their configuration when this returns.
+    The slurmds have read their configuration when the function returns.
     """
     if profile.munge_per_node:
         munge.start(layout, nodes)
@@ -137,21 +137,25 @@ def start_daemons(layout: Layout, profile: Profile, nodes: dict[str, ProcessId])
 
 
 def running(layout: Layout, node: str) -> ProcessId | None:
-    """The init of a node that is on."""
+    """Return the init of a node, None if the node is off."""
     known = record.load_node(layout, node)
     process = ProcessId(known.pid, known.start) if known else None
     return process if process and processes.is_alive(process) else None
 
 
 def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
-    """Cut the power. In silence: the link goes first, and peers hear nothing. With `reset`: the processes go
-    first, their connections are closed by the kernel, and peers hear that."""
+    """Cut the power of a node.
+
+    Without `reset` the link is removed first, so peers receive nothing. With `reset` the processes end first.
+    The kernel closes their connections then, and peers receive that.
+    """
     if not reset:
         network.unplug(outer.pid, node)
         _end(node, process)
         cgroups.remove(layout, node)
         return
-    # The network namespace has to outlive its last process, or the link goes down with it before the packets are out.
+    # The network namespace must outlive its last process: otherwise the link ends before the packets are
+    # sent.
     keep = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _end(node, process)
@@ -168,7 +172,7 @@ def _end(node: str, process: ProcessId) -> None:
 
 
 def set_rate(layout: Layout, node: str, rate: str | None) -> None:
-    """Remember a link's limit, so that it is there again after the next power-on."""
+    """Record a link's limit, so that it is set again at the next power-on."""
     known = record.load_node(layout, node)
     if known is not None:
         record.save(layout.node(node), NodeRecord(known.pid, known.start, rate))

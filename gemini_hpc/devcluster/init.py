@@ -1,15 +1,15 @@
 """Process 1 of a pid namespace: the controller host's, and within it each node's.
 
-Run by path (`python -I -S init.py CLUSTER HOST FD`), so it imports nothing of the package. FD is one end of a
-SOCK_SEQPACKET pair; the cluster tool holds the other. Conversation:
+The file is run by path (`python -I -S init.py CLUSTER HOST FD`), so it imports no other part of the package.
+FD is one end of a SOCK_SEQPACKET pair, and the cluster tool holds the other. Dialogue:
 
-    tool -> init   the specification, JSON: {"record": PATH or null, "booted": whether the host's uptime begins now,
+    tool -> init   the specification, JSON: {"record": PATH or null, "booted": does the host's uptime begin now,
                    "mounts": [[kind, ...], ...]}
     init -> tool   "ready" (the kernel adds our pid as the tool sees it), or "error: ..."
     tool -> init   "commit": the cluster is complete and outlives the tool
 
-End of file before "commit" means that the tool was killed half way: init exits, and the kernel ends everything
-in its namespaces with it.
+End of file before "commit" means that the tool was killed halfway. The init exits then, and the kernel ends
+every process in its namespaces.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
+    """Move this process, or its future children, into new namespaces."""
     if _libc.unshare(flags):
         error = ctypes.get_errno()
         raise OSError(error, f"the kernel refuses new namespaces: {os.strerror(error)}")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """Mount a file system. Raises OSError with the target in its text."""
     arguments = [text.encode() or None for text in (source, target, kind)]
     if _libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None):
         error = ctypes.get_errno()
@@ -46,7 +48,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def boot_now() -> None:
-    """Up since now, by a clock of our own; where the kernel has no such clocks, for as long as the machine."""
+    """Start the host's uptime at zero in a time namespace; without such namespaces it is the machine's."""
     if not os.path.exists("/proc/self/timens_offsets"):
         return
     unshare(CLONE_NEWTIME)
@@ -55,8 +57,11 @@ def boot_now() -> None:
 
 
 def apply(step: list[Any]) -> None:
-    """One line of the specification: proc | tmpfs TARGET MODE | run TARGET OPTIONS | bind SOURCE TARGET READONLY |
-    mkdir PATH MODE."""
+    """Carry out one step of the specification.
+
+    The steps are: proc | tmpfs TARGET MODE | run TARGET OPTIONS | bind SOURCE TARGET READONLY | mkdir PATH
+    MODE.
+    """
     match step:
         case ["proc"]:
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -76,7 +81,7 @@ def apply(step: list[Any]) -> None:
 
 
 def write_record(path: str) -> None:
-    """Name ourselves as the host sees us: /proc is still the host's at this point."""
+    """Record our pid as the host sees it, since /proc is still the host's at this point."""
     pid = os.readlink("/proc/self")
     with open("/proc/self/stat") as stat:
         start = stat.read().rpartition(")")[2].split()[19]
@@ -86,6 +91,7 @@ def write_record(path: str) -> None:
 
 
 def reap() -> None:
+    """Reap all ended children."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -94,6 +100,7 @@ def reap() -> None:
 
 
 def serve(channel: socket.socket) -> NoReturn:
+    """Wait for "commit", then reap children forever; exit if the tool ends before."""
     while True:
         readable, _, _ = select.select([channel], [], [], 0.2)
         reap()
@@ -109,6 +116,7 @@ def serve(channel: socket.socket) -> NoReturn:
 
 
 def main() -> None:
+    """Make the namespaces and mounts of a host, and become its init."""
     host, channel = sys.argv[2], socket.socket(fileno=int(sys.argv[3]))
     spec = json.loads(channel.recv(1 << 16) or "null")
     if spec is None:
@@ -118,7 +126,8 @@ def main() -> None:
             boot_now()
         unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET)
         if os.fork():
-            # Orphaned on purpose: the new init is the child of the enclosing init, not of the tool.
+            # The parent exits on purpose: the new init becomes the child of the enclosing init, not of the
+            # tool.
             os._exit(0)
         if spec["record"]:
             write_record(spec["record"])

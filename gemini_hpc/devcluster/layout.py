@@ -1,4 +1,4 @@
-"""Where a cluster keeps its files, and which paths it hides behind its own inside its namespaces."""
+"""The paths of a cluster's files, and the paths inside its namespaces that it hides behind its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from gemini_hpc.devcluster.errors import DevclusterError
 
 ROOT = Path("/var/lib/gemini-devcluster")
-# Neutral paths inside: the real environment may lie below somebody's 0700 home.
+# neutral paths inside, because the real environment may lie below a user's 0700 home
 INSIDE = Path("/opt/gemini-hpc")
 INSIDE_PYTHON = INSIDE / "venv" / "bin" / "python"
 SETTINGS = Path("/etc/gemini-hpc")
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the cluster `name`; all below one root-owned directory, at the same path inside."""
+    """The files of the cluster `name`, all below one root-owned directory, at the same path inside."""
 
     name: str
 
@@ -36,93 +36,108 @@ class Layout:
 
     @property
     def directory(self) -> Path:
+        """Return the directory of all files."""
         return ROOT / self.name
 
     @property
     def lock(self) -> Path:
+        """Return the path of the lock file."""
         return ROOT / f".{self.name}.lock"
 
     @property
     def record(self) -> Path:
-        """What `up` was asked for (`record.ClusterRecord`)."""
+        """Return the path of the record of `up`'s arguments (`record.ClusterRecord`)."""
         return self.directory / "cluster.json"
 
     @property
     def outer(self) -> Path:
-        """Pid and start time of the outer init, written by itself before it does anything else."""
+        """Return the path of the outer init's pid and start time, which the init writes before anything else."""
         return self.directory / "outer.json"
 
     @property
     def nodes(self) -> Path:
+        """Return the directory of the nodes' records."""
         return self.directory / "nodes"
 
     def node(self, node: str) -> Path:
+        """Return the path of a node's record."""
         return self.nodes / f"{node}.json"
 
     def boot_id(self, node: str) -> Path:
+        """Return the path of a node's boot id."""
         return self.nodes / f"{node}.boot_id"
 
     @property
     def etc(self) -> Path:
+        """Return the directory of the cluster's own files of /etc."""
         return self.directory / "etc"
 
     @property
     def slurm_etc(self) -> Path:
+        """Return the directory of Slurm's configuration files."""
         return self.etc / "slurm"
 
     @property
     def slurm_conf(self) -> Path:
+        """Return the path of slurm.conf."""
         return self.slurm_etc / "slurm.conf"
 
     @property
     def slurmdbd_conf(self) -> Path:
+        """Return the path of slurmdbd.conf."""
         return self.slurm_etc / "slurmdbd.conf"
 
     @property
     def settings(self) -> Path:
+        """Return the directory of gemini.toml."""
         return self.etc / "gemini-hpc"
 
     @property
     def log(self) -> Path:
+        """Return the directory of the log files."""
         return self.directory / "log"
 
     @property
     def home(self) -> Path:
+        """Return the directory of the users' homes."""
         return self.directory / "home"
 
     @property
     def spool(self) -> Path:
-        """A private tmpfs on each node: slurmd forgets everything when the power goes."""
+        """Return the directory of slurmd's spool, a private tmpfs on each node whose content a power cut loses."""
         return self.directory / "spool"
 
     @property
     def state(self) -> Path:
-        """StateSaveLocation."""
+        """Return the directory StateSaveLocation of slurmctld."""
         return self.directory / "state"
 
     @property
     def controller(self) -> Path:
-        """The state directory of the gemini controller service."""
+        """Return the state directory of the gemini controller service."""
         return self.directory / "controller"
 
     @property
     def controller_pid(self) -> Path:
+        """Return the path of the controller service's pid file."""
         return self.directory / "controller.pid"
 
     @property
     def munge(self) -> Path:
+        """Return the directory of MUNGE's key and logs."""
         return self.directory / "munge"
 
     @property
     def database(self) -> Path:
-        """MariaDB's data directory."""
+        """Return MariaDB's data directory."""
         return self.directory / "database"
 
     @property
     def site(self) -> Path:
+        """Return the directory of the copied site files."""
         return self.directory / "site"
 
     @property
     def opt(self) -> Path:
-        """What is seen as `INSIDE`."""
+        """Return the directory that is seen as `INSIDE`."""
         return self.directory / "opt"

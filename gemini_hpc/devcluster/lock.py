@@ -1,4 +1,4 @@
-"""Locks between several cluster tools at once. They are flocks: a killed tool lets go of them by itself."""
+"""Locks between concurrent cluster tools, made with flock, so that a killed tool releases them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from gemini_hpc import clock
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import ROOT, Layout
 
-# Longer than any `up` or `down` can take.
+# longer than any `up` or `down` can take
 WAIT_S = 90.0
 
 
 def _acquire(path: Path, flags: int, operation: int, wait_s: float) -> int | None:
-    """A descriptor that holds the lock on what `path` names now; None if it was not to be had in time."""
+    """Return a descriptor that holds the lock on the file at `path` now, None after the time-out."""
     deadline = clock.monotonic() + wait_s
     while True:
         try:
             ROOT.mkdir(mode=0o755, parents=True, exist_ok=True)
             fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            # The last cluster's tool is just removing the directory.
+            # Another tool is just removing the directory with its last cluster.
             continue
         held = False
         try:
             fcntl.flock(fd, operation | fcntl.LOCK_NB)
-            # Its last holder may have removed the name while we waited: then this lock protects nothing.
+            # Its last holder may have removed the name meanwhile: then this lock protects nothing.
             held = os.path.samestat(os.fstat(fd), os.stat(path))
         except FileNotFoundError:
             pass
@@ -46,7 +46,7 @@ def _acquire(path: Path, flags: int, operation: int, wait_s: float) -> int | Non
 
 @contextmanager
 def cluster(layout: Layout) -> Iterator[None]:
-    """Only one tool at a time starts or ends a cluster, or switches its nodes."""
+    """Hold the lock of a cluster, so that only one tool at a time starts or ends it, or switches its nodes."""
     fd = _acquire(layout.lock, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, WAIT_S)
     if fd is None:
         raise DevclusterError(f"another command has been working on cluster {layout.name} for over {WAIT_S:g} s")
@@ -60,7 +60,7 @@ def cluster(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Held by every starting cluster: nobody removes the shared mount points meanwhile."""
+    """Hold the lock of starting clusters, which keeps the shared mount points from being removed."""
     fd = _acquire(ROOT, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_SH, WAIT_S)
     if fd is None:
         raise DevclusterError(f"another command has been tidying {ROOT} for over {WAIT_S:g} s")
@@ -72,7 +72,7 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def tidying() -> Iterator[bool]:
-    """True if no cluster is starting, and none can start until the end."""
+    """Yield whether no cluster is starting; if so, none can start until the end of the block."""
     fd = _acquire(ROOT, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_EX, 0.0)
     try:
         yield fd is not None

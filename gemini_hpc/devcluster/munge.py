@@ -1,4 +1,4 @@
-"""munged: one for all hosts, or one on each."""
+"""The munged of a cluster: one for all hosts, or one on each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gemini_hpc.devcluster.requirements import program
 
 
 def create_key(layout: Layout) -> None:
-    """The key that all hosts share."""
+    """Create the key that all hosts share."""
     key = layout.munge / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
 
 
 def start(layout: Layout, hosts: Mapping[str, ProcessId]) -> None:
-    """munged on several hosts at once, at its usual socket; they answer when this returns."""
+    """Start munged on several hosts at once, at its usual socket; they answer when the function returns."""
     started = {
         host: enter.start(enter.command(layout, process.pid, _argv(layout, host))) for host, process in hosts.items()
     }

@@ -1,4 +1,4 @@
-"""Bridge, links and rates of a cluster; all of it lives in the cluster's own network namespaces."""
+"""Bridge, links and rates of a cluster, all in the cluster's own network namespaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini_hpc.devcluster.requirements import program
 CONTROLLER = "ctl"
 CONTROLLER_ADDRESS = "10.77.0.1"
 MAX_NODES = 64
-# Of a shaped link: what it saves up when it is silent, what waits in front of it.
+# of a shaped link, in seconds at its rate: unused credit it may save up, and the queue in front of it
 BUCKET_S, QUEUE_S = 50e-6, 0.05
 MTU_BYTES, SEGMENT_BYTES = 1514, 65536
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -21,10 +21,12 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?bit)")
 
 
 def node_names(count: int) -> list[str]:
+    """Return the names of the first `count` nodes."""
     return [f"n{number}" for number in range(1, count + 1)]
 
 
 def node_address(node: str) -> str:
+    """Return a node's IPv4 address."""
     return f"10.77.0.{10 + int(node[1:])}"
 
 
@@ -37,13 +39,15 @@ def _tool(name: str, pid: int, lines: Sequence[str]) -> None:
 
 
 def create_bridge(outer: int) -> None:
+    """Create the bridge of the cluster on the controller host."""
     _tool(
         "ip",
         outer,
         [
             "link set lo up",
-            # An address of its own: else it has the lowest of its ports', which changes with a node's power cut, and
-            # everybody's neighbour entry for the controller host is stale for seconds.
+            # The bridge needs its own address. By default it has the lowest of its ports', which changes with
+            # a node's power cut, and then all neighbour entries for the controller host are stale for
+            # seconds.
             "link add br0 address 02:00:0a:4d:00:01 type bridge forward_delay 0 mcast_snooping 0",
             f"addr add {CONTROLLER_ADDRESS}/24 dev br0",
             "link set br0 up",
@@ -52,14 +56,20 @@ def create_bridge(outer: int) -> None:
 
 
 def acknowledge_at_once(outer: int) -> None:
-    """On connections of the controller host with itself: slurmdbd's protocol writes length and message apart, and
-    each message would otherwise wait 40 ms for a delayed acknowledgement."""
+    """Disable delayed acknowledgements on connections of the controller host with itself.
+
+    slurmdbd's protocol writes length and message separately. Each message would otherwise wait 40 ms for a
+    delayed acknowledgement.
+    """
     address = f"{CONTROLLER_ADDRESS} dev br0 proto kernel scope host src {CONTROLLER_ADDRESS}"
     _tool("ip", outer, [f"route change table local local {address} quickack 1"])
 
 
 def plug(outer: int, node: str, node_pid: int) -> None:
-    """Give a node its link. The hardware address is the same at every start: neighbours' caches stay right."""
+    """Connect a node to the network.
+
+    The hardware address is the same at every start, so neighbours' caches stay right.
+    """
     port, number = f"v{node}", int(node[1:])
     mac = f"02:00:0a:4d:00:{10 + number:02x}"
     _tool(
@@ -78,17 +88,18 @@ def plug(outer: int, node: str, node_pid: int) -> None:
 
 
 def unplug(outer: int, node: str) -> None:
-    """Take the link away from both ends at once: nothing that the node sends afterwards arrives."""
+    """Remove a node's link from both ends at once, so that later packets of the node do not arrive."""
     _tool("ip", outer, [f"link del v{node}"])
 
 
 def is_plugged(outer: int, node: str) -> bool:
+    """Return whether a node has its link."""
     devices = Path(f"/proc/{outer}/net/dev").read_text()
     return re.search(rf"^\s*v{node}:", devices, re.MULTILINE) is not None
 
 
 def rate_bits(rate: str) -> float:
-    """Bits per second of a rate as tc writes it: 1gbit, 200mbit, 64kbit."""
+    """Return the bits per second of a rate in tc's notation: 1gbit, 200mbit, 64kbit."""
     found = _RATE.fullmatch(rate)
     if not found or float(found[1]) <= 0:
         raise DevclusterError(f"rate {rate!r} is not understood: write 1gbit, 200mbit, 64kbit, or off")
@@ -96,14 +107,14 @@ def rate_bits(rate: str) -> float:
 
 
 def shape(outer: int, node: str, node_pid: int, rate: str | None) -> None:
-    """Limit what goes to and what comes from a node; None takes the limit away.
+    """Limit traffic to and from a node; None removes the limit.
 
-    A wire saves nothing up in silence. So no tbf, whose bucket must hold a segment of 64 KB and gives whoever sends
-    after a pause a millisecond of the link for nothing: htb lets a segment go on credit, and its bucket need only
-    outlast a late timer.
+    A real wire saves up nothing while it is silent. tbf is therefore unsuitable. Its bucket must hold a
+    segment of 64 KB, and lends each sender a free millisecond of the link after a pause. htb lets a segment
+    pass on credit. Its bucket need only bridge a late timer.
     """
     for pid, device in ((outer, f"v{node}"), (node_pid, "eth0")):
-        if "htb" in _qdisc(pid, device):  # which cannot be changed where it is
+        if "htb" in _qdisc(pid, device):  # htb cannot be changed in place
             _tool("tc", pid, [f"qdisc del dev {device} root"])
         if rate is None:
             continue
@@ -128,5 +139,5 @@ def _qdisc(pid: int, device: str) -> str:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether somebody listens on a TCP port in the network namespace of a process."""
+    """Return whether a process listens on a TCP port in the network namespace of `pid`."""
     return re.search(rf":{port:04X} \S+ 0A ", Path(f"/proc/{pid}/net/tcp").read_text()) is not None

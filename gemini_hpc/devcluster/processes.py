@@ -1,4 +1,4 @@
-"""Processes named by pid and start time, so that a recycled pid is never taken for an old friend."""
+"""Processes identified by pid and start time, so that a recycled pid is never mistaken for the old process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ PROC = Path("/proc")
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """A process as the host sees it. `start`: field 22 of /proc/PID/stat, clock ticks since boot."""
+    """A process as the host sees it.
+
+    `start` is field 22 of /proc/PID/stat, in clock ticks since boot.
+    """
 
     pid: int
     start: int
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The process that has `pid` now; None if there is none, or only a zombie."""
+    """Return the process that has `pid` now, None if there is none, or only a zombie."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -31,11 +34,12 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def is_alive(process: ProcessId) -> bool:
+    """Return whether a process is alive."""
     return identify(process.pid) == process
 
 
 def ends(process: ProcessId, within_s: float) -> bool:
-    """Whether a process ends by itself within that time."""
+    """Return whether a process ends by itself within that time."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
@@ -47,7 +51,7 @@ def ends(process: ProcessId, within_s: float) -> bool:
 
 
 def load(record: Path) -> ProcessId | None:
-    """The process recorded in a file; None where there is no such file or it was never finished."""
+    """Return the process recorded in a file, None if the file is missing or incomplete."""
     try:
         return msgspec.json.decode(record.read_bytes(), type=ProcessId)
     except (OSError, msgspec.DecodeError):
@@ -55,13 +59,13 @@ def load(record: Path) -> ProcessId | None:
 
 
 def end(process: ProcessId, sig: signal.Signals = signal.SIGKILL, wait_s: float = 10.0) -> bool:
-    """Send `sig` and wait until the process is gone. False if it is still there after `wait_s`."""
+    """Send `sig` and wait until the process is gone; return False if it is still there after `wait_s`."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
         return True
     try:
-        # Looked at after the pidfd was opened: from here on the descriptor cannot mean another process.
+        # Checked after the pidfd was opened: from here on the descriptor cannot mean another process.
         if not is_alive(process):
             return True
         with contextlib.suppress(ProcessLookupError):
@@ -72,7 +76,7 @@ def end(process: ProcessId, sig: signal.Signals = signal.SIGKILL, wait_s: float 
 
 
 def with_environment(*settings: str) -> Iterator[ProcessId]:
-    """All processes whose environment at start had every one of `settings` ("NAME=value")."""
+    """Yield all processes whose environment at start had every one of `settings` ("NAME=value")."""
     wanted = {setting.encode() for setting in settings}
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
@@ -86,7 +90,7 @@ def with_environment(*settings: str) -> Iterator[ProcessId]:
 
 
 def namespace(pid: int | str, kind: str) -> str:
-    """The identity of a process's namespace, as in "net:[4026531840]"; empty if the process is gone."""
+    """Return the identity of a process's namespace, such as "net:[4026531840]"; "" if the process is gone."""
     try:
         return os.readlink(PROC / str(pid) / "ns" / kind)
     except OSError:
@@ -94,7 +98,7 @@ def namespace(pid: int | str, kind: str) -> str:
 
 
 def in_namespace(pid_namespace: str, inner_pid: int) -> ProcessId | None:
-    """The process that is known as `inner_pid` within a pid namespace."""
+    """Return the process that has the pid `inner_pid` within a pid namespace."""
     for entry in PROC.iterdir():
         if not entry.name.isdigit() or namespace(entry.name, "pid") != pid_namespace:
             continue

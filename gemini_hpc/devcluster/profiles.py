@@ -12,21 +12,25 @@ Setting = str | int | float | bool
 
 @dataclass(frozen=True)
 class Profile:
-    """`slurm` goes into slurm.conf, `gemini` into gemini.toml, both over what every profile has."""
+    """A set of settings.
+
+    `slurm` goes into slurm.conf and `gemini` into gemini.toml. Both override the values common to all
+    profiles.
+    """
 
     name: str
     sentence: str
     slurm: Mapping[str, str] = field(default_factory=dict)
     gemini: Mapping[str, Setting] = field(default_factory=dict)
-    # Each has all nodes; the first is the default one.
+    # Each partition has all nodes; the first is the default.
     partitions: tuple[str, ...] = ("main",)
-    # slurmdbd with its own MariaDB; nothing runs without an association, and limits count.
+    # slurmdbd with its own MariaDB; every job needs an association, and limits apply
     accounting: bool = False
-    # Nodes have no configuration files: slurmd asks slurmctld for them.
+    # nodes have no configuration files, and slurmd fetches them from slurmctld
     configless: bool = False
-    # The kernel holds jobs to their --mem.
+    # the kernel holds jobs to their --mem
     memory_limits: bool = False
-    # A munged on each node, not one for all hosts.
+    # a munged on each node instead of one for all hosts
     munge_per_node: bool = False
 
 
@@ -34,7 +38,7 @@ FAST = Profile(
     "fast",
     "timers tuned so that failures are noticed within seconds",
     slurm={
-        # Below 5 it is silently ignored, and the default of 120 s delays every requeue.
+        # Values below 5 are silently ignored, and the default of 120 s delays every requeue.
         "AuthInfo": "cred_expire=5",
         "SlurmdTimeout": "10",
         "SlurmctldTimeout": "30",
@@ -63,7 +67,7 @@ STOCK = Profile(
     "stock",
     "Slurm's default timers",
     slurm={"SchedulerParameters": "nohold_on_prolog_fail"},
-    # The default of a minute would have every new cluster wait before it can show anything.
+    # With the default of a minute every new cluster would wait before its first recovery.
     gemini={"slurm_settle_s": 1.0},
 )
 SITE = Profile(
@@ -88,6 +92,7 @@ PROFILES = {profile.name: profile for profile in (FAST, STOCK, SITE)}
 
 
 def profile(name: str) -> Profile:
+    """Return the profile of this name."""
     if name not in PROFILES:
         raise DevclusterError(f"there is no profile {name!r}: choose from {', '.join(PROFILES)}")
     return PROFILES[name]

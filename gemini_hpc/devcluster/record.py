@@ -1,4 +1,4 @@
-"""What is written down about a cluster and its nodes, for later commands to find."""
+"""Records of a cluster and its nodes, for later commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_hpc.devcluster.layout import Layout
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
-    """Written by `up` at the end: a cluster without it never came up completely."""
+    """The record of a cluster, written at the end of `up`; a cluster without it never started completely."""
 
     profile: str
     nodes: list[str]
@@ -21,7 +21,7 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """`pid` and `start` name the init of the node's last start (see `processes.ProcessId`)."""
+    """The record of a node: `pid` and `start` of the init of its last start (see `processes.ProcessId`)."""
 
     pid: int
     start: int
@@ -29,12 +29,14 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 
 def save(path: Path, record: msgspec.Struct) -> None:
+    """Write a record in one step."""
     new = path.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(record) + b"\n")
     new.rename(path)
 
 
 def load_cluster(layout: Layout) -> ClusterRecord:
+    """Return the record of a cluster. Raises `DevclusterError` if there is none."""
     try:
         return msgspec.json.decode(layout.record.read_bytes(), type=ClusterRecord)
     except (OSError, msgspec.DecodeError):
@@ -44,6 +46,7 @@ def load_cluster(layout: Layout) -> ClusterRecord:
 
 
 def load_node(layout: Layout, node: str) -> NodeRecord | None:
+    """Return the record of a node, None if there is none."""
     try:
         return msgspec.json.decode(layout.node(node).read_bytes(), type=NodeRecord)
     except (OSError, msgspec.DecodeError):

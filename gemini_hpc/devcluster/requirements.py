@@ -1,4 +1,4 @@
-"""What this machine must have before a cluster can start on it."""
+"""The requirements of a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.profiles import Profile
 
-# Program -> the Debian package that brings it.
+# program -> the Debian package that contains it
 PROGRAMS = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -24,20 +24,20 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "setsid": "util-linux",
 }
-# Only for profiles with accounting. The package mariadb-server is not needed: it would start a server of its own.
+# Only for profiles with accounting. The package mariadb-server is not needed: it would start its own server.
 ACCOUNTING_PROGRAMS = {
     "slurmdbd": "slurmdbd",
     "sacctmgr": "slurm-client",
     "mariadbd": "mariadb-server-core",
 }
-# A user's PATH often lacks the sbin directories, where the daemons are.
+# A user's PATH often lacks the sbin directories, which contain the daemons.
 SEARCH_PATH = os.pathsep.join(
     [os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
 )
 
 
 def program(name: str) -> str:
-    """The absolute path of a program of `PROGRAMS` or `ACCOUNTING_PROGRAMS`."""
+    """Return the absolute path of a program of `PROGRAMS` or `ACCOUNTING_PROGRAMS`."""
     found = shutil.which(name, path=SEARCH_PATH)
     if found is None:
         package = {**PROGRAMS, **ACCOUNTING_PROGRAMS}[name]
@@ -46,6 +46,7 @@ def program(name: str) -> str:
 
 
 def check_root() -> None:
+    """Raise `DevclusterError` unless this process runs as root."""
     if os.geteuid() != 0:
         raise DevclusterError(
             f"the development cluster needs root (namespaces, mounts, Slurm's daemons), this is uid {os.geteuid()}: "
@@ -54,9 +55,9 @@ def check_root() -> None:
 
 
 def check(profile: Profile | None = None) -> None:
-    """Raise `DevclusterError` for the first thing that is missing, all missing programs in one message.
+    """Raise `DevclusterError` for the first unmet requirement, with all missing programs in one message.
 
-    With `profile`: also what this profile needs beyond the others.
+    With `profile`, also check the additional needs of this profile.
     """
     check_root()
     wanted = {**PROGRAMS, **(ACCOUNTING_PROGRAMS if profile and profile.accounting else {})}

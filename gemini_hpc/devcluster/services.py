@@ -18,12 +18,12 @@ from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 
 CONTROLLER_MODULE = "gemini_hpc.controller"
 SETTLE_S = 0.4
-# The shell's pid is that of the service after the two execs.
+# after the two execs, the shell's pid is the service's
 _RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'
 
 
 def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
-    """slurmctld as user slurm."""
+    """Start slurmctld as user slurm."""
     argv = [program("slurmctld"), "-f", str(layout.slurm_conf), "-i"]
     done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
     if done.returncode:
@@ -31,7 +31,7 @@ def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
 
 
 def wait_slurmctld(layout: Layout, outer: ProcessId, timeout_s: float = 15.0) -> None:
-    """Until it answers: a slurmd that registers earlier tries again only after seconds."""
+    """Wait until slurmctld answers, because a slurmd that registers earlier retries only after seconds."""
     log, deadline = layout.log / "slurmctld.log", clock.monotonic() + timeout_s
     while not network.listens(outer.pid, SLURMCTLD_PORT):
         fatal = log.exists() and "fatal:" in log.read_text(errors="replace")
@@ -41,11 +41,12 @@ def wait_slurmctld(layout: Layout, outer: ProcessId, timeout_s: float = 15.0) ->
 
 
 def controller_exists() -> bool:
+    """Return whether this installation has the controller service."""
     return importlib.util.find_spec(f"{CONTROLLER_MODULE}.__main__") is not None
 
 
 def controller(layout: Layout, outer: ProcessId) -> ProcessId | None:
-    """The gemini controller service, if it runs."""
+    """Return the gemini controller service, None if it does not run."""
     try:
         inner = int(layout.controller_pid.read_text())
     except (OSError, ValueError):
@@ -60,13 +61,13 @@ def _has_content(path: Path) -> bool:
 
 
 def _gone(layout: Layout, outer: ProcessId) -> bool:
-    """Whether the process that wrote its number has ended."""
+    """Return whether the process that recorded its pid has ended."""
     inner = int(layout.controller_pid.read_text())
     return processes.in_namespace(processes.namespace(outer.pid, "pid"), inner) is None
 
 
 def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
-    """Start the service as user slurm, from its own log on, and return once it runs."""
+    """Start the service as user slurm, with its own log, and return once it runs."""
     if not controller_exists():
         raise DevclusterError(f"this installation has no controller service ({CONTROLLER_MODULE} cannot be run)")
     if running := controller(layout, outer):
@@ -84,19 +85,19 @@ def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
         start = enter.command(layout, outer.pid, argv, env=extra)
         enter.start(start, stdout=output, stderr=subprocess.STDOUT).wait(20.0)
     deadline = clock.monotonic() + 5.0
-    # In the middle of an exec a process shows no environment, and cannot be told for ours.
+    # During an exec a process shows no environment, and cannot be recognized as ours.
     while (found := controller(layout, outer)) is None and clock.monotonic() < deadline:
         if _has_content(layout.controller_pid) and _gone(layout, outer):
             break
         clock.sleep(0.005)
-    # One that cannot be imported, or does not like its settings, ends within this time.
+    # A service that cannot be imported, or rejects its settings, ends within this time.
     if found is None or processes.ends(found, SETTLE_S):
         raise DevclusterError(f"the controller service ended at once: {log_tail(log)}")
     return found
 
 
 def stop_controller(layout: Layout, outer: ProcessId, sig: signal.Signals, wait_s: float = 5.0) -> bool:
-    """End the service with `sig`, and after `wait_s` by force. False if it did not run."""
+    """End the service with `sig`, and after `wait_s` seconds by force; return False if it did not run."""
     found = controller(layout, outer)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""gemini.toml as the cluster's site would have it."""
+"""The cluster's gemini.toml."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gemini_hpc.devcluster.profiles import Profile, Setting
 
 
 def write(layout: Layout, profile: Profile, overrides: Mapping[str, Setting]) -> None:
-    """The keys that every cluster needs, then the profile's, then those given to `up`."""
+    """Write the keys that every cluster needs, then the profile's, then those given to `up`."""
     values: dict[str, Setting] = {
         "controller_host": CONTROLLER,
         "slurm_user": "slurm",
         "cluster_name": layout.name,
         "state_dir": str(layout.controller),
-        # Nodes without a hierarchy of their own must not make anything in the machine's.
+        # Nodes without their own hierarchy must not create cgroups in the machine's.
         **({} if cgroups.possible() else {"agent_cgroup": "none"}),
         **profile.gemini,
         **overrides,

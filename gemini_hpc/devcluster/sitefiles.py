@@ -1,4 +1,4 @@
-"""Plugin, prolog and epilog as a site would install them: root-owned copies, the plugin built on the spot."""
+"""Plugin, prolog and epilog as a site would install them: root-owned copies, with the plugin built on the spot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemini_hpc.devcluster.layout import BUILD, MARKER, ROLE, Layout
 
 @dataclass(frozen=True)
 class SiteFiles:
-    """What Slurm is told to use; None where it is left out."""
+    """The site files that Slurm uses; None for a file that is omitted."""
 
     plugin: Path | None = None
     prolog: Path | None = None
@@ -24,7 +24,10 @@ class SiteFiles:
 
 
 class SiteBuild:
-    """Copies the site files and starts `make`, which runs while the hosts boot. `files` is what there will be."""
+    """A build of the site files: copies them and starts `make`, which runs while the hosts boot.
+
+    `files` are the files that exist after the build.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -43,7 +46,7 @@ class SiteBuild:
         )
 
     def wait(self) -> None:
-        """Until the plugin is built; `DevclusterError` if it cannot be."""
+        """Wait until the plugin is built. Raises `DevclusterError` if the build fails."""
         plugin = self.files.plugin
         if self._make is not None and plugin is not None and (self._make.wait(120.0) or not plugin.exists()):
             log = self._layout.log / "plugin-build.log"
@@ -53,13 +56,14 @@ class SiteBuild:
             )
 
     def cancel(self) -> None:
+        """Kill the build if it is still running."""
         if self._make is not None and self._make.poll() is None:
             os.killpg(self._make.pid, signal.SIGKILL)
             self._make.wait()
 
 
 def find_source() -> Path | None:
-    """The installed package's copy, or else the top of the checkout that the package lies in."""
+    """Return the installed package's copy of the sources, or the top of the checkout that holds the package."""
     package = Path(gemini_hpc.__file__).parent
     for candidate in (package / "_site", package.parent):
         if (candidate / "slurm" / "Makefile").exists() or (candidate / "prolog_epilog" / "prolog").exists():

@@ -1,4 +1,4 @@
-"""What Slurm says about nodes and jobs, asked on the controller host as root."""
+"""Slurm's view of nodes and jobs, queried on the controller host as root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
 
 @functools.cache
 def release() -> tuple[int, int]:
-    """Major and minor number of this machine's Slurm, as in (22, 5); `DevclusterError` if slurmd does not tell it."""
+    """Return major and minor number of this machine's Slurm, such as (22, 5).
+
+    Raises `DevclusterError` if slurmd does not print it.
+    """
     try:
         done = subprocess.run([program("slurmd"), "-V"], capture_output=True, text=True, timeout=20.0, check=False)
     except subprocess.TimeoutExpired:
@@ -32,7 +35,7 @@ def release() -> tuple[int, int]:
 
 
 def ask(layout: Layout, outer: ProcessId, name: str, *arguments: str, timeout_s: float = 10.0) -> str:
-    """The standard output of a Slurm command; `DevclusterError` with its complaint if it fails."""
+    """Return the standard output of a Slurm command. Raises `DevclusterError` with its error text if it fails."""
     process = enter.start(enter.command(layout, outer.pid, [program(name), *arguments]))
     done = enter.complete(process, None, timeout_s)
     if done.returncode:
@@ -41,7 +44,7 @@ def ask(layout: Layout, outer: ProcessId, name: str, *arguments: str, timeout_s:
 
 
 def node_states(layout: Layout, outer: ProcessId) -> dict[str, str]:
-    """Node -> state as sinfo says it, in small letters ("idle", "down*", "drained")."""
+    """Return the state of each node as sinfo prints it, in lower case ("idle", "down*", "drained")."""
     lines = ask(layout, outer, "sinfo", "-h", "-N", "-o", "%N %T").splitlines()
     states = {}
     for line in lines:
@@ -51,21 +54,21 @@ def node_states(layout: Layout, outer: ProcessId) -> dict[str, str]:
 
 
 def show(layout: Layout, outer: ProcessId, kind: str, name: str) -> dict[str, str]:
-    """The fields of `scontrol show KIND NAME` (the first record)."""
+    """Return the fields of `scontrol show KIND NAME` (the first record)."""
     line = ask(layout, outer, "scontrol", "show", kind, name, "-o").splitlines()[0]
     parts = _FIELD.split(line)
     return {key: value.strip() for key, value in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def queue(layout: Layout, outer: ProcessId) -> list[tuple[int, str, str]]:
-    """Id, state and nodes ("n[1-3]", empty while it waits) of each job that is not over."""
+    """Return id, state and nodes ("n[1-3]", empty while it waits) of each unfinished job."""
     lines = ask(layout, outer, "squeue", "-h", "-r", "-o", "%A|%T|%N").splitlines()
     found = (line.split("|") for line in lines if line)
     return [(int(job), state, nodes) for job, state, nodes in found]
 
 
 def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s: float) -> None:
-    """Until Slurm calls every one of `nodes` idle."""
+    """Wait until Slurm reports every one of `nodes` as idle."""
     deadline = clock.monotonic() + timeout_s
     while True:
         try:
@@ -87,6 +90,6 @@ def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s:
 
 
 def slurmd_started(layout: Layout, outer: ProcessId, node: str) -> float:
-    """When the slurmd that last registered was started, in seconds since the epoch; 0 if none ever did."""
+    """Return the start time of the slurmd that last registered, in seconds since the epoch; 0 if there is none."""
     text = show(layout, outer, "node", node).get("SlurmdStartTime", "None")
     return 0.0 if text in ("None", "Unknown") else time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))

@@ -1,4 +1,4 @@
-"""slurm.conf, plugstack.conf and cgroup.conf of a cluster."""
+"""The slurm.conf, plugstack.conf and cgroup.conf of a cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gemini_hpc.devcluster.sitefiles import SiteFiles
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 SLURMDBD_PORT = 6819
-# From here on slurmd ends where no cgroup plugin works, unless it is told to use none. Before 23.11 the word was
-# unknown, and slurmd ended for that.
+# From this release on, slurmd ends if no cgroup plugin works, unless it is configured to use none. Before
+# 23.11 that word was unknown, and made slurmd end.
 CGROUPS_DISABLED_FROM = (23, 11)
 
 
@@ -28,7 +28,7 @@ def write(
     site: SiteFiles,
     extra: Sequence[str],
 ) -> None:
-    """These, and cgroup.conf where the release needs it. `extra`: whole lines for the end of slurm.conf."""
+    """Write slurm.conf, plugstack.conf and cgroup.conf; `extra` are lines for the end of slurm.conf."""
     values = {
         "ClusterName": layout.name,
         "SlurmctldHost": f"{CONTROLLER}({CONTROLLER_ADDRESS})",
@@ -51,7 +51,7 @@ def write(
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",
         "DefMemPerCPU": "100",
-        # Nodes are described as asked for, whatever the machine below them really has.
+        # nodes are described as requested, regardless of the machine's real resources
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",
         "JobRequeue": "1",
@@ -67,7 +67,7 @@ def write(
             "AccountingStorageEnforce": "associations,limits,qos",
         }
     if profile.configless:
-        # Beside slurm.conf, wherever that is on a node.
+        # plugstack.conf is found beside slurm.conf, wherever that is on a node
         values["SlurmctldParameters"] = "enable_configless"
     else:
         values["PlugStackConfig"] = str(layout.slurm_etc / "plugstack.conf")
@@ -93,10 +93,10 @@ def write(
 
 
 def _tracking(profile: Profile) -> dict[str, str]:
-    """Return how slurmd finds the processes of a job: as sites do, where this machine allows it."""
+    """Return how slurmd finds the processes of a job: as sites do, if this machine allows it."""
     if cgroups.untracked():
-        # Not linuxproc: it loses an srun whose batch script died first, and that srun later kills the step of the
-        # same id in the job's next incarnation.
+        # Not linuxproc: it loses an srun whose batch script died first, and that srun later kills the step of
+        # the same id in the job's next incarnation.
         return {"ProctrackType": "proctrack/pgid", "TaskPlugin": "task/none"}
     return {
         "ProctrackType": "proctrack/cgroup",

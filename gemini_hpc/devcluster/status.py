@@ -1,4 +1,4 @@
-"""What is known about a cluster at one moment. Its JSON form is `devcluster status --json`."""
+"""The state of a cluster at one moment; `devcluster status --json` prints it as JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from gemini_hpc.devcluster.processes import ProcessId
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """`pid`: host pid of the node's init, None when it is off. `slurm_state`: as sinfo says it, "unknown" if it
-    does not answer. `rate`: limit of its link as given to `shape`, None without one."""
+    """The state of a node.
+
+    Attributes:
+        name: The node's name.
+        address: Its IPv4 address.
+        on: The node has power.
+        pid: Host pid of the node's init, None if the node is off.
+        slurm_state: The state that sinfo prints, "unknown" if Slurm does not answer.
+        rate: The limit of its link as given to `shape`, None if there is none.
+    """
 
     name: str
     address: str
@@ -26,7 +34,10 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
-    """`controller_pid`: host pid of the gemini controller service, None when it does not run."""
+    """The state of a cluster.
+
+    `controller_pid` is the host pid of the gemini controller service, None if it does not run.
+    """
 
     name: str
     profile: str
@@ -51,7 +62,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 def collect(layout: Layout, outer: ProcessId) -> ClusterStatus:
-    """Ask the hosts' inits and Slurm; a Slurm that does not answer leaves its part "unknown"."""
+    """Query the hosts' inits and Slurm; if Slurm does not answer, the states stay "unknown"."""
     known, states = record.load_cluster(layout), dict[str, str]()
     with contextlib.suppress(DevclusterError, subprocess.TimeoutExpired):
         states = slurm.node_states(layout, outer)
@@ -83,7 +94,7 @@ def collect(layout: Layout, outer: ProcessId) -> ClusterStatus:
 
 
 def names() -> dict[str, bool]:
-    """All clusters of this machine that have files, and whether each is alive."""
+    """Return all clusters of this machine that have files, and whether each is alive."""
     try:
         found = sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir())
     except FileNotFoundError:  # never made, or just removed with the last cluster
@@ -92,5 +103,6 @@ def names() -> dict[str, bool]:
 
 
 def is_alive(layout: Layout) -> bool:
+    """Return whether a cluster's outer init is alive."""
     outer = processes.load(layout.outer)
     return outer is not None and processes.is_alive(outer)

@@ -1,4 +1,4 @@
-"""sbatch for people who sit outside of the cluster."""
+"""Submission of batch scripts from outside of the cluster."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from gemini_hpc.devcluster.accounts import Account
 
 
 def stage_script(arguments: Sequence[str], user: Account) -> list[str]:
-    """The arguments of sbatch, its script replaced by a copy in the user's home.
+    """Return the arguments of sbatch, with its script replaced by a copy in the user's home.
 
-    The script lies where the tool was called, which users inside need not be able to read. It is the first argument
-    that names a file starting with `#!`, as sbatch demands of scripts; everything else is left alone.
+    The script lies where the tool was called, which users inside may not be able to read. The script is the
+    first argument that names a file starting with `#!`, as sbatch demands of scripts. All other arguments
+    stay unchanged.
     """
     staged = list(arguments)
     for index, argument in enumerate(staged):
@@ -22,7 +23,7 @@ def stage_script(arguments: Sequence[str], user: Account) -> list[str]:
         if argument.startswith("-") or not _is_script(path) or path.resolve().is_relative_to(user.home):
             continue
         copy = user.home / path.name
-        # The home is the user's: do not write through a link that lies there.
+        # The home belongs to the user: never write through a link in it.
         copy.unlink(missing_ok=True)
         fd = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o700)
         with open(fd, "wb") as target, path.open("rb") as script:

@@ -1,4 +1,4 @@
-"""Ends a cluster from whatever state it is in, and leaves nothing of it behind."""
+"""End of a cluster from any state, without remains."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import BUILD, INSIDE, MARKER, ROLE, ROOT, SETTINGS, Layout
 from gemini_hpc.devcluster.processes import ProcessId
 
-# Bound inside each cluster, but they have to exist outside.
+# bound inside each cluster, but required to exist outside
 MOUNT_POINTS = (INSIDE, SETTINGS)
 
 
 def create_mount_points() -> None:
+    """Create the mount points that all clusters share."""
     for path in MOUNT_POINTS:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
 def members(layout: Layout) -> list[ProcessId]:
-    """Processes of a cluster, by the marker in their environment.
+    """Return the processes of a cluster, by the marker in their environment.
 
-    A user may have the marker set in a shell outside: only what lives in another network namespace counts, an
-    init that has not yet got there, and the building of the plugin.
+    A user may have set the marker in a shell outside. So only three kinds of processes count: those in
+    another network namespace, an init that has not yet got there, and the build of the plugin.
     """
     marker, ours = f"{MARKER}={layout.name}", processes.namespace("self", "net")
     builders = set(processes.with_environment(marker, f"{ROLE}={BUILD}"))
@@ -44,7 +45,7 @@ def _is_init(pid: int) -> bool:
 
 
 def down(layout: Layout) -> bool:
-    """End every process of the cluster and remove its files. False if there was nothing to do."""
+    """End every process of the cluster and remove its files; return False if there was nothing to do."""
     with lock.cluster(layout):
         found = _end_processes(layout)
         cgroups.remove(layout)
@@ -61,11 +62,11 @@ def _end_processes(layout: Layout) -> bool:
     outer = processes.load(layout.outer)
     if outer is not None and processes.is_alive(outer):
         found = True
-        # The init of a pid namespace takes all others with it, those of the nested namespaces too.
+        # The init of a pid namespace ends all processes in it, those of nested namespaces included.
         if not processes.end(outer):
             raise DevclusterError(f"cluster {layout.name}: process {outer.pid} does not end; try again")
     deadline = clock.monotonic() + 10.0
-    # Twice in a row without any: one that was just being forked is seen the second time.
+    # Two rounds in a row without strays: a process that was just being forked is seen in the second.
     quiet = 0
     while quiet < 2:
         strays = members(layout)
@@ -80,7 +81,7 @@ def _end_processes(layout: Layout) -> bool:
 
 
 def _refuse_mounts(directory: Path) -> None:
-    """A mount below the directory would have its files deleted, and they are not the cluster's."""
+    """Raise DevclusterError for a mount below the directory, whose foreign files would be deleted."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     below = [mount for mount in mounts if Path(mount).is_relative_to(directory)]
     if below:
@@ -88,8 +89,10 @@ def _refuse_mounts(directory: Path) -> None:
 
 
 def _tidy() -> None:
-    """Remove what clusters share once the last of them is gone. A mount point that is removed would be
-    unmounted in a living cluster."""
+    """Remove the directories that clusters share, once the last cluster is gone.
+
+    Removing a mount point earlier would unmount it in a living cluster.
+    """
     with lock.tidying() as alone:
         if not alone or any(entry.is_dir() for entry in ROOT.iterdir()):
             return

@@ -1,1 +1,1 @@
-"""What `gemini-hpc doctor` looks at: one module per thing that can be wrong, each check one function."""
+"""The checks of `gemini-hpc doctor`: one module per possible source of faults, one function per check."""

@@ -1,7 +1,7 @@
-"""Whether those for whom it is installed can use it: agents, plugin and commands run as the jobs' owners.
+"""Check that job owners can use the installation: agents, plugin and commands run as the jobs' owners.
 
-An installation under umask 027 or 077, or with an interpreter below root's home, works for root alone: prologs start,
-and no job is protected.
+An installation under umask 027 or 077, or with an interpreter below root's home, works for root alone.
+Prologs start then, and no job is protected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIX = (
 
 
 def _code() -> list[str]:
-    """The interpreter, its environment's packages, and its search path where it can be asked for that."""
+    """Return the interpreter, its environment's packages, and its search path if it can report one."""
     environment = os.path.dirname(os.path.dirname(PYTHON))
     places = [PYTHON, *sorted(glob.glob(f"{environment}/lib*/python3*/site-packages"))]
     with suppress(files.InterpreterError, Unavailable, ValueError):
@@ -37,7 +37,7 @@ def _code() -> list[str]:
 
 
 def _others(facts: Facts) -> list[str]:
-    """What sbatch, srun and agents read as the user."""
+    """Return the files that sbatch, srun and agents read as the user."""
     found = [facts.config_path]
     with suppress(Unavailable):
         found.append(plugin.plugstack(facts))
@@ -47,14 +47,14 @@ def _others(facts: Facts) -> list[str]:
 
 
 def _within(place: str) -> Iterator[str]:
-    """Below a package: every directory and file."""
+    """Yield the barriers of every directory and file below a package."""
     for path, info in files.below(os.path.realpath(place)):
         if found := paths.barrier(path, info, look=True):
             yield found
 
 
 def access(facts: Facts) -> Outcome:
-    """Every component of every path, as an owner of jobs meets it."""
+    """Check every component of every path with the rights of a job's owner."""
     if not os.path.lexists(PYTHON) and facts.root:
         raise Unavailable(f"{PYTHON} does not exist (see install.parts)")
     told: list[str] = []

@@ -1,4 +1,4 @@
-"""Agents on this node as root's ledger has them: who else is in their cgroups, what their directories have left."""
+"""Checks of this node's agents in root's ledger: foreign processes in their cgroups, room in their directories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FULL = 0.9
 
 
 def strangers(facts: Facts) -> Outcome:
-    """Outside of Slurm's cgroups runs what root has started there, and nothing else."""
+    """Check that the agents' cgroups, which lie outside of Slurm's, hold only processes that root started there."""
     facts.need_root("which processes are in the agents' cgroups")
     run_dir = facts.settings.run_dir
     if not os.path.isdir(ledger.place(run_dir)):
@@ -40,7 +40,7 @@ def strangers(facts: Facts) -> Outcome:
 
 
 def room(facts: Facts) -> Outcome:
-    """What is full leaves jobs without protection: bytes and files."""
+    """Check that the directories are not full of bytes or files, which would leave jobs without protection."""
     run_dir = facts.settings.run_dir
     told, seen = [], 0
     try:
@@ -50,7 +50,7 @@ def room(facts: Facts) -> Outcome:
             try:
                 mount = mounts.own(fd)
                 if mount is None or (path != run_dir and not mount.ours):
-                    continue  # a plain directory, or a user's own file system, which need not answer
+                    continue  # a plain directory, or a user's own file system, which may not answer
                 seen += 1
                 found = os.fstatvfs(fd)
                 told += [

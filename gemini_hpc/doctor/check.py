@@ -1,4 +1,4 @@
-"""A check: its name, the rule behind it, the hosts that it is for, its function."""
+"""The record of a check: its name, its rule, the kinds of hosts that it applies to, its function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ON_CONTROLLER = frozenset((CONTROLLER,))
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`look` may raise `Unavailable` (skipped); any other exception makes the check `wrong`, and only that one."""
+    """A check of the doctor.
+
+    `look` may raise `Unavailable`, which skips the check. Any other exception makes only this check `wrong`.
+    """
 
     name: str
     rule: str

@@ -1,4 +1,4 @@
-"""The configuration that slurmctld runs with, as `scontrol show config` tells it."""
+"""The configuration that slurmctld runs with, from `scontrol show config`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Release:
 
     @classmethod
     def parse(cls, text: str) -> Release:
-        """From `slurm-wlm 22.05.8` or the like. Raises `Unavailable`."""
+        """Return the release in a text such as `slurm-wlm 22.05.8`. Raises `Unavailable`."""
         found = _RELEASE.search(text)
         if not found:
             raise Unavailable(f"cannot find Slurm's release in {text[:60]!r}")
@@ -29,7 +29,7 @@ class Release:
 
     @property
     def series(self) -> tuple[int, int]:
-        """What a plugin must be built for."""
+        """Return the major and minor number, for which a plugin must be built."""
         return self.major, self.minor
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Release:
 
 
 class Configuration:
-    """Keys and values; a key that this release does not print is empty."""
+    """The keys and values of a configuration; a key that this release does not print is empty."""
 
     def __init__(self, values: dict[str, str]) -> None:
         self._values = values
@@ -46,17 +46,17 @@ class Configuration:
         return self._values.get(key, "")
 
     def all(self, key: str) -> list[str]:
-        """The values of `Key` or, as later releases print several, of `Key[0]`, `Key[1]`, ..."""
+        """Return the values of `Key`, or of `Key[0]`, `Key[1]`, ... as printed by later releases."""
         found = [v for k, v in self._values.items() if re.fullmatch(rf"{key}(\[[0-9]+\])?", k)]
         return [v for v in found if v]
 
     def words(self, key: str) -> dict[str, str]:
-        """A list of `word` and `word=value`, separated by commas (or semicolons); words in lower case."""
+        """Return a list of `word` and `word=value`, separated by commas or semicolons; words in lower case."""
         parts = [p.strip() for p in re.split(r"[,;]", self[key]) if p.strip()]
         return {name.lower(): value for name, _, value in (p.partition("=") for p in parts)}
 
     def number(self, key: str) -> float | None:
-        """A number, such as that of `60 sec`; infinite where it is without limit, None where it is not there."""
+        """Return a number, such as that of `60 sec`; infinity if it is unlimited, None if it is absent."""
         first = self[key].split()[0] if self[key].split() else ""
         if first.upper() in _UNLIMITED:
             return float("inf")
@@ -64,10 +64,10 @@ class Configuration:
 
     @property
     def controllers(self) -> list[str]:
-        """Short names of the hosts of slurmctld, the primary first."""
+        """Return the short names of slurmctld's hosts, the primary first."""
         return [host.partition("(")[0].partition(".")[0] for host in self.all("SlurmctldHost")]
 
     @property
     def release(self) -> Release:
-        """slurmctld's. Raises `Unavailable`."""
+        """Return slurmctld's release. Raises `Unavailable`."""
         return Release.parse(self["SLURM_VERSION"])

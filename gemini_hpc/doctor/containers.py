@@ -1,5 +1,7 @@
-"""Private directories that Slurm gives each job: job_container/tmpfs, and namespace/tmpfs and namespace/linux (25.11
-and later). A private /run hides the agent's socket from the ranks."""
+"""Check of the private directories that Slurm gives each job; a private /run hides the agent's socket from ranks.
+
+The plugins are job_container/tmpfs, and namespace/tmpfs and namespace/linux (25.11 and later).
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ _UNTRIED = ("CLONE_NEWPID", "CLONE_NEWUSER")
 
 
 def kind(conf: Configuration) -> str:
-    """The plugin in force, as the release names it; empty where there is none."""
+    """Return the plugin in effect, as the release names it; "" if there is none."""
     return next(
         (v for key in ("NamespaceType", "JobContainerType") if (v := conf[key]).rpartition("/")[2] not in _NONE), ""
     )
 
 
 def places(plugin: str) -> tuple[str, ...]:
-    """The plugin's files beside slurm.conf; the first that is there counts."""
+    """Return the names of the plugin's files beside slurm.conf; the first existing file counts."""
     older = ("namespace.conf", "job_container.conf")
     return ("namespace.yaml", *older) if plugin.endswith("linux") else older
 
 
 def hidden_directories(text: str, directories: tuple[str, ...]) -> list[str]:
-    """Which of `directories` each job gets a private copy of, by the text of one of these files."""
+    """Return those of `directories` that each job gets a private copy of, by the text of one of these files."""
     found = re.findall(r"^[^#\n]*\bdirs\s*[=:]\s*[\"']?([^\s\"'#]+)", text, re.M | re.I)
     tops = [d.rstrip("/") or "/" for dirs in found for d in dirs.split(",") if d]
     return [d for d in directories if any(d == t or d.startswith(t.rstrip("/") + "/") for t in tops)]
 
 
 def job_container(facts: Facts) -> Outcome:
-    """The ranks see their agent's directory."""
+    """Check that the ranks see their agent's directory."""
     plugin = kind(facts.conf)
     if not plugin.endswith(("/tmpfs", "/linux")):
         return ok(plugin or "none")

@@ -1,4 +1,4 @@
-"""The controller service on its host: one, beside the slurmctld in charge, with a journal that it can write."""
+"""Checks of the controller service: one instance, beside the slurmctld in charge, with a writable journal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALERT_S = 86400.0
 
 
 def _running(facts: Facts) -> int | None:
-    """pid of the controller that acts here, 0 where it is not seen; None: none does."""
+    """Return the pid of the controller that acts here, 0 if its pid is not visible, None if there is none."""
     facts.need_slurm_user("the controller's lock")
     likely = sorted(facts.processes, key=lambda p: not p.controller)
     try:
@@ -37,7 +37,7 @@ def _running(facts: Facts) -> int | None:
 
 
 def _elsewhere(facts: Facts) -> str:
-    """The host that the settings name for the controller, where it is not this one."""
+    """Return the host that the settings name for the controller, "" if it is this host."""
     hosts = facts.settings.controller_hosts()
     return "" if any(is_here(host, "") for host in hosts) else ", ".join(hosts)
 
@@ -48,7 +48,7 @@ def _in_charge(facts: Facts) -> str:
 
 
 def runs(facts: Facts) -> Outcome:
-    """One controller holds the lock, as SlurmUser."""
+    """Check that exactly one controller holds the lock, as SlurmUser."""
     s = facts.settings
     pid = _running(facts)
     wanted = f"one controller, as {s.slurm_user}, on {s.controller_host or 'this host'}"
@@ -73,7 +73,10 @@ def runs(facts: Facts) -> Outcome:
 
 
 def journal(facts: Facts) -> Outcome:
-    """Nothing is done that is not on disk before: a full or read-only disk means no recovery."""
+    """Check that the journal can be written.
+
+    Every action is journaled on disk first, so a full or read-only disk prevents all recovery.
+    """
     facts.need_slurm_user("the journal")
     directory = facts.settings.state_dir
     path = os.path.join(directory, "journal.jsonl")
@@ -120,7 +123,7 @@ def _damaged(path: str) -> int:
 
 
 def alerts(facts: Facts) -> Outcome:
-    """Whether the controller has stood aside lately: it says so in its journal."""
+    """Check whether the controller has recently declined to act, according to its journal."""
     facts.need_slurm_user("the journal")
     path = os.path.join(facts.settings.state_dir, "journal.jsonl")
     told = []
@@ -149,7 +152,7 @@ def alerts(facts: Facts) -> Outcome:
 
 
 def harmful(facts: Facts) -> Outcome:
-    """Nodes that were fenced, or found red by root's health check, again and again."""
+    """Check for nodes that were fenced, or found red by root's health check, repeatedly."""
     facts.need_slurm_user("the controller's records")
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
@@ -175,7 +178,7 @@ def harmful(facts: Facts) -> Outcome:
 
 
 def primary(facts: Facts) -> Outcome:
-    """The controller acts where slurmctld is in charge, or not at all."""
+    """Check that the controller acts only where slurmctld is in charge."""
     hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
     if not acting:
         told = some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
@@ -194,7 +197,7 @@ def primary(facts: Facts) -> Outcome:
 
 
 def lock(facts: Facts) -> Outcome:
-    """Where several hosts can have slurmctld, the journal must be one for all of them."""
+    """Check that all hosts that can run slurmctld share one journal."""
     controllers = facts.conf.controllers
     if len(controllers) < 2:
         return ok("one slurmctld, one journal")
@@ -214,7 +217,10 @@ def lock(facts: Facts) -> Outcome:
 
 
 def slurm_api(facts: Facts) -> Outcome:
-    """How the controller asks Slurm, and why so; a way that was asked for and is not used is told."""
+    """Check by which API the controller asks Slurm, and why.
+
+    A requested API that is not used is a warning.
+    """
     facts.need_slurm_user("how the controller asks Slurm")
     setting = facts.settings.slurm_api
     wanted = f'slurm_api = "{setting}" in use'

@@ -1,4 +1,4 @@
-"""Failure domains: whether the agents here would know them."""
+"""Check that agents on this host would know the failure domains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini_hpc.doctor.finding import Outcome, ok, warning, wrong
 
 
 def known(facts: Facts) -> Outcome:
-    """The file is there for every job's owner, can be read, and names this node."""
+    """Check that the file exists, is readable for every job's owner, and names this node."""
     setting = facts.settings.failure_domains
     if setting == failure_domains.NONE:
         return ok('"none": nodes side by side hold each other\'s copies')

@@ -1,7 +1,7 @@
 """The release that a SPANK plugin was built for, read from its file without loading it.
 
-Loading it would run its code, and Slurm does not load one of another release: it says so
-in a log and goes on without.
+Loading the plugin would run its code. Slurm does not load a plugin of another release. It writes that to a
+log and continues without the plugin.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LOAD = 1
 
 
 class ElfError(ValueError):
-    """Not a plugin that can be read."""
+    """The error that a file is not a readable plugin."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a 32- or 64-bit file has what: (format, indices) of its headers."""
+    """The byte order and word size of a file."""
 
     order: str
     wide: bool
@@ -35,7 +35,7 @@ class _Layout:
 
 
 def built_for(path: str) -> Release:
-    """The release in `plugin_version`. Raises `ElfError` and OSError."""
+    """Return the release in `plugin_version`. Raises `ElfError` and OSError."""
     with open(path, "rb") as f:
         data = f.read(_MAX_BYTES)
     try:

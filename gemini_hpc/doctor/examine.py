@@ -1,4 +1,4 @@
-"""All checks, one after the other, each in bounded time: one that breaks or hangs never stops the others."""
+"""The list of all checks, run in sequence in bounded time; a check that breaks or hangs never stops the others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
 
 def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
     answer: list[Outcome] = []
-    # A thread, for a file system that hangs cannot be interrupted; a daemon, so that it does not hold up our end.
+    # A thread, since a hanging file system cannot be interrupted. A daemon, so that it does not hold up the
+    # process's end.
     thread = threading.Thread(target=_look, args=(check, facts, answer), name=check.name, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -81,7 +82,10 @@ def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
 
 
 def examine(facts: Facts, only: Collection[str] = (), checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:
-    """The findings, in the order of the checks. `only`: names, or groups (the word before the point)."""
+    """Yield the findings, in the order of the checks.
+
+    `only` restricts the checks to these names or groups (the part of a name before the dot).
+    """
     end = clock.monotonic() + ALL_TIMEOUT_S
     roles = _roles(facts)
     for check in checks:

@@ -1,6 +1,7 @@
-"""What the checks look at, each thing looked up once: settings, Slurm's answers, this host's processes.
+"""The facts that the checks use, each looked up once: settings, Slurm's answers, this host's processes.
 
-A fact that cannot be had raises `Unavailable`, so the checks that need it are skipped and say why.
+A fact that is not available raises `Unavailable`. The checks that need it are skipped then and give the
+reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _PENDING = object()
 
 
 class Facts:
-    """Everything about this host and its cluster. Lookups are made in the thread of the check that asks first."""
+    """The facts about this host and its cluster.
+
+    Each lookup runs in the thread of the check that asks first.
+    """
 
     def __init__(self, config_path: str, role: str = "auto") -> None:
         self.config_path = config_path
@@ -49,26 +53,26 @@ class Facts:
             except Exception as exc:
                 known = Unavailable(f"{what}: {type(exc).__name__}: {exc}")
             self._known[what] = known
-        if known is _PENDING:  # the check that began to look it up was given up
+        if known is _PENDING:  # the check that began the lookup was aborted
             raise Unavailable(f"{what}: no answer yet")
         if isinstance(known, Unavailable):
             raise known
         return cast(T, known)
 
-    # ---- who asks --------------------------------------------------------------------------------------
+    # ---- the user -------------------------------------------------------------------------------
 
     @property
     def root(self) -> bool:
-        """Whether this is root."""
+        """Return whether this process runs as root."""
         return self.uid == 0
 
     def need_root(self, what: str) -> None:
-        """Raises `Unavailable` for anybody else."""
+        """Raise `Unavailable` unless this process runs as root."""
         if not self.root:
             raise Unavailable(f"{what}: only root can see it; run it again as root")
 
     def need_slurm_user(self, what: str) -> None:
-        """Raises `Unavailable` for anybody but root and SlurmUser."""
+        """Raise `Unavailable` unless this process runs as root or SlurmUser."""
         if not self.root and self.uid != self.slurm_uid:
             raise Unavailable(f"{what}: only root and {self.settings.slurm_user} can see it; run it again as root")
 
@@ -76,7 +80,7 @@ class Facts:
 
     @property
     def settings(self) -> Settings:
-        """gemini.toml."""
+        """Return the settings in gemini.toml."""
 
         def look() -> Settings:
             try:
@@ -88,7 +92,7 @@ class Facts:
 
     @property
     def slurm_uid(self) -> int:
-        """uid of the settings' `slurm_user` here."""
+        """Return the uid on this host of the settings' `slurm_user`."""
         try:
             return pwd.getpwnam(self.settings.slurm_user).pw_uid
         except KeyError:
@@ -97,7 +101,7 @@ class Facts:
     # ---- Slurm -----------------------------------------------------------------------------------------
 
     def ask_slurm(self, question: Callable[[Slurm], Awaitable[T]]) -> T:
-        """One or several Slurm commands. Raises `Unavailable` with Slurm's words."""
+        """Run one or several Slurm commands and return the answer. Raises `Unavailable` with Slurm's message."""
 
         async def ask() -> T:
             return await question(Slurm(SLURM_TIMEOUT_S))
@@ -107,38 +111,41 @@ class Facts:
         try:
             return asyncio.run(ask())
         except SlurmUnreachable as exc:
-            self._unreachable = f"Slurm: {exc}"  # each further question would wait as long
+            self._unreachable = f"Slurm: {exc}"  # each further request would wait as long
             raise Unavailable(self._unreachable) from None
         except SlurmError as exc:
             raise Unavailable(f"Slurm: {exc}") from None
 
     @property
     def conf(self) -> Configuration:
-        """The configuration that slurmctld runs with."""
+        """Return the configuration that slurmctld runs with."""
         return self._remembered("configuration", lambda: Configuration(self.ask_slurm(Slurm.configuration)))
 
     @property
     def release(self) -> Release:
-        """Slurm's release on this host (its commands'), which its plugins must be built for."""
+        """Return the release of Slurm's commands on this host, which its plugins must be built for."""
         return self._remembered("release", lambda: Release.parse(self.ask_slurm(Slurm.release)))
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """All nodes."""
+        """Return all nodes."""
         return self._remembered("nodes", lambda: self.ask_slurm(Slurm.nodes))
 
     @property
     def reservations(self) -> list[Reservation]:
-        """All reservations."""
+        """Return all reservations."""
         return self._remembered("reservations", lambda: self.ask_slurm(Slurm.reservations))
 
     @property
     def queue(self) -> dict[int, Row]:
-        """All jobs that are not over, by raw id (only one's own where Slurm keeps the others private)."""
+        """Return all unfinished jobs by raw id.
+
+        If Slurm keeps other users' jobs private, only one's own jobs are visible.
+        """
         return self._remembered("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.queue)})
 
     def job(self, raw_id: int) -> Job | None:
-        """One job, None where Slurm does not know it."""
+        """Return one job, None if Slurm does not know it."""
 
         async def ask(slurm: Slurm) -> Job | None:
             try:
@@ -152,13 +159,13 @@ class Facts:
 
     @property
     def own_node(self) -> Node | None:
-        """Slurm's record of this host, where it is a node."""
+        """Return Slurm's record of this host, None if it is no node."""
         mine = [n for n in self.nodes.values() if self.hostname in (n.hostname.partition(".")[0], n.name)]
         return mine[0] if mine else None
 
     @property
     def roles(self) -> frozenset[str]:
-        """What this host is: one or more of `ROLES`."""
+        """Return the kinds of this host: one or more of `ROLES`."""
         if self._role != "auto":
             return frozenset((self._role,))
         return self._remembered("roles", self._find_roles)
@@ -170,7 +177,7 @@ class Facts:
                 found.add(CONTROLLER)
             if self.own_node is not None:
                 found.add(NODE)
-        except Unavailable:  # without Slurm, what runs here tells it
+        except Unavailable:  # without Slurm, the running daemons show the roles
             names = {process.name for process in self.processes}
             found |= {role for role, daemon in ((CONTROLLER, "slurmctld"), (NODE, "slurmd")) if daemon in names}
         try:
@@ -182,5 +189,5 @@ class Facts:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes that this user can see."""
+        """Return the processes that this user can see."""
         return self._remembered("processes", processes)

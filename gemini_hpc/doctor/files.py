@@ -1,4 +1,4 @@
-"""Files that root runs or reads: nobody else may be able to change them, and they are what they should be."""
+"""Checks of files that root runs or reads: only root may be able to change them, and their contents are right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(gemini_hpc.__version__, gemini_hpc.__file__, lacks, *sys.path, sep="\\n")
 
 
 def _safe(files: list[str], what: str) -> Outcome:
-    """Nobody but root can put something else in the place of any of `files`."""
+    """Check that only root can replace any of `files`."""
     problems, missing = [], []
     for path in dict.fromkeys(files):
         try:
@@ -47,7 +47,7 @@ def _safe(files: list[str], what: str) -> Outcome:
 
 
 def settings(facts: Facts) -> Outcome:
-    """Root's prolog obeys it."""
+    """Check the settings file, which root's prolog obeys."""
     path = facts.config_path
     if not os.path.lexists(path):
         return warning(
@@ -67,7 +67,7 @@ def settings(facts: Facts) -> Outcome:
 
 
 def site_scripts(facts: Facts) -> Outcome:
-    """Prolog and Epilog run as root on every node."""
+    """Check Prolog and Epilog, which run as root on every node."""
     files = []
     for kind in ("Prolog", "Epilog"):
         for path in scripts.in_force(facts.conf, kind):
@@ -85,7 +85,7 @@ def site_scripts(facts: Facts) -> Outcome:
 
 
 def plugin_file(facts: Facts) -> Outcome:
-    """slurmstepd loads it as root."""
+    """Check the plugin, which slurmstepd loads as root."""
     seen: set[str] = set()
     path = plugin.plugstack(facts)
     try:
@@ -97,8 +97,11 @@ def plugin_file(facts: Facts) -> Outcome:
 
 
 def interpreter() -> list[str]:
-    """What the interpreter of prolog and epilog says: version, package, what it lacks for the tier, its search path.
-    Raises `Unavailable` and `InterpreterError`."""
+    """Return facts on the interpreter of prolog and epilog.
+
+    The facts are version, package, modules missing for the tier, and search path. Raises `Unavailable` and
+    `InterpreterError`.
+    """
     try:
         if os.geteuid() == 0 and paths.weaknesses(PYTHON):
             raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
@@ -122,11 +125,11 @@ def interpreter() -> list[str]:
 
 
 class InterpreterError(Exception):
-    """The interpreter of prolog and epilog does not do; the message says why."""
+    """The error that the interpreter of prolog and epilog is unusable; its text gives the reason."""
 
 
 def version(facts: Facts) -> Outcome:
-    """What prologs start is this version."""
+    """Check that prologs start this version."""
     wanted = f"gemini-hpc {__version__}, as this command"
     fix = f"install it with {os.path.dirname(PYTHON)}/pip (docs/install.md)"
     if NODE not in facts.roles and CONTROLLER not in facts.roles and not os.path.lexists(PYTHON):
@@ -141,7 +144,7 @@ def version(facts: Facts) -> Outcome:
 
 
 def tier(facts: Facts) -> Outcome:
-    """Agents write and read HDF5 where jobs have a tier."""
+    """Check for the packages with which agents write and read HDF5 for jobs with a tier."""
     try:
         _, _, lacks, *_ = interpreter()
     except (InterpreterError, ValueError) as exc:
@@ -155,7 +158,7 @@ def tier(facts: Facts) -> Outcome:
 
 
 def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The first `_MAX_FILES` directories and files from `top` on, links not followed."""
+    """Yield the first `_MAX_FILES` directories and files from `top` on, links not followed."""
     seen = 0
     for directory, _, names in os.walk(top):
         for name in [".", *names]:
@@ -170,7 +173,7 @@ def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def python(facts: Facts) -> Outcome:
-    """Interpreter, search path and packages: all of it is code that root's prolog runs."""
+    """Check interpreter, search path and packages, all of which is code that root's prolog runs."""
     if NODE not in facts.roles and not os.path.lexists(PYTHON):
         return ok(f"no {PYTHON} on this host, and no prolog that needs it")
     chain = _safe([PYTHON], "the interpreter")
@@ -185,7 +188,7 @@ def python(facts: Facts) -> Outcome:
         for name in ("msgspec", "xxhash"):
             if os.path.isdir(os.path.join(place, name)):
                 modules.append(os.path.join(place, name))
-    # What is not there yet could be put there; a zip that is not there is in a directory that is checked.
+    # A missing file could be created later; but a missing zip lies in a directory that is checked.
     there = [p for p in (*search, *modules) if os.path.lexists(p)]
     roots = _safe([PYTHON, *there], "the interpreter, its search path and packages")
     if roots.status != "ok":
@@ -206,7 +209,7 @@ def python(facts: Facts) -> Outcome:
 
 
 def run_dir(facts: Facts) -> Outcome:
-    """Root works in it."""
+    """Check the directory that root works in."""
     path = facts.settings.run_dir
     wanted = f"{path}: a directory of root's, mode 0755, in directories of root's"
     fix = "remove it when no protected job runs here; the prolog makes it anew. Find out who made it"
@@ -230,7 +233,7 @@ def run_dir(facts: Facts) -> Outcome:
 
 
 def state_dir(facts: Facts) -> Outcome:
-    """The controller believes what is in it: budget, open recoveries, whose job it is."""
+    """Check the controller's directory, whose contents it trusts: budget, open recoveries, owners of jobs."""
     path, owner = facts.settings.state_dir, facts.slurm_uid
     wanted = f"{path}: {facts.settings.slurm_user}'s, mode 0700, in directories of root's"
     try:

@@ -1,4 +1,4 @@
-"""What one check says: what was found, what was wanted, what to do."""
+"""The result of a check: the found state, the wanted state, the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check's function returns. `found` is a sentence; `wanted` and `fix` are empty where all is well."""
+    """The result of a check's function.
+
+    `found` is a sentence. `wanted` and `fix` are empty if all is well.
+    """
 
     status: str
     found: str
@@ -22,7 +25,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check on one host. `rule` is what it stands for: a word or two, or a CVE whose like it looks for."""
+    """The result of one check on one host.
+
+    `rule` is the rule behind the check: a word or two, or a CVE whose like it searches for.
+    """
 
     check: str
     rule: str
@@ -34,26 +40,29 @@ class Finding:
 
 
 class Unavailable(Exception):
-    """This cannot be looked at from here; the message says why. The check is then skipped, never green."""
+    """The error that a fact is not visible from here; its text gives the reason.
+
+    The check is skipped then, and never reported as good.
+    """
 
 
 def ok(found: str) -> Outcome:
-    """As it should be."""
+    """Return an outcome for a good state."""
     return Outcome(OK, found)
 
 
 def warning(found: str, wanted: str, fix: str) -> Outcome:
-    """It works, and an administrator should know."""
+    """Return an outcome for a state that works, but that an administrator should know of."""
     return Outcome(WARNING, found, wanted, fix)
 
 
 def wrong(found: str, wanted: str, fix: str) -> Outcome:
-    """It does not work, or is dangerous."""
+    """Return an outcome for a state that does not work, or is dangerous."""
     return Outcome(WRONG, found, wanted, fix)
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """One outcome for several of the same check: the worst of them rules, with all of its kind told."""
+    """Return one outcome for several of the same check: the worst status, with all findings of that status."""
     told = list(outcomes)
     for status in (WRONG, WARNING):
         bad = [o for o in told if o.status == status]
@@ -63,7 +72,7 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def some(texts: Iterable[str], separator: str = "; ") -> str:
-    """The first few of many, and how many more there are."""
+    """Join the first few of many texts, and add how many more there are."""
     told = list(dict.fromkeys(texts))
     more = f"{separator}and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return separator.join(told[:_SHOWN]) + more

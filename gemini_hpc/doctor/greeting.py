@@ -1,4 +1,4 @@
-"""One greeting to the controller: whether it answers, as whom, and by which clock."""
+"""A test greeting to the controller: does it answer, as which user, and with which clock?"""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TIMEOUT_S = 3.0
 
 
 class GreetingError(Exception):
-    """No greeting came back; the message says how far it went."""
+    """The error that no greeting came back; its text tells how far the exchange went."""
 
 
 def greet(settings: Settings, slurm_uid: int) -> int:
-    """Unix time at which the controller made its answer, by its clock. Raises `GreetingError`."""
+    """Return the Unix time at which the controller made its answer, by its clock. Raises `GreetingError`."""
     hosts = settings.controller_hosts()
     if not hosts:
         raise GreetingError("no controller_host in the settings")

@@ -1,4 +1,4 @@
-"""Whether gemini-hpc is installed on this host at all: the answer to somebody who has just unpacked it."""
+"""Check that gemini-hpc is installed on this host, for administrators who have just unpacked it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _munge() -> bool:
 
 
 def _there(path: str) -> bool:
-    """Also where this user may not look: what keeps others out is there."""
+    """Return whether a path exists; True if a directory bars this user from seeing it."""
     try:
         os.lstat(path)
     except PermissionError:
@@ -44,7 +44,7 @@ def _there(path: str) -> bool:
 
 
 def _prolog(facts: Facts) -> bool:
-    """Ours at its usual place, or wherever the configuration has it."""
+    """Return whether our prolog is at its usual place, or any prolog of the configuration exists."""
     named: list[str] = []
     with suppress(Unavailable):
         named = scripts.in_force(facts.conf, "Prolog")
@@ -52,7 +52,7 @@ def _prolog(facts: Facts) -> bool:
 
 
 def parts(facts: Facts) -> Outcome:
-    """What the other checks are about is there."""
+    """Check that the parts that the other checks examine are installed."""
     basis = {"Slurm's commands (scontrol)": _slurm(), "MUNGE (libmunge.so.2)": _munge()}
     ours = {
         f"the interpreter of prolog and epilog ({PYTHON})": _there(PYTHON),

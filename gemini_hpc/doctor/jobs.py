@@ -1,4 +1,4 @@
-"""Protected jobs that run or wait now: is each of their nodes protected, and can they be requeued at all?"""
+"""Checks of protected jobs, running or waiting: is each of their nodes protected, and can they be requeued?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 12.0
 
 
 class _Asking:
-    """The controller, or the agents where there is none."""
+    """A source of answers about jobs: the controller, or the agents if no controller answers."""
 
     def __init__(self, facts: Facts, deadline: float) -> None:
         self._settings, self._deadline = facts.settings, deadline
@@ -30,7 +30,7 @@ class _Asking:
         self._without = 0
 
     def answer(self, raw_id: int) -> JobAnswer | None:
-        """None: not told, or no time left."""
+        """Return the answer about a job, None if it was refused or no time is left."""
         if clock.monotonic() > self._deadline:
             return None
         try:
@@ -53,14 +53,17 @@ class _Asking:
 
 
 def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
-    """Nodes of the job without an agent; none for a job that never asked for protection, or never gets it."""
+    """Return the nodes of the job without an agent.
+
+    A job that never asked for protection, or never gets it, has none.
+    """
     if "heterogeneous" in answer.slurm.get("note", "") or answer.slurm.get("state") != RUNNING:
         return ()
     return answer.missing if answer.parts or sure else ()
 
 
 def agents(facts: Facts) -> Outcome:
-    """Nodes with agents against nodes of the job."""
+    """Compare the nodes that have agents with the nodes of the job."""
     known = protected(facts)
     rows = [facts.queue[i] for i in sorted(known.sure) + sorted(known.perhaps, reverse=True)]
     running = [row.raw_id for row in rows if row.state == RUNNING][:MAX_JOBS]
@@ -107,7 +110,7 @@ def _as_seen(known: Protected) -> str:
 
 
 def requeue(facts: Facts) -> Outcome:
-    """Slurm and the controller never requeue these."""
+    """Check for jobs that Slurm and the controller can never requeue."""
     known = protected(facts)
     if not known.sure and not known.complete:
         raise Unavailable("only root and SlurmUser can see which jobs are protected, on the controller host")
@@ -126,9 +129,9 @@ def requeue(facts: Facts) -> Outcome:
 
 
 def tasks(facts: Facts) -> Outcome:
-    """Tasks of protected jobs here whose slurmstepd did not load the plugin.
+    """Check for tasks of protected jobs whose slurmstepd did not load the plugin.
 
-    Their environment would not tell: what the batch script's node has set is handed on to them by srun.
+    A task's environment proves nothing: srun passes on the values that the batch script's node has set.
     """
     facts.need_root("what slurmstepd has loaded")
     steps = {p.pid: p for p in facts.processes if p.name == "slurmstepd"}

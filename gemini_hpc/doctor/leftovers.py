@@ -1,4 +1,4 @@
-"""What recoveries and dead agents may have left behind in Slurm and on this node."""
+"""Checks for remnants of recoveries and dead agents in Slurm and on this node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_BYTES = 4 << 20
 
 
 def reservations(facts: Facts) -> Outcome:
-    """Nodes that nobody else may use, held for a job that is over."""
+    """Check for nodes that are still reserved for a job that is over."""
     named = [(r, m) for r in facts.reservations if (m := _RESERVATION.fullmatch(r.name))]
     if named and "jobs" in facts.conf["PrivateData"].lower():
         facts.need_slurm_user("other users' jobs (PrivateData)")
@@ -54,7 +54,7 @@ def reservations(facts: Facts) -> Outcome:
 
 
 def age_s(reason: str, now: float) -> float | None:
-    """How long ago a node's reason was set; Slurm is asked in UTC."""
+    """Return how many seconds ago a node's reason was set; Slurm reports it in UTC."""
     stamp = _STAMP.search(reason)
     if not stamp:
         return None
@@ -76,7 +76,7 @@ def _ago(seconds: float | None) -> str:
 
 
 def nodes(facts: Facts) -> Outcome:
-    """A fenced node waits for the administrator."""
+    """Check for fenced nodes, which wait for the administrator."""
     told = [
         f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
         for n in facts.nodes.values()
@@ -89,8 +89,10 @@ def nodes(facts: Facts) -> Outcome:
 
 
 def changed(path: str) -> float:
-    """When a job's directory was last changed. Raises OSError where a user has mounted something over it, whose
-    server need not answer."""
+    """Return when a job's directory was last changed.
+
+    Raises OSError if a user has mounted a file system over it, whose server may not answer.
+    """
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     above = os.open(os.path.dirname(path), os.O_PATH | os.O_CLOEXEC)
     try:
@@ -104,7 +106,7 @@ def changed(path: str) -> float:
 
 
 def directories(facts: Facts) -> Outcome:
-    """Directories of jobs that are over, and agents that outstay their retention."""
+    """Check for directories of jobs that are over, and for agents that outlive their retention."""
     run_dir, now = facts.settings.run_dir, clock.time()
     try:
         names = sorted(os.listdir(run_dir))[:MAX_LOOKED_AT]
@@ -141,7 +143,7 @@ def directories(facts: Facts) -> Outcome:
 
 
 def _open_recoveries(path: str) -> set[int]:
-    """Raw ids of jobs whose recovery the journal has not closed."""
+    """Return the raw ids of jobs whose recovery the journal has not closed."""
     found: dict[str, bool] = {}
     with suppress(FileNotFoundError), open(path, "rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - _MAX_BYTES))
@@ -156,7 +158,7 @@ def _open_recoveries(path: str) -> set[int]:
 
 
 def pins(facts: Facts) -> Outcome:
-    """A node list that is not the user's, on a job that waits."""
+    """Check for waiting jobs with a node list that is not the user's."""
     facts.need_slurm_user("the controller's records")
     state_dir = facts.settings.state_dir
     recovering = _open_recoveries(os.path.join(state_dir, "journal.jsonl"))

@@ -1,7 +1,7 @@
-"""Who holds a lock on a file, and which file system a path is on.
+"""The holder of a lock on a file, and the file system of a path.
 
-stat's device number does not answer either question on every file system: on btrfs it is a subvolume's own, on
-overlayfs that of a layer, and /proc/locks has the number of the file system's super block instead.
+On some file systems stat's device number answers neither question. On btrfs it is a subvolume's own number,
+and on overlayfs that of a layer. /proc/locks has the number of the file system's super block instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_BYTES = 16 << 20
 
 
 def holds(pid: int, info: os.stat_result) -> bool:
-    """Whether a process has this file open and locked. False where its descriptors cannot be seen."""
+    """Return whether a process has this file open and locked; False if its descriptors are not visible."""
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
@@ -30,8 +30,10 @@ def holds(pid: int, info: os.stat_result) -> bool:
 
 
 def by_inode(info: os.stat_result, locks: str) -> list[int]:
-    """pids (0: not seen from here) in the text of /proc/locks that hold such a lock on a file of this inode number,
-    on any file system."""
+    """Return the pids in the text of /proc/locks that hold such a lock on a file of this inode number.
+
+    The file may be on any file system. A pid of 0 is one that is not visible from here.
+    """
     found = []
     for line in locks.splitlines():
         fields = line.split()
@@ -43,9 +45,10 @@ def by_inode(info: os.stat_result, locks: str) -> list[int]:
 
 
 def holder(path: str, candidates: Iterable[int]) -> int | None:
-    """pid of who holds a lock on `path`; 0 if somebody does who is not seen from here; None if nobody does.
+    """Return the pid of the process that holds a lock on `path`.
 
-    `candidates`: processes that may, the likely ones first. Raises `FileNotFoundError`, OSError.
+    The result is 0 if the holder is not visible from here, and None if there is none. `candidates` are
+    possible holders, the likely ones first. Raises `FileNotFoundError`, OSError.
     """
     info = os.stat(path)
     with open("/proc/locks", encoding="ascii", errors="replace") as f:
@@ -53,7 +56,7 @@ def holder(path: str, candidates: Iterable[int]) -> int | None:
     for pid in dict.fromkeys((*candidates, *filter(None, pids))):
         if holds(pid, info):
             return pid
-    # Not root: others' descriptors are closed to us, and the number alone has to do.
+    # Not root: others' descriptors are hidden from us, so the inode number alone must suffice.
     closed = [pid for pid in pids if pid == 0 or not _open_to_us(pid)]
     return closed[0] if closed else None
 
@@ -69,9 +72,11 @@ def _open_to_us(pid: int) -> bool:
 
 
 def file_system(path: str, mounts: str = "") -> str:
-    """What identifies the file system that `path` is on: its device in /proc/self/mountinfo, one for all subvolumes.
+    """Return the identity of the file system of `path`: its device in /proc/self/mountinfo.
 
-    Raises OSError where `path` is not there. `mounts`: the text of mountinfo, for tests."""
+    The device is the same for all subvolumes. `mounts` is the text of mountinfo, for tests. Raises OSError if
+    `path` does not exist.
+    """
     real = os.path.realpath(path, strict=True)
     if not mounts:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
@@ -83,6 +88,6 @@ def file_system(path: str, mounts: str = "") -> str:
             continue
         point = _FIELD.sub(lambda m: chr(int(m[1], 8)), fields[4])
         within = real == point or real.startswith(point.rstrip("/") + "/")
-        if within and len(point) >= len(best):  # a later mount at the same place covers the one before
+        if within and len(point) >= len(best):  # a later mount at the same place covers the earlier one
             best, device = point, fields[2]
     return device

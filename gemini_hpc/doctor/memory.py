@@ -1,4 +1,4 @@
-"""Room for the replicas beside jobs and slurmd."""
+"""Checks that there is room for the replicas beside jobs and slurmd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import choose
 
 UNIT = "slurmd.service"
-_NOTHING = 0.05  # of MemTotal: what the kernel and slurmd take anyway
+_NOTHING = 0.05  # share of MemTotal that kernel and slurmd use anyway
 
 
 def _mib(n: float) -> str:
@@ -22,7 +22,10 @@ def _mib(n: float) -> str:
 
 
 def carved(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
-    """Sizes in bytes. `for_jobs`: what Slurm may give to jobs; `cap`: what one agent may take."""
+    """Judge the memory left for replicas. Sizes are in bytes.
+
+    `for_jobs` is the memory that Slurm may give to jobs, `cap` the memory that one agent may use.
+    """
     numbers = f"MemTotal {_mib(total)}, for jobs (RealMemory less MemSpecLimit) {_mib(for_jobs)}, cap {_mib(cap)}"
     wanted = f"RealMemory less MemSpecLimit of at most {_mib(total - cap)}"
     fix = f"RealMemory={max(0, total - cap) >> 20} for this node in slurm.conf, or a smaller memory_fraction"
@@ -41,7 +44,7 @@ def carved(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
 
 
 def carve_out(facts: Facts) -> Outcome:
-    """Replica memory is not in the job's memory, so Slurm must not give it away."""
+    """Check that Slurm does not give away the replica memory, which is not part of the job's memory."""
     node = facts.own_node
     if node is None or not node.memory_mb:
         raise Unavailable("Slurm has no RealMemory for this host")
@@ -51,7 +54,7 @@ def carve_out(facts: Facts) -> Outcome:
 
 
 def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
-    """`limit`: of slurmd's cgroup in bytes, and the file that says so."""
+    """Judge the `limit` of slurmd's cgroup: bytes, and the file that sets them."""
     if limit is None:
         return ok("slurmd's cgroup has no memory limit")
     size, path = limit
@@ -66,7 +69,7 @@ def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
 
 
 def slurmd_cgroup(facts: Facts) -> Outcome:
-    """MemSpecLimit and units limit slurmd, and whatever is still in its cgroup."""
+    """Check the limits of slurmd and of all that is still in its cgroup, which MemSpecLimit and units can set."""
     daemons = [p for p in facts.processes if p.name == "slurmd"]
     if not daemons:
         raise Unavailable("no slurmd runs here")
@@ -80,7 +83,7 @@ def slurmd_cgroup(facts: Facts) -> Outcome:
 
 
 def kill_mode(value: str, where: str) -> Outcome:
-    """`value` of KillMode= in the file `where`; empty: systemd's default."""
+    """Judge the `value` of KillMode= in the file `where`; "" means systemd's default."""
     if value in ("process", "none"):
         return ok(f"KillMode={value} in {where}")
     return wrong(
@@ -92,7 +95,7 @@ def kill_mode(value: str, where: str) -> Outcome:
 
 
 def unit(facts: Facts) -> Outcome:
-    """A restart of slurmd must not take the agents with it."""
+    """Check that a restart of slurmd does not kill the agents."""
     found = units.files(UNIT)
     if not found:
         raise Unavailable(f"no {UNIT} in {', '.join(units.DIRECTORIES)}: slurmd is started by something else")

@@ -1,4 +1,4 @@
-"""MUNGE: every connection between agents, controller and users begins with it."""
+"""Checks of MUNGE, with which every connection between agents, controller and users begins."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SAFE_VERSION = (0, 5, 18)
 DEFAULT_KEY = "/etc/munge/munge.key"
 _PROGRAMS = ("/usr/sbin/munged", "/usr/local/sbin/munged", "/usr/bin/munge", "/usr/local/bin/munge")
 _TIMEOUT_S = 5.0
-# Whole seconds in a credential, and the time on the wire: below this nothing can be said.
+# Credentials have whole seconds, and transfer takes time: below this value no judgement is possible.
 CLOCK_WARNING_S, CLOCK_WRONG_S = 5.0, 30.0
 
 
 def answers(facts: Facts) -> Outcome:
-    """A credential to oneself."""
+    """Check MUNGE with a credential to oneself."""
     nonce = os.urandom(16)
     fix = "start munged; its socket is /run/munge/munge.socket.2 unless libmunge was built otherwise"
     try:
@@ -38,7 +38,7 @@ def answers(facts: Facts) -> Outcome:
 
 
 def judge_version(text: str) -> Outcome:
-    """From the program's own words."""
+    """Judge the release in the program's own output."""
     found = re.search(r"munge-([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", text)
     if not found:
         raise Unavailable(f"cannot find MUNGE's release in {text.strip()[:60]!r}")
@@ -53,7 +53,7 @@ def judge_version(text: str) -> Outcome:
 
 
 def version(facts: Facts) -> Outcome:
-    """Whoever has the key is anybody on the cluster."""
+    """Check MUNGE's release for a known leak of the key; its holder can impersonate anybody on the cluster."""
     program = next((p for p in _PROGRAMS if os.access(p, os.X_OK)), None)
     if program is None:
         raise Unavailable(f"none of {', '.join(_PROGRAMS)} is here")
@@ -75,7 +75,7 @@ def version(facts: Facts) -> Outcome:
 
 
 def judge_clock(ahead_s: float, where: str) -> Outcome:
-    """`ahead_s`: how far `where`'s clock is before ours."""
+    """Judge how many seconds the clock of `where` is ahead of ours."""
     text = f"the clock of {where} is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}"
     wanted = f"less than {CLOCK_WARNING_S:.0f} s (credentials are good for {munge.TTL_S} s)"
     if abs(ahead_s) >= CLOCK_WRONG_S:
@@ -86,7 +86,7 @@ def judge_clock(ahead_s: float, where: str) -> Outcome:
 
 
 def clocks(facts: Facts) -> Outcome:
-    """The controller's, from the time that its credential was made."""
+    """Compare our clock with the controller's, by the time in its credential."""
     try:
         made = greeting.greet(facts.settings, facts.slurm_uid)
     except greeting.GreetingError as exc:
@@ -95,7 +95,7 @@ def clocks(facts: Facts) -> Outcome:
 
 
 def _key(facts: Facts) -> tuple[str, int]:
-    """The key's path, and the uid that munged runs as."""
+    """Return the key's path, and the uid that munged runs as."""
     for process in facts.processes:
         if process.name == "munged":
             told = [a.partition(b"=")[2] for a in process.arguments if a.startswith(b"--key-file=")]
@@ -106,7 +106,7 @@ def _key(facts: Facts) -> tuple[str, int]:
 
 
 def key(facts: Facts) -> Outcome:
-    """Whoever reads it is anybody on the cluster."""
+    """Check the key's mode, since any reader of the key can impersonate anybody on the cluster."""
     facts.need_root("the key's mode")
     path, owner = _key(facts)
     wanted = f"{path}: munged's own, mode 0400 or 0600, in directories that nobody else can write to"

@@ -1,4 +1,4 @@
-"""Ports, addresses, and the way to the controller."""
+"""Checks of ports, addresses and the connection to the controller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_LINES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Some of our TCP ports, both ends included."""
+    """A range of our TCP ports, both ends included."""
 
     name: str
     first: int
@@ -35,12 +35,12 @@ class Range:
         return f"{self.name} ({self.first}-{self.last})" if self.last > self.first else f"{self.name} ({self.first})"
 
     def overlaps(self, first: int, last: int) -> bool:
-        """Whether the two have a port in common."""
+        """Return whether the two ranges have a port in common."""
         return self.first <= last and first <= self.last
 
 
 def ours(s: Settings) -> list[Range]:
-    """The ports of the administrators' document."""
+    """Return our port ranges, as in the administrators' guide."""
     return [
         Range("agents", s.agent_port_base, s.agent_port_base + s.agent_port_count - 1),
         Range("MASTER_PORT", *MASTER_PORTS),
@@ -49,7 +49,7 @@ def ours(s: Settings) -> list[Range]:
 
 
 def slurm_ports(facts: Facts) -> Outcome:
-    """Ports that Slurm uses itself must not be among ours."""
+    """Check that Slurm's own ports are not among ours."""
     s, conf = facts.settings, facts.conf
     outcomes = []
     for key in ("SlurmctldPort", "SlurmdPort", "SrunPortRange", "AccountingStoragePort"):
@@ -82,7 +82,7 @@ def _numbers(path: str) -> str:
 
 
 def free_of(mine: Range, reserved: str) -> bool:
-    """Whether the kernel leaves all of these ports alone (ip_local_reserved_ports, such as `1,17000-21095`)."""
+    """Return whether the kernel reserves all of these ports (ip_local_reserved_ports, such as `1,17000-21095`)."""
     left = set(range(mine.first, mine.last + 1))
     for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", reserved):
         left -= set(range(int(first), int(last or first) + 1))
@@ -90,7 +90,10 @@ def free_of(mine: Range, reserved: str) -> bool:
 
 
 def ephemeral(facts: Facts) -> Outcome:
-    """A port that the kernel hands out to anybody's outgoing connection may be taken when we want it."""
+    """Check that our ports are not among those that the kernel assigns to outgoing connections.
+
+    Such a port may be taken when we need it.
+    """
     span = re.fullmatch(r"\s*([0-9]{1,5})\s+([0-9]{1,5})\s*", text := _numbers(_EPHEMERAL))
     if span is None:
         raise Unavailable(f"{_EPHEMERAL} does not hold two numbers: {text[:40]!r}")
@@ -108,7 +111,7 @@ def ephemeral(facts: Facts) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """One listening TCP socket."""
+    """A listening TCP socket."""
 
     port: int
     uid: int
@@ -116,7 +119,7 @@ class Listener:
 
 
 def listeners(text: str) -> list[Listener]:
-    """From /proc/net/tcp and tcp6."""
+    """Return the listening sockets in the text of /proc/net/tcp or tcp6."""
     found = []
     for line in text.splitlines()[1:_MAX_LINES]:
         fields = line.split()
@@ -127,12 +130,12 @@ def listeners(text: str) -> list[Listener]:
 
 
 def _stranger(facts: Facts, listener: Listener) -> bool:
-    # A user cannot see which process it is.
+    # A user cannot see which process the listener is.
     return facts.root or listener.uid != facts.slurm_uid
 
 
 def in_use(facts: Facts) -> Outcome:
-    """Somebody else's service on a port of ours."""
+    """Check for another program's service on one of our ports."""
     everybody: list[Listener] = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(path, encoding="ascii", errors="replace") as f:
@@ -148,7 +151,7 @@ def in_use(facts: Facts) -> Outcome:
         if listener.inode in mine:
             continue
         if agents.overlaps(listener.port, listener.port):
-            # Another user's listener may well be an agent: only root can tell.
+            # Another user's listener may well be an agent: only root can see that.
             unknown = unknown or not facts.root
             if facts.root or listener.uid < _FIRST_USER:
                 hits.append((listener, agents))
@@ -173,7 +176,7 @@ def in_use(facts: Facts) -> Outcome:
 
 
 def addresses(facts: Facts) -> Outcome:
-    """Where agents listen is where their peers dial."""
+    """Check that agents listen at the address that their peers dial."""
     s, node = facts.settings, facts.own_node
     name = node.name if node else facts.hostname
     if s.interface:
@@ -207,7 +210,7 @@ def addresses(facts: Facts) -> Outcome:
 
 
 def controller(facts: Facts) -> Outcome:
-    """Agents report to it, `inspect` asks it."""
+    """Check that the controller answers, since agents report to it and `inspect` asks it."""
     s = facts.settings
     if not s.controller_host:
         raise Unavailable("no controller_host in the settings: Slurm's own detection only (see slurm.detection)")

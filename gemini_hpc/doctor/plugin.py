@@ -1,4 +1,4 @@
-"""The SPANK plugin: where it does not load, Slurm says so in a log at most."""
+"""Checks of the SPANK plugin; Slurm reports a plugin that does not load in a log at most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The plugin's line: in which file, whether `required` or `optional`, its path and arguments."""
+    """The plugin's line: its file, whether `required` or `optional`, its path and arguments."""
 
     file: str
     need: str
@@ -30,7 +30,10 @@ class Line:
 
 
 def plugstack(facts: Facts) -> str:
-    """The plugstack.conf that is in force on this host: beside slurm.conf, where nodes get theirs from slurmctld."""
+    """Return the plugstack.conf in effect on this host.
+
+    The file is beside slurm.conf, or where nodes store the copy from slurmctld.
+    """
     stated = facts.conf["PlugStackConfig"]
     fetched = "/run/slurm/conf/plugstack.conf"
     if stated and not os.path.exists(stated) and os.path.exists(fetched):
@@ -39,7 +42,10 @@ def plugstack(facts: Facts) -> str:
 
 
 def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[Line]:
-    """The plugins of a plugstack.conf and what it includes; `seen` becomes the files read. Raises OSError."""
+    """Yield the plugins of a plugstack.conf and its includes. Raises OSError.
+
+    The names of all files read are added to `seen`.
+    """
     if path in seen or len(seen) >= _MAX_FILES:
         return
     seen.add(path)
@@ -63,7 +69,7 @@ def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[Line]:
 
 
 def our_line(facts: Facts) -> Line | None:
-    """The plugin's line, None where there is none."""
+    """Return the plugin's line, None if there is none."""
     path = plugstack(facts)
     try:
         found = list(lines(path, facts.conf["PluginDir"], set()))
@@ -80,7 +86,7 @@ def _there(facts: Facts) -> Line:
 
 
 def line(facts: Facts) -> Outcome:
-    """The plugin is asked for, and there."""
+    """Check that the plugin is configured, and installed."""
     path = plugstack(facts)
     wanted = f"`optional .../{NAME}` in {path}, and that file, on every host"
     fix = "make -C slurm install, and the line of slurm/plugstack.conf.example"
@@ -98,7 +104,7 @@ def line(facts: Facts) -> Outcome:
 
 
 def release(facts: Facts) -> Outcome:
-    """Slurm does not load a plugin of another release, and jobs go on without protection."""
+    """Check the plugin's release: Slurm does not load one of another release, and jobs run without protection."""
     path = _there(facts).path
     wanted = f"a plugin built against the headers of Slurm {'{}.{:02}'.format(*facts.release.series)}"
     fix = "make -C slurm clean all install with the headers of the Slurm that is installed here"
@@ -115,7 +121,7 @@ def release(facts: Facts) -> Outcome:
 
 
 def run_dir(facts: Facts) -> Outcome:
-    """The plugin looks for the map where the prolog put it."""
+    """Check that the plugin searches for the map where the prolog puts it."""
     told = [a.partition("=")[2] for a in _there(facts).arguments if a.startswith("run_dir=")]
     found, wanted = (told[-1] if told else DEFAULT_RUN_DIR), facts.settings.run_dir
     strange = [a for a in _there(facts).arguments if not a.startswith("run_dir=")]

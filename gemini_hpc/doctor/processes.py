@@ -1,4 +1,4 @@
-"""This host's processes, read from /proc."""
+"""Processes of this host, read from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process. `arguments` is what it says of itself, so a hint only."""
+    """A process; `arguments` is set by the process itself, and thus only a hint."""
 
     pid: int
     parent: int
@@ -23,7 +23,7 @@ class Process:
 
     @property
     def agent_of(self) -> int | None:
-        """The job whose agent (or its supervisor) this is."""
+        """Return the job whose agent (or agent's supervisor) this process is."""
         if AGENT not in self.arguments or b"--job" not in self.arguments:
             return None
         after = self.arguments[self.arguments.index(b"--job") + 1 :]
@@ -31,7 +31,7 @@ class Process:
 
     @property
     def controller(self) -> bool:
-        """Whether this is the controller service."""
+        """Return whether this process is the controller service."""
         return CONTROL in self.arguments or (
             b"controller" in self.arguments and any(a.endswith(b"gemini-hpc") for a in self.arguments[:3])
         )
@@ -43,7 +43,11 @@ def _read(pid: str, name: str) -> bytes:
 
 
 def _uid(pid: str) -> int:
-    """Its effective uid: the files of a process that may not be traced, as the agents', belong to root."""
+    """Return a process's effective uid.
+
+    The owner of its files in /proc does not tell it, because those of an untraceable process, such as an
+    agent, belong to root.
+    """
     line = next(line for line in _read(pid, "status").splitlines() if line.startswith(b"Uid:"))
     return int(line.split()[2])
 
@@ -60,12 +64,12 @@ def _each() -> Iterator[Process]:
 
 
 def processes() -> list[Process]:
-    """All of them; one that ends meanwhile is left out."""
+    """Return all processes; a process that ends meanwhile is left out."""
     return list(_each())
 
 
 def environment(pid: int) -> dict[bytes, bytes]:
-    """What a process was started with; empty where it cannot be read."""
+    """Return the environment that a process was started with; {} if it cannot be read."""
     with suppress(OSError):
         pairs = (entry.partition(b"=") for entry in _read(str(pid), "environ").split(b"\0"))
         return {name: value for name, _, value in pairs}
@@ -73,7 +77,10 @@ def environment(pid: int) -> dict[bytes, bytes]:
 
 
 def maps(pid: int, name: str) -> bool:
-    """Whether a process has a file of this name mapped; True where it ended meanwhile, so that nobody is blamed."""
+    """Return whether a process has a file of this name mapped.
+
+    The result is True if the process has ended meanwhile, so that it is not reported.
+    """
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as f:
             return any(f"/{name}" in line for line in f)
@@ -82,7 +89,7 @@ def maps(pid: int, name: str) -> bool:
 
 
 def sockets(pid: int) -> set[int]:
-    """Inodes of the sockets that a process holds; empty where it cannot be read."""
+    """Return the inodes of the sockets that a process holds; an empty set if they cannot be read."""
     found: set[int] = set()
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):

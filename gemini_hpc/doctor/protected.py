@@ -1,4 +1,4 @@
-"""Which jobs were submitted with the option. Slurm does not say, so every place that does is asked."""
+"""Search for the jobs that were submitted with the option, in all places that show it, since Slurm does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """Raw ids of jobs that are not over. `sure`: of these it is known; `perhaps`: jobs that may be asked about."""
+    """The raw ids of unfinished jobs that are protected, or may be.
+
+    `sure` are known to be protected. `perhaps` are jobs that may be asked about.
+    """
 
     sure: frozenset[int]
     perhaps: frozenset[int]
@@ -28,20 +31,21 @@ def _numbers(directory: str, suffix: str = "") -> set[int]:
 
 
 def _asks(save: str, raw_id: int) -> bool:
-    """Whether the environment that Slurm keeps for a batch job has the plugin's variable."""
+    """Return whether the environment that Slurm stores for a batch job has the plugin's variable."""
     try:
         with open(f"{save}/hash.{raw_id % 10}/job.{raw_id}/environment", "rb") as f:
             entries = f.read(_MAX_BYTES).split(b"\0")
     except OSError:
         return False
-    # The first entry has a length before it.
+    # The first entry has a length in front.
     return any(e.startswith(_VARIABLE) for e in entries) or _VARIABLE in entries[0]
 
 
 def protected(facts: Facts) -> Protected:
-    """From the controller's records, slurmctld's (root and SlurmUser), this node's agents, and one's own jobs.
+    """Return the protected jobs.
 
-    Raises `Unavailable` where Slurm does not answer.
+    Sources are the controller's records, slurmctld's (root and SlurmUser), this node's agents, and one's own
+    jobs. Raises `Unavailable` if Slurm does not answer.
     """
     live = set(facts.queue)
     sure: set[int] = set()

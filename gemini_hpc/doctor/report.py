@@ -19,7 +19,7 @@ Document = dict[str, Any]
 def document(
     findings: Sequence[Finding], host: str, roles: Sequence[str], user: str, slurm: str, status: int, now: float
 ) -> Document:
-    """Schema 1: keys are only ever added to it. `status` is the exit status."""
+    """Return the document of schema 1, to which keys are only ever added. `status` is the exit status."""
     counts = Counter(f.status for f in findings)
     return {
         "schema": SCHEMA,
@@ -36,13 +36,18 @@ def document(
 
 
 def tame(text: str) -> str:
-    """Paths, reasons and names are partly other people's, and this is read on root's terminal."""
+    """Return text with unprintable characters replaced.
+
+    Paths, reasons and names partly come from other users, and the output appears on root's terminal.
+    """
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def text(d: Document, columns: int = USUAL) -> str:
-    """Each check with what it found; what was wanted and what to do, where it is not in order. Checks that are
-    skipped for one and the same reason are one entry."""
+    """Return each check with its finding, and for faults the wanted state and the remedy.
+
+    Checks that are skipped for the same reason share one entry.
+    """
     shown = [c for c in d["checks"] if not (c["status"] == SKIPPED and c["found"].startswith(OTHER_HOSTS))]
     reasons: dict[str, list[str]] = {}
     for c in shown:

@@ -1,4 +1,4 @@
-"""Whether the Prolog and Epilog in force are gemini-hpc's, or call them."""
+"""Checks that the Prolog and Epilog in effect are gemini-hpc's, or call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _PATH = re.compile(r"/[A-Za-z0-9._+/-]{1,300}")
 
 
 def in_force(conf: Configuration, kind: str) -> list[str]:
-    """The files that slurmd runs for `Prolog` or `Epilog`, in its order; a pattern is looked up here."""
+    """Return the files that slurmd runs for `Prolog` or `Epilog`, in its order.
+
+    Patterns are expanded on this host.
+    """
     paths: list[str] = []
     for value in conf.all(kind):
         paths += sorted(glob.glob(value)) or [value]
@@ -30,7 +33,7 @@ def _text(path: str) -> str:
 
 
 def called_by(path: str, kind: str) -> str | None:
-    """`path` if it is our script, else ours among the files that it names, else None. Raises OSError."""
+    """Return `path` if it is our script, else the first of our scripts that it names, else None. Raises OSError."""
     text = _text(path)
     if _OURS[kind] in text:
         return path
@@ -71,12 +74,12 @@ def _look(facts: Facts, kind: str) -> Outcome:
 
 
 def prolog(facts: Facts) -> Outcome:
-    """It starts the agents."""
+    """Check the prolog, which starts the agents."""
     return _look(facts, "Prolog")
 
 
 def epilog(facts: Facts) -> Outcome:
-    """It lets the agents' memory go."""
+    """Check the epilog, which releases the agents' memory."""
     return _look(facts, "Epilog")
 
 

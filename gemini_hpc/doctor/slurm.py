@@ -1,4 +1,4 @@
-"""slurmctld's configuration against what gemini-hpc needs of it."""
+"""Checks of slurmctld's configuration against the needs of gemini-hpc."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 EDIT = "in slurm.conf, then scontrol reconfigure"
 UNKILLABLE_S = 60.0
 CRED_EXPIRE_S = 120.0
-PROLOG_HELPER_S = 62.0  # the prolog's last resort, and its kill
+PROLOG_HELPER_S = 62.0  # the prolog's last-resort time-out of 60 s, and 2 s until its kill
 EXPEDITED = Release(25, 11, 3)
 
 
 def answers(facts: Facts) -> Outcome:
-    """Everything else here needs slurmctld's answer."""
+    """Check that slurmctld answers, which all other checks here need."""
     try:
         running = facts.conf.release
     except Unavailable as exc:
@@ -32,7 +32,7 @@ def answers(facts: Facts) -> Outcome:
 
 
 def prolog_flags(facts: Facts) -> Outcome:
-    """The agents must be there before the batch script, and outlive the job."""
+    """Check that agents start before the batch script, and outlive the job."""
     flags = facts.conf.words("PrologFlags")
     shown = f"PrologFlags={facts.conf['PrologFlags'] or '(none)'}"
     if "runinjob" in flags:
@@ -48,7 +48,7 @@ def prolog_flags(facts: Facts) -> Outcome:
 
 
 def slurm_user(facts: Facts) -> Outcome:
-    """Agents encrypt their greeting for SlurmUser; the controller acts as it."""
+    """Check SlurmUser: agents encrypt their greeting for this user, and the controller runs as this user."""
     found = re.fullmatch(r"(.+)\(([0-9]+)\)", facts.conf["SlurmUser"])
     if not found:
         raise Unavailable(f"SlurmUser={facts.conf['SlurmUser'][:60]!r} is not understood")
@@ -71,7 +71,7 @@ def slurm_user(facts: Facts) -> Outcome:
 
 
 def cred_expire(facts: Facts) -> Outcome:
-    """It is everybody's credential lifetime."""
+    """Check the credential lifetime, which applies to all users."""
     value = facts.conf.words("AuthInfo").get("cred_expire", "")
     if value.isdigit() and 0 < int(value) < CRED_EXPIRE_S:
         return warning(
@@ -83,7 +83,7 @@ def cred_expire(facts: Facts) -> Outcome:
 
 
 def job_requeue(facts: Facts) -> Outcome:
-    """A job that may not be requeued is never recovered from a node's death."""
+    """Check that jobs may be requeued, without which no job recovers from a node's death."""
     if facts.conf["JobRequeue"] == "0":
         found = "JobRequeue=0: only jobs submitted with --requeue are recovered from a node's death"
         return warning(found, "JobRequeue=1", f"JobRequeue=1 {EDIT}, or tell the users")
@@ -91,7 +91,10 @@ def job_requeue(facts: Facts) -> Outcome:
 
 
 def unkillable(facts: Facts) -> Outcome:
-    """With less, Slurm drains healthy survivors whose step hangs on the dead node."""
+    """Check UnkillableStepTimeout.
+
+    If it is short, Slurm drains healthy survivors whose step hangs on the dead node.
+    """
     seconds = facts.conf.number("UnkillableStepTimeout")
     if seconds is not None and seconds < UNKILLABLE_S:
         return wrong(
@@ -103,7 +106,10 @@ def unkillable(facts: Facts) -> Outcome:
 
 
 def return_to_service(facts: Facts) -> Outcome:
-    """Said, not judged: a fenced node is drained, too, so none of the values brings it back by itself."""
+    """Report ReturnToService without judging it.
+
+    A fenced node is also drained, so no value of the setting returns it to service by itself.
+    """
     value = facts.conf["ReturnToService"] or "0"
     means = {
         "0": "a DOWN node stays so until it is resumed by hand",
@@ -114,7 +120,7 @@ def return_to_service(facts: Facts) -> Outcome:
 
 
 def prolog_failures(facts: Facts) -> Outcome:
-    """A failed prolog (another one's, or ours with strict_prolog) holds the requeued job."""
+    """Check for jobs being held after a failed prolog (another's, or ours with strict_prolog)."""
     parameters = facts.conf.words("SchedulerParameters")
     if "nohold_on_prolog_fail" in parameters:
         return ok("SchedulerParameters has nohold_on_prolog_fail")
@@ -126,7 +132,7 @@ def prolog_failures(facts: Facts) -> Outcome:
 
 
 def prolog_timeout(facts: Facts) -> Outcome:
-    """A prolog that is cut off drains the node."""
+    """Check the prolog's time limit: a prolog that Slurm cuts off drains the node."""
     limits = {key: facts.conf.number(key) for key in ("PrologEpilogTimeout", "PrologTimeout")}
     key, seconds = min(((k, s) for k, s in limits.items() if s), key=lambda kv: kv[1], default=("", float("inf")))
     needed = facts.settings.attach_timeout_s + 5.0
@@ -145,7 +151,7 @@ def prolog_timeout(facts: Facts) -> Outcome:
 
 
 def proctrack(facts: Facts) -> Outcome:
-    """linuxproc follows parents: a process whose parent died is lost."""
+    """Check ProctrackType: linuxproc follows parents, and loses a process whose parent has died."""
     found = facts.conf["ProctrackType"]
     if found.endswith("linuxproc"):
         return warning(
@@ -158,7 +164,7 @@ def proctrack(facts: Facts) -> Outcome:
 
 
 def over_memory_kill(facts: Facts) -> Outcome:
-    """Each rank maps its replicas' memory, which counts once a rank in RSS."""
+    """Check the memory limit: each rank maps its replicas' memory, which counts in RSS once per rank."""
     parameters = facts.conf.words("JobAcctGatherParams")
     if "overmemorykill" in parameters and not {"usepss", "noshare", "noshared"} & parameters.keys():
         return wrong(
@@ -171,7 +177,7 @@ def over_memory_kill(facts: Facts) -> Outcome:
 
 
 def expedited(facts: Facts) -> Outcome:
-    """Said, not judged."""
+    """Report whether expedited requeue is available and on, without judging it."""
     running = facts.conf.release
     if running < EXPEDITED:
         return ok(f"Slurm {running} has none (it came with {EXPEDITED})")
@@ -181,7 +187,7 @@ def expedited(facts: Facts) -> Outcome:
 
 
 def detection(facts: Facts) -> Outcome:
-    """How a dead node is found where no controller acts."""
+    """Check how Slurm detects a dead node if no controller acts."""
     seconds = facts.conf.number("SlurmdTimeout")
     if seconds is None:
         raise Unavailable("SlurmdTimeout is not known")
@@ -192,7 +198,10 @@ def detection(facts: Facts) -> Outcome:
 
 
 def cluster_name(facts: Facts) -> Outcome:
-    """Part of every message's identity: two clusters of one name would hear each other."""
+    """Check the cluster's name, which is part of every message's identity.
+
+    Two clusters of one name would accept each other's messages.
+    """
     ours, theirs = facts.settings.cluster_name, facts.conf["ClusterName"]
     if ours != theirs:
         found = f"cluster_name is {ours!r}, Slurm's ClusterName {theirs!r}"

@@ -1,16 +1,16 @@
-"""slurmd's unit for systemd, read from its files: which setting is in force."""
+"""The settings in effect in slurmd's systemd unit, read from its files."""
 
 from __future__ import annotations
 
 import os
 
-# Later ones win: what the administrator writes stands above what packages bring.
+# Later directories win: the administrator's files override those of packages.
 DIRECTORIES = ("/usr/lib/systemd/system", "/lib/systemd/system", "/run/systemd/system", "/etc/systemd/system")
 _MAX_BYTES = 1 << 18
 
 
 def files(unit: str, directories: tuple[str, ...] = DIRECTORIES) -> list[str]:
-    """The unit's file and its drop-ins, in the order in which they count; empty where there is none."""
+    """Return the unit's file and its drop-ins, in order of precedence, lowest first; [] if there is none."""
     main = [p for d in directories if os.path.isfile(p := os.path.join(d, unit))]
     if not main:
         return []
@@ -23,7 +23,7 @@ def files(unit: str, directories: tuple[str, ...] = DIRECTORIES) -> list[str]:
 
 
 def setting(paths: list[str], section: str, key: str) -> tuple[str, str]:
-    """(value, file) of the last assignment; empty where there is none. Raises OSError."""
+    """Return (value, file) of the last assignment, empty if there is none. Raises OSError."""
     value, where = "", ""
     for path in paths:
         with open(path, encoding="utf-8", errors="replace") as f:

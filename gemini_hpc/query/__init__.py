@@ -1,1 +1,1 @@
-"""Asking about jobs from outside: the document that `inspect` shows, and where it comes from."""
+"""Queries about jobs from outside: the document that `inspect` shows, and its sources."""

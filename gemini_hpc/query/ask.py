@@ -1,4 +1,4 @@
-"""The asking side of `inspect`: the controller, or, where none answers, the agents themselves."""
+"""Queries to the controller, or to the agents themselves if no controller answers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PARALLEL = 64
 
 
 class AskError(Exception):
-    """One line for the user."""
+    """A failed query; its text is one line for the user."""
 
 
 class NoControllerError(Exception):
-    """Nobody answers at the controller's address."""
+    """The error that no controller answers at its address."""
 
 
 def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> Client:
@@ -51,10 +51,15 @@ def _client(settings: Settings, job: int, target: str, server_uid: int, purpose:
 
 
 class ControllerLine:
-    """A connection to the controller that can be asked again and again (`--watch`)."""
+    """A connection to the controller for repeated queries (`--watch`)."""
 
     def __init__(self, settings: Settings, job: int) -> None:
-        """Raises `NoControllerError` where there is none, `AskError` where it turns us away."""
+        """Connect to the first controller host that answers.
+
+        Raises:
+            NoControllerError: No controller answers.
+            AskError: The controller refuses the connection, or its user is unknown here.
+        """
         hosts = settings.controller_hosts()
         if not hosts:
             raise NoControllerError("no controller_host in the settings")
@@ -78,7 +83,10 @@ class ControllerLine:
         raise NoControllerError("; ".join(failed))
 
     def ask(self, job: int) -> inspect_schema.JobAnswer:
-        """Raises `AskError` with the controller's own words, `NoControllerError` if it went away."""
+        """Return the controller's answer about a job.
+
+        Raises `AskError` with the controller's own text, `NoControllerError` if the connection is lost.
+        """
         try:
             self._link.send(inspect_schema.JobAsk(job))
             answer = self._link.receive(inspect_schema.JobAnswer)
@@ -89,7 +97,7 @@ class ControllerLine:
         return answer
 
     def jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
-        """The jobs that this user may see. Raises as `ask`."""
+        """Return the jobs that this user may see. Raises as `ask`."""
         try:
             self._link.send(inspect_schema.JobsAsk(everything))
             answer = self._link.receive(inspect_schema.JobsAnswer)
@@ -107,7 +115,7 @@ class ControllerLine:
 
 
 def agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
-    """The same answer without a controller: Slurm's node list, and every agent asked at its deterministic ports.
+    """Return the same answer without a controller, from Slurm's node list and every agent on its deterministic ports.
 
     Raises `AskError`.
     """
@@ -129,8 +137,10 @@ async def _agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was asked of whom, and the answer; None where the agent did not answer, knows nothing of this rank, or is
-    of a version that does not tell."""
+    """A question to an agent about a rank, and its answer.
+
+    The answer is None if the agent does not answer, knows no such rank, or is of a version without records.
+    """
 
     host: str
     ask: inspect_schema.RecordAsk
@@ -143,8 +153,9 @@ Choose = Callable[[tuple[inspect_schema.InspectPart, ...]], Sequence[tuple[str, 
 def records(
     settings: Settings, raw_id: int, choose: Choose
 ) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
-    """All agents of the job are asked for their parts, then those hosts that `choose` names from them for what a rank
-    has recorded. The agents themselves in any case: the controller does not pass records on.
+    """Query all agents of a job for their parts, then the hosts that `choose` selects for the records of a rank.
+
+    The agents are always queried directly, because the controller does not forward records.
 
     Raises `AskError`.
     """
@@ -179,15 +190,15 @@ async def _records(
 
 Told = Callable[[Flushing], None]
 EVACUATE_S = 20.0
-FLUSH_SILENT_S = 30.0  # an agent that writes says so each second
+FLUSH_SILENT_S = 30.0  # a writing agent reports each second
 _NO_AGENTS = "the job has no nodes now, and the controller hears from none of its agents"
-_AGAIN_S = 2.0  # after which the controller is asked once more
+_AGAIN_S = 2.0  # seconds until the controller is queried again
 
 
 def flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
-    """Have the job's agents bring what is sealed to the tier; the last word on each set. told: hears all others.
+    """Have the job's agents save the sealed versions to the tier; return the last report on each training.
 
-    Raises `AskError`.
+    `told` is called with every report. Raises `AskError`.
     """
     return asyncio.run(_flush(settings, raw_id, told))
 
@@ -214,7 +225,7 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
 
 
 def evacuate(settings: Settings, raw_id: int, host: str) -> None:
-    """Have the job's agents leave this node, with a spare in its place; returns when they have. Raises `AskError`."""
+    """Have the job's agents replace this node by a spare, and wait until they have. Raises `AskError`."""
     asyncio.run(_evacuate(settings, raw_id, host))
 
 
@@ -239,7 +250,10 @@ async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
 
 
 async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, address: str, host: str) -> str | None:
-    """What an agent says: "" for yes, or why not; None if it did not answer. Raises `AskError`."""
+    """Return an agent's answer: "" for success, or the reason against it; None if it did not answer.
+
+    Raises `AskError`.
+    """
     from gemini_hpc.wire.ports import candidates
 
     try:
@@ -263,15 +277,17 @@ async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, addres
 
 
 async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
-    """Where a job that waits for nodes has agents, as the controller knows it: those of its last life. Raises
-    `AskError`, and SlurmError where Slurm does not answer."""
+    """Return the nodes that held agents in the last incarnation of a waiting job, as the controller knows them.
+
+    Raises `AskError`, and SlurmError if Slurm does not answer.
+    """
     from gemini_hpc.slurm import Slurm
 
     try:
         line = await asyncio.to_thread(ControllerLine, settings, raw_id)
         try:
             parts = (await asyncio.to_thread(line.ask, raw_id)).parts
-            if not parts:  # they may have been slow, or have just lost their way to it
+            if not parts:  # the agents may have been slow, or have just lost their connection to the controller
                 await asyncio.sleep(_AGAIN_S)
                 parts = (await asyncio.to_thread(line.ask, raw_id)).parts
         finally:
@@ -286,7 +302,7 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
 
 
 async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
-    """What an agent said last; nothing if it did not answer. Raises `AskError`."""
+    """Return an agent's last reports, [] if it did not answer. Raises `AskError`."""
     from gemini_hpc.wire.ports import candidates
 
     over: list[Flushing] = []
@@ -308,7 +324,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
                 told(message)
                 over += [message] if message.over else []
                 begun[message.set] = message
-    except LinkClosed:  # it hangs up when it has said everything
+    except LinkClosed:  # the agent closes the connection after its last report
         return over + [
             msgspec.structs.replace(word, over=True, reason=f"{name} hung up before the version was on the tier")
             for word in begun.values()
@@ -321,7 +337,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
 
 
 async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
-    """The job and its nodes by name. Raises `AskError`, and SlurmError where Slurm does not answer."""
+    """Return the job and its nodes by name. Raises `AskError`, and SlurmError if Slurm does not answer."""
     from gemini_hpc.query.slurm_facts import NOT_YOURS
     from gemini_hpc.slurm import Slurm, UnknownJob
 
@@ -330,7 +346,7 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
         job = await slurm.job(raw_id)
     except UnknownJob:
         raise AskError(f"job {raw_id}: {NOT_YOURS}") from None
-    # A courtesy: the agents ask MUNGE and decide for themselves.
+    # A courtesy check: the agents ask MUNGE and decide for themselves.
     allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
     if not await allowed.allows(os.geteuid()):
         raise AskError(f"job {raw_id}: {NOT_YOURS}")

@@ -1,4 +1,4 @@
-"""What is told of copies that were freed while their job was held or waited: a pure rule over the event log."""
+"""The report on copies that were freed while their job was held or waited: a pure rule over the event log."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 _SHOWN = 8
-_NO_LOSS = ("the training succeeded", "it holds nothing")  # reasons of `released` that nobody needs to hear of
+_NO_LOSS = ("the training succeeded", "it holds nothing")  # reasons of `released` without interest for the user
 
 
 def freed(events: Iterable[EventRecord], restart: int) -> str:
-    """One sentence on the copies of this incarnation that its agents have freed; "" where they have freed none.
+    """Return one sentence on the copies of this incarnation that its agents have freed, or "".
 
-    An agent tells the version that was sealed, 0 without one, and its reason before the first semicolon.
+    An agent's event holds the version that was sealed (0 without one), and its reason before the first
+    semicolon.
     """
     released = (e for e in events if e.name == "released" and e.version and e.restart == restart)
     found = {e.host: e for e in released if not e.detail.startswith(_NO_LOSS)}

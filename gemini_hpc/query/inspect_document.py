@@ -1,14 +1,14 @@
-"""One job's picture as a JSON document: a pure merge of what agents, controller and Slurm said.
+"""The state of one job as a JSON document: a pure merge of the reports of agents, controller and Slurm.
 
-Schema 1 (`gemini-hpc inspect --json`; keys are only ever added to it). Times are Unix seconds, ages seconds, sizes
-bytes, a version is [epoch, version] or null:
+Schema 1 (`gemini-hpc inspect --json`; keys are only ever added to it). Times are Unix seconds, ages seconds,
+sizes bytes, a version is [epoch, version] or null:
 
   schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart, kept_until (or null)
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   spares      null, or {wanted, idle: [host], without: [host]}
   domains     null, or {known, shared: [{domain, hosts: [host]}], more}: groups that share a failure domain
-  after       null, or {job, took_over: [{name, version}], lost}: from which job it goes on
-  lemons      [{host, count, last, what: [word]}]: nodes of the job that did harm before
+  after       null, or {job, took_over: [{name, version}], lost}: the job from which this one continues
+  lemons      [{host, count, last, what: [word]}]: nodes of the job that caused failures before
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
@@ -50,7 +50,7 @@ RECOVERY_GAP_S = 900.0
 _DEEDS = frozenset(("taken_over", "confirmed", "down", "sent_back", "requeued", "running", "goes_on", "without"))
 _BACK = frozenset(("running", "goes_on", "first_iteration"))
 _RECOVERY_END = "first_iteration"
-_SILENT = " is silent; "  # in an agent's word, behind the name of the silent node
+_SILENT = " is silent; "  # in an agent's report, behind the name of the silent node
 Document = dict[str, Any]
 
 
@@ -64,7 +64,10 @@ def picture(
     now: float,
     lemons: Iterable[LemonRow] = (),
 ) -> Document:
-    """The document. Parts of an older incarnation count only where no newer one has that host."""
+    """Return the document of a job.
+
+    Parts of an older incarnation count only if no newer incarnation has their host.
+    """
     restart = max((p.restart for p in parts), default=int(slurm.get("restarts", "0") or 0))
     newest: dict[str, InspectPart] = {}
     for part in sorted(parts, key=lambda p: (p.restart, p.round)):
@@ -103,14 +106,14 @@ def picture(
     log = merge_events([*events, *(bounded_event(e, p.host) for p in parts for e in p.events)])
     if (how := past.ending(log, slurm)) is not None:
         document["state"], document["ended"] = past.ENDED, _ended(how)
-        if not parts:  # its agents have ended with it
+        if not parts:  # its agents have ended with the job
             document["restart"] = max([restart, *(e.restart for e in log)])
             document["missing"], document["nodes"] = [], []
     document["recoveries"] = recoveries(log)
     document["events"] = [_event(e) for e in log]
     document["kept_until"] = min((p.kept_until for p in parts if p.kept_until), default=None)
     if not document["kept_until"] and document["ended"] is None and slurm.get("state") != "RUNNING":
-        # Slurm counts a requeue at once: what was held is then of the incarnation before.
+        # Slurm counts a requeue at once, so the freed copies are of the previous incarnation then.
         document["notes"] += [lost for lost in (freed(log, restart) or freed(log, restart - 1),) if lost]
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
@@ -121,7 +124,7 @@ def picture(
 
 
 def _spares(leader: InspectPart | None) -> Document | None:
-    """None in a job without spares, and before its agents have agreed on who is one."""
+    """Return the spares; None for a job without spares, and before its agents agree on the spares."""
     if leader is None or not leader.spares or not leader.noderanks:
         return None
     idle = [host for host in leader.hosts if host not in leader.noderanks]
@@ -129,7 +132,7 @@ def _spares(leader: InspectPart | None) -> Document | None:
 
 
 def _after(leader: InspectPart | None) -> Document | None:
-    """None in a job that was not submitted to go on from another one."""
+    """Return the job from which this one continues, None if it was not submitted to continue one."""
     if leader is None or not leader.after:
         return None
     taken = [{"name": name, "version": list(stamp)} for name, stamp in leader.taken[:MAX_SETS]]
@@ -137,7 +140,7 @@ def _after(leader: InspectPart | None) -> Document | None:
 
 
 def _domains(leader: InspectPart | None) -> Document | None:
-    """None where no failure domain is known."""
+    """Return the shared failure domains, None if no failure domain is known."""
     if leader is None or leader.domains is None:
         return None
     shared = [{"domain": s.domain, "hosts": list(s.hosts)} for s in leader.domains.shared]
@@ -145,8 +148,10 @@ def _domains(leader: InspectPart | None) -> Document | None:
 
 
 def _shown(parts: Sequence[InspectPart]) -> list[str]:
-    """The trainings, as far as a picture of them is of a size that an operator's terminal can take: agents are their
-    users'."""
+    """Return the names of the trainings to show, limited to a size that an operator's terminal can display.
+
+    The limit is necessary because agents belong to users, who could report anything.
+    """
     worlds: dict[str, int] = {}
     for part in parts:
         for s in part.trainings:
@@ -164,7 +169,10 @@ def _shown(parts: Sequence[InspectPart]) -> list[str]:
 
 
 def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
-    """In order of time, each once (agents send them to the controller and tell them when asked)."""
+    """Return the events sorted by time, each once.
+
+    Duplicates arise because agents send events to the controller and also return them when queried.
+    """
     unique = {(round(e.t, 3), e.name, e.host, e.restart, e.version, e.detail): e for e in events}
     return sorted(unique.values(), key=lambda e: e.t)
 
@@ -208,13 +216,16 @@ def protected(trainings: Iterable[Document]) -> int:
 
 
 def how_many(d: Document) -> str:
-    """Return what a reader needs behind the state of a job that only some of its trainings share, or ""."""
+    """Return a text for the state of a job that holds for only some of its trainings, or ""."""
     safe, every = protected(d["trainings"]), len(d["trainings"])
     return f"({safe} of {every} trainings)" if d["state"] == PARTLY and safe < every else ""
 
 
 def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, int]:
-    """Nodes that hold copies for each other belong together; a group is named by its place among them."""
+    """Return the group number of each node; nodes that hold copies for each other form a group.
+
+    Groups are numbered in the order of their lowest node ranks.
+    """
     home = {rank: host for host, rank in ranks.items()}
     group = {host: {host} for host in ranks}
     for part in parts:
@@ -229,7 +240,7 @@ def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, in
 
 
 def _homes(slot: HeldSlot) -> list[int]:
-    """The node ranks whose shards are in a slot."""
+    """Return the node ranks whose shards are in a slot."""
     if slot.state == "empty":
         return []
     return [node for _, node in slot.of] if slot.of else [slot.home]
@@ -286,7 +297,10 @@ def _tier(t: TierState, now: float) -> Document:
 
 
 def _running_s(slurm: dict[str, str]) -> float | None:
-    """For how long the job has run without a pause, as far as that is known; 0.0: it does not run."""
+    """Return how many seconds the job has run without a pause.
+
+    The result is None if that is unknown, and 0.0 if the job does not run.
+    """
     if slurm.get("state") != "RUNNING":
         return 0.0 if slurm.get("state") else None
     running_s = slurm.get("running_s", "")
@@ -318,10 +332,10 @@ def _set(
     interval = max((state.j for _, state in told.values()), default=1)
     least_s = max((pace.stalled_s for pace in paces), default=0.0)
     if slurm.get("shrunk") and state in ("arming", "protected") and world > len(members):
-        # Ranks of this launch were on nodes that the job has no more: no newer version will ever be sealed.
+        # Ranks of this launch were on nodes that the job has lost: no newer version will ever be sealed.
         state = "degraded"
     still = stall(paces, interval, _running_s(slurm), least_s) if state in ("arming", "protected") else None
-    # the agent of the rank itself knows where its stack is
+    # only the agent of the hanging rank knows the place of its stack
     hung = max((s.hung for s in states), key=len, default="") if state not in ("recovering", "finished") else ""
     if hung and still is None:
         still = Stall(min((p.silent_s for p in paces), default=0.0), max((p.usual_s for p in paces), default=0.0))
@@ -365,7 +379,7 @@ def _stalled(still: Stall, hung: str) -> Document:
 
 
 def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, TrafficState]]:
-    """What each rank of a set tells of its traffic, and where. A rank that has moved counts where it was last."""
+    """Return each rank's traffic in a training, with its host; a rank that has moved counts at its last host."""
     found: dict[int, tuple[str, TrafficState]] = {}
     for part in sorted(parts, key=lambda p: (p.restart, p.epoch, p.round)):
         for s in part.trainings:
@@ -375,7 +389,7 @@ def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, Tra
 
 
 def fields(state: TrafficState) -> Document:
-    """As in the document."""
+    """Return a traffic state in the form of the document."""
     return msgspec.structs.asdict(state) | {"chunks_per_span": list(state.chunks_per_span)}
 
 
@@ -415,29 +429,31 @@ def _rows(copies: Slots, sealed: Stamp | None, now: float) -> list[Document]:
 
 
 def _suspected(log: Iterable[EventRecord]) -> set[str]:
-    """Return the silent nodes: an agent's word has its own host, and names the node in its detail."""
+    """Return the silent nodes; an agent's report carries the agent's host, and the silent node in its detail."""
     told = [e for e in log if e.name == "detected"]
     return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in told}
 
 
 def _was_nothing(log: Sequence[EventRecord]) -> bool:
-    """Return whether all suspects turned out to live, and nothing was done."""
+    """Return whether all suspects turned out to live, and no action was taken."""
     suspected, cleared = _suspected(log), {e.host for e in log if e.name == "dismissed"}
     return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
 
 
 def _is_completed(log: Sequence[EventRecord]) -> bool:
-    """Return whether the job came back: it runs again, or has gone on with a spare."""
+    """Return whether the job came back: it runs again, or has continued with a spare."""
     acted = next((i for i, e in enumerate(log) if e.name in _DEEDS or e.restart > log[0].restart), len(log))
     return any(e.name in _BACK for e in log[acted:])
 
 
 def recoveries(events: Sequence[EventRecord]) -> list[Document]:
-    """Return recoveries, each from the first report about an incarnation to the last event before the next one;
-    `completed`: the job came back. Suspicions that were dismissed are none."""
+    """Return the recoveries, each from the first report to the last event before the next recovery.
+
+    `completed` means that the job came back. Dismissed suspicions are no recoveries.
+    """
     found: list[list[EventRecord]] = []
     for event in events:
-        # A second dead node of the same incarnation belongs to the recovery that is under way.
+        # A second dead node of the same incarnation belongs to the running recovery.
         newest = found[-1] if found else []
         over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_nothing(newest)
         if event.name in RECOVERY_STARTS and (over or newest[0].restart != event.restart):
@@ -460,7 +476,7 @@ def recoveries(events: Sequence[EventRecord]) -> list[Document]:
 
 
 def _clock(t: float, now: float) -> str:
-    """Time of day; with its date where that is another day's."""
+    """Return the time of day, with the date if it is not today's."""
     same = time.localtime(t)[:3] == time.localtime(now)[:3]
     return time.strftime("%H:%M" if same else "%b %d %H:%M", time.localtime(t))
 

@@ -1,4 +1,4 @@
-"""Which losses of nodes a training would not survive, from the slots that agents hold: copies, and parity."""
+"""The node losses that a training would not survive, from the slots that agents hold: copies and parity."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from gemini_hpc.core import parity, survival
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.inspect_schema import HeldSlot
 
-Slots = Sequence[tuple[str, HeldSlot]]  # each with its host
+Slots = Sequence[tuple[str, HeldSlot]]  # each slot with its host
 _NOBODY: frozenset[str] = frozenset()
-_COUNTED = survival.MAX_K - 1  # beside the home of the shard
+_COUNTED = survival.MAX_K - 1  # the shard's home is lost in addition
 
 
 class Losses:
-    """Of one set. by_rank: slots with copies of each rank's shard; parity: slots with parity."""
+    """The node losses that one training would not survive.
+
+    `by_rank` holds the slots with copies of each rank's shard. `parity` holds the slots with parity.
+    """
 
     def __init__(self, by_rank: Mapping[int, Slots], parity: Slots) -> None:
         self._by_rank, self._parity = by_rank, parity
 
     def counted(self) -> Stamp | None:
-        """The version whose copies are counted: the one that every shard has on the most nodes, what it can be made
-        of counting as one more, the newest of equals.
+        """Return the version whose copies are counted.
 
-        The parts were not taken at one instant: one holder may have recycled the sealed version's slot already, while
-        another does not have the next one yet.
+        The version is the one that every shard has on the most nodes. A shard that parity can restore counts
+        as one more node. The newest of equals is returned. The agents' reports were not made at one instant.
+        One holder may already have recycled the sealed version's slot, while another does not have the next
+        version yet.
         """
         slots = [slot for copies in self._by_rank.values() for _, slot in copies]
         stamps = {slot.stamp for slot in slots if slot.stamp and slot.state == "complete"}
@@ -38,8 +42,10 @@ class Losses:
         return max(stamps, key=score, default=None)
 
     def fatal(self, stamp: Stamp | None, live: Mapping[int, Iterable[str]] | None = None) -> list[frozenset[str]]:
-        """Losses each of which, and every larger one, takes some shard. live: by rank, nodes that have its shard in
-        their tensors as well."""
+        """Return node losses each of which, like every larger loss, loses some shard.
+
+        `live` holds, by rank, the nodes that have the rank's shard in their tensors as well.
+        """
         again, found = self._again(stamp), list[frozenset[str]]()
         for rank, copies in self._by_rank.items():
             hosts = _hosts(copies, stamp)
@@ -49,7 +55,7 @@ class Losses:
         return found
 
     def _again(self, stamp: Stamp | None) -> dict[int, list[frozenset[str]]]:
-        """By rank, shards that can be made again: losses of other nodes after which they cannot."""
+        """Return, by rank, the losses of other nodes after which a restorable shard can no longer be restored."""
         beside: dict[int, tuple[str, frozenset[int], int]] = {}
         for host, slot in self._parity:
             if slot.state == "complete" and slot.stamp == stamp and slot.of:
@@ -70,8 +76,11 @@ class Losses:
 def _fatal(
     stripe: tuple[int, ...], blocks: int, rank: int, copies: Mapping[int, str], parities: Mapping[int, str]
 ) -> list[frozenset[str]]:
-    """Losses of nodes after which a shard that is lost cannot be made again, of two nodes at most, or of all; empty
-    where it cannot be now. copies, parities: by rank, each with its node."""
+    """Return the losses of nodes after which a lost shard cannot be restored from its stripe.
+
+    Only losses of at most two nodes, or else of all nodes, are listed. The list is empty if the shard cannot
+    be restored even now. `copies` and `parities` give each rank's node.
+    """
 
     def can(lost: Iterable[str]) -> bool:
         whole = {other for other in stripe if copies.get(other, "") not in ("", *lost)}
@@ -83,7 +92,8 @@ def _fatal(
     if not can(()):
         return []
     if len(nodes) == len(others) and all(copies.get(other) == parities.get(other) for other in others):
-        sizes: tuple[int, ...] = (blocks,) if blocks <= _COUNTED else ()  # nothing is missing: any of so many
+        # the stripe is complete: any loss of that many is fatal
+        sizes: tuple[int, ...] = (blocks,) if blocks <= _COUNTED else ()
     else:
         sizes = tuple(range(1, _COUNTED + 1))
     found: list[frozenset[str]] = []

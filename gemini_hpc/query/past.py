@@ -1,6 +1,7 @@
-"""What the event log of a job says of its end: pure rules, for `inspect` of a job that is over and for `jobs`.
+"""The end of a job according to its event log: pure rules, for `inspect` of an ended job and for `jobs`.
 
-Only lines without a host are the controller's own; any other line is the word of an agent, which is its user's.
+Only events without a host are the controller's own. Any other event is the report of an agent, which belongs
+to a user.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ ENDED = "ended"
 UNKNOWN = "UNKNOWN"
 _WORD = re.compile(r"([A-Z_]{1,32})(?: exit ([0-9]{1,3}:[0-9]{1,3}))?")
 _SEALED = ("detached", "released", "saved", "resumed")  # events whose version had been sealed
-# After one of these from the controller the job is, or is to be, alive again.
+# After one of these events of the controller the job is alive again, or will be.
 _LIVES = frozenset(("requeued", "sent_back", "running", "configuring", "detected"))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job ended. `t`: Unix time, 0.0 where it is not known; `version`: the newest that was sealed, 0: none is
-    known of; `stored`: the newest on the tier; `exit_code` as Slurm writes it, or empty."""
+    """The end of a job.
+
+    Attributes:
+        state: Slurm's state.
+        t: Unix time in seconds, 0.0 if unknown.
+        exit_code: In Slurm's form, "" if unknown.
+        version: The newest sealed version, 0 if none is known.
+        stored: The newest version on the tier, 0 if none is known.
+    """
 
     state: str
     t: float
@@ -33,17 +41,17 @@ class Ending:
 
 
 def told(state: str, exit_code: str) -> str:
-    """The detail of the controller's event."""
+    """Return the detail of the controller's event on the end of a job."""
     return f"{state} exit {exit_code}" if re.fullmatch(r"[0-9]{1,3}:[0-9]{1,3}", exit_code) else state
 
 
 def over(slurm: dict[str, str]) -> bool:
-    """Whether a job is over by Slurm's word: in a state that no job leaves, or forgotten."""
+    """Return whether Slurm reports the job as ended: in a final state, or forgotten."""
     return bool(slurm.get("state")) and slurm["state"] not in LIVE
 
 
 def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | None:
-    """How the job ended; None while it is not over. `events` in order of time."""
+    """Return how the job ended, None if it has not ended. `events` are in order of time."""
     if not over(slurm):
         return None
     state, t, exit_code = slurm["state"], _number(slurm.get("end_time", "")), slurm.get("exit_code", "")
@@ -53,7 +61,7 @@ def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | Non
         if state == UNKNOWN and word:
             state, exit_code = word[1], word[2] or ""
         t = t or last.t
-    # of the newest life: what an earlier one had may have been lost
+    # only of the newest incarnation: versions of earlier ones may have been lost
     sealed = max(((e.restart, e.version) for e in events if e.name in _SEALED and e.version), default=(0, 0))
     version = sealed[1]
     stored = max((e.version for e in events if e.name == "saved"), default=0)

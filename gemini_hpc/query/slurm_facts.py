@@ -1,4 +1,4 @@
-"""What Slurm says of a job, for `inspect`; and the sentences that everybody who answers for Slurm uses."""
+"""Slurm's facts on a job, for `inspect`, and the sentences shared by all parts that answer for Slurm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ NOT_YOURS = "unknown, or not yours"
 
 
 def never_requeued(job: Job) -> str:
-    """Why this job will never be sent back to pending after a failure; "" if that is possible (requirement
-    requeue)."""
+    """Return why Slurm can never requeue this job after a failure, "" if it can (requirement requeue)."""
     if job.het:
         return "this is a heterogeneous job: gemini-hpc never acts on one"
     if not job.batch:
@@ -20,7 +19,7 @@ def never_requeued(job: Job) -> str:
 
 
 def slurm_facts(job: Job | None) -> dict[str, str]:
-    """What Slurm says, for `inspect`."""
+    """Return Slurm's facts on a job, for `inspect`."""
     if job is None:
         return {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
     facts = {

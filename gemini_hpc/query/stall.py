@@ -1,8 +1,11 @@
-"""Whether a training stands still: a pure rule over what its agents and Slurm say.
+"""Detection of a stalled training: a pure rule over the reports of its agents and Slurm.
 
-A training is *stalled* when no rank anywhere has begun a new version for longer than each of: the site's
-`stalled_s`; `FACTOR` times its usual iteration; `SAVES` times the usual time from one save to the next (of j-th
-versions); `PAUSES` times the longest pause that this launch has made before (evaluations come back).
+A training is *stalled* if no rank anywhere has begun a new version for longer than each of these times:
+
+- the site's `stalled_s`
+- `FACTOR` times its usual iteration
+- `SAVES` times the usual time from one save to the next (of j-th versions)
+- `PAUSES` times the longest pause that this launch has made before (evaluations come back)
 """
 
 from __future__ import annotations
@@ -17,15 +20,20 @@ FACTOR, SAVES, PAUSES = 20.0, 3.0, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """No step for `for_s`; one usually takes `usual_s`."""
+    """A stalled training: no step for `for_s` seconds, where a step usually takes `usual_s` seconds."""
 
     for_s: float
     usual_s: float
 
 
 def stall(paces: Sequence[PaceState], every: int, running_s: float | None, least_s: float) -> Stall | None:
-    """Of one training. paces: one from each node where its ranks are, and have saved twice; every: j, of the versions
-    that are saved; running_s: for how long the job has run without being suspended, None where that is not known.
+    """Return how a training stalls, None if it does not.
+
+    Args:
+        paces: One from each node with ranks of the training that have saved twice.
+        every: The number j; every j-th version is saved.
+        running_s: Seconds that the job has run without being suspended, None if unknown.
+        least_s: The site's `stalled_s` in seconds.
     """
     if not paces:
         return None

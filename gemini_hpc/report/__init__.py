@@ -1,2 +1,4 @@
-"""What ranks have recorded of their checkpoints' traffic, drawn and in words (`gemini-hpc report`, `inspect`). Above
-the controller's floor; no agent, controller or trainer imports it."""
+"""Drawings and texts of the checkpoint traffic that ranks have recorded (`gemini-hpc report`, `inspect`).
+
+The package lies above the controller's floor: no agent, controller or trainer imports it.
+"""

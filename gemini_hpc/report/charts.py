@@ -1,4 +1,4 @@
-"""Charts of shares: stacked bars, and curves. They know nothing of what they show."""
+"""Charts of shares, independent of their subject: stacked bars and curves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ COLOURS = ("#4c72b0", "#dd8452", "#8172b3", "#c44e52", "#55a868", "#937860")
 
 @dataclass(frozen=True)
 class Curves:
-    """One panel: a line for each name, over the same `at`. logarithmic: of the axis below."""
+    """A panel of curves: a line for each name, over the same values `at`.
+
+    `logarithmic` applies to the horizontal axis.
+    """
 
     title: str
     below: str
@@ -22,7 +25,7 @@ class Curves:
 
 
 def stacked_bars(title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], form: str = "png") -> bytes:
-    """A bar for each name, from the top; its parts are shares, in their order. form: "png" or "svg"."""
+    """Draw a bar for each name, from the top; its parts are shares, in their order. `form` is "png" or "svg"."""
     with figure(1.6 + 0.4 * len(names), form) as (made, out):
         axes = made.add_subplot()
         left = [0.0] * len(names)
@@ -40,7 +43,7 @@ def stacked_bars(title: str, names: Sequence[str], parts: Mapping[str, Sequence[
 
 
 def curves(panels: Sequence[Curves], form: str = "png") -> bytes:
-    """The panels side by side, shares in per cent."""
+    """Draw the panels side by side, with shares in per cent."""
     with figure(3.6, form) as (made, out):
         for place, panel in enumerate(panels, 1):
             axes = made.add_subplot(1, len(panels), place)

@@ -1,4 +1,4 @@
-"""Lines for a terminal: no wider than it, and 80 columns where there is none."""
+"""Folding of lines to the width of the terminal, or to 80 columns without a terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ NARROWEST, USUAL = 60, 80
 
 
 def width() -> int:
-    """Columns of the terminal that is written to."""
+    """Return the number of columns of the terminal that stdout writes to."""
     return max(NARROWEST, shutil.get_terminal_size((USUAL, 24)).columns)
 
 
 def fold(text: str, columns: int, indent: str = "", first: str | None = None) -> list[str]:
-    """`text` in lines of at most `columns`; `first` begins the first one, `indent` the others. A word that is longer
-    than a line, such as a path, stays whole: it is there to be copied."""
+    """Fold `text` into lines of at most `columns`; `first` begins the first line, `indent` the others.
+
+    A word longer than a line, such as a path, stays whole so that it can be copied.
+    """
     begin = indent if first is None else first
     return textwrap.wrap(
         text,

@@ -1,6 +1,7 @@
-"""The pictures of a report, as PNG. matplotlib is imported when the first is drawn.
+"""The pictures of a report, as PNG; matplotlib is imported when the first picture is drawn.
 
-Whatever is drawn comes from the job's owner: text is no formula, numbers are within the bounds of `wire.traffic`.
+All input comes from the job's owner. Text is therefore never parsed as a formula. Numbers are within the
+bounds of `wire.traffic`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ if TYPE_CHECKING:
 WIDTH_IN, DPI = 11.0, 110
 _TRAINING, _IDLE, _CHUNK, _COPY, _WAIT = "#4c72b0", "#dfe7d8", "#dd8452", "#8172b3", "#c44e52"
 _LANE = 0.72
-_THIN = 2e-3  # of the iteration: what is shorter is drawn so long, or nobody would see it
+_THIN = 2e-3  # share of the iteration to which shorter spans are stretched, to be visible
 
 
 class MissingError(Exception):
-    """matplotlib is not there; one line for the user."""
+    """The error that matplotlib is missing; its text is one line for the user."""
 
 
 def _cache() -> None:
-    """A place for font caches where the user has none: matplotlib would complain of that, and so would fontconfig,
-    which it asks for fonts. Gone at the end of the process."""
+    """Provide a temporary font cache if the user's cache directory is not writable.
+
+    matplotlib would warn otherwise, and so would fontconfig, which it uses for fonts. The directory is
+    removed at the end of the process.
+    """
     kept = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     with suppress(OSError):
         os.makedirs(kept, exist_ok=True)
@@ -47,7 +51,7 @@ def _cache() -> None:
 
 
 def require() -> None:
-    """Raises `MissingError` where nothing can be drawn."""
+    """Check that drawing is possible. Raises `MissingError` if it is not."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     _cache()
     try:
@@ -62,7 +66,7 @@ def require() -> None:
 
 @contextmanager
 def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.BytesIO]]:
-    """A figure that is written into the buffer at the end, as "png" or "svg"."""
+    """Yield a figure and its buffer; the figure is written into the buffer at the end, as "png" or "svg"."""
     require()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,7 +75,7 @@ def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.Byt
     out = io.BytesIO()
     plain: dict[Any, Any] = {"text.parse_math": False, "text.usetex": False, "font.size": 9.0}
     with warnings.catch_warnings(), matplotlib.rc_context(plain):
-        warnings.simplefilter("ignore")  # a letter that the font lacks is no news
+        warnings.simplefilter("ignore")  # a letter that the font lacks needs no warning
         made = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
         FigureCanvasAgg(made)
         yield made, out
@@ -79,7 +83,7 @@ def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.Byt
 
 
 def timeline_png(one: Shown) -> bytes:
-    """One iteration: what the training sends, where its network is idle, what of a checkpoint goes when."""
+    """Draw one iteration: the training's sends, the network's idle spans, and the checkpoint's traffic."""
     timeline = one.timeline
     if timeline is None:
         raise ValueError("no iteration was recorded")
@@ -124,7 +128,7 @@ def _bars(axes: Axes, row: int, stretches: Iterable[tuple[float, float]], colour
 
 
 def overhead_png(one: Shown) -> bytes:
-    """What checkpoints have cost over time, and how often they were taken."""
+    """Draw the checkpoints' overhead over time, and how often versions were saved."""
     if not one.series:
         raise ValueError("no overhead was measured")
     began = one.series[0].t

@@ -1,4 +1,4 @@
-"""What happened to a job, as lines of text: its end, its recoveries, its last events."""
+"""The history of a job as lines of text: its end, its recoveries, its last events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOMENTS = (("began", ""), ("fetched", "fetched"), ("loaded", "loaded"))
 
 
 def ended(d: Document, columns: int) -> list[str]:
-    """How a job ended, what was sealed, and what its log says last; nothing for a job that lives."""
+    """Return how a job ended, the last sealed version, and its last events; [] for a job that has not ended."""
     how = d.get("ended")
     if how is None:
         return []
@@ -44,7 +44,7 @@ def ended(d: Document, columns: int) -> list[str]:
 
 
 def recovery(r: Document, columns: int) -> list[str]:
-    """The timeline of one recovery."""
+    """Return the timeline of one recovery."""
     open_ = "" if r["completed"] else ", not completed"
     lines = [f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s{open_}"]
     for e in r["events"]:
@@ -56,7 +56,10 @@ def recovery(r: Document, columns: int) -> list[str]:
 
 
 def detail(e: Document) -> str:
-    """An event's detail for people. That of a rank's `resumed` is JSON, which its user may have written."""
+    """Return an event's detail for people.
+
+    The detail of a rank's `resumed` is JSON, which the job's user may have written.
+    """
     text = str(e["detail"])
     if not text.startswith("{"):
         return text
@@ -64,7 +67,7 @@ def detail(e: Document) -> str:
         said = json.loads(text)
     except (ValueError, RecursionError):
         return "(not readable)"
-    # of a size that can be shown: an integer may have hundreds of digits
+    # limits the size of the text, since an integer may have hundreds of digits
     numbers = {
         k: v for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15
     }
@@ -78,7 +81,7 @@ def detail(e: Document) -> str:
 
 
 def ago(s: float) -> str:
-    """A time span, roughly."""
+    """Return a time span, rounded."""
     if s < 120:
         return f"{max(0.0, s):.0f} s"
     return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} days"

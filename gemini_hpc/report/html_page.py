@@ -1,5 +1,7 @@
-"""A report as one HTML page that needs nothing else: no scripts, no links, the pictures inside. All that agents say
-is escaped: they are the job owner's, and an operator may open the page."""
+"""A report as one self-contained HTML page: no scripts, no links, the pictures embedded.
+
+All text of agents is escaped, because it belongs to the job's owner and an operator may open the page.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ td, th { border-bottom: 1px solid #ddd; padding: .15em .9em .15em 0; text-align:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Of one set, as PNG; None where there is nothing to draw."""
+    """The pictures of one training, as PNG; None if there is nothing to draw."""
 
     one: Shown
     timeline: bytes | None
@@ -34,7 +36,7 @@ class Pictures:
 
 
 def render(job: int, t: float, sets: Sequence[Pictures]) -> str:
-    """The page."""
+    """Return the HTML page."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
     body = "\n".join(_section(pictures) for pictures in sets)
     return (

@@ -1,4 +1,4 @@
-"""What a report shows: of each set one rank, its state, one iteration of it, and its overhead over time."""
+"""The contents of a report: of each training one rank, its state, one iteration, and its overhead over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MAX_SETS = 16
 
 @dataclass(frozen=True)
 class Shown:
-    """One rank of one set. timeline None: no iteration has been recorded (by a rank of this version)."""
+    """The data of one rank of a training.
+
+    A timeline of None means that no iteration has been recorded (by a rank of this version).
+    """
 
     set: str
     rank: int
@@ -30,7 +33,10 @@ class Shown:
 
 
 def choose(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> list[tuple[str, RecordAsk]]:
-    """Whom to ask for what: of each set the rank with the largest overhead, or the rank and set that are wanted."""
+    """Return the hosts to query, and the rank and training to ask each for.
+
+    The rank is the one with the largest overhead of each training, unless `rank` or `name` selects another.
+    """
     names = sorted({s.name for p in parts for s in p.trainings if name is None or s.name == name})
     wanted = []
     for found in names:
@@ -48,7 +54,7 @@ def _overhead(state: TrafficState) -> float:
 
 
 def shown(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Shown]:
-    """The answers, with the states that came before them."""
+    """Return the recorded answers, combined with the states that were reported before them."""
     found = []
     for answer in recorded:
         told = traffic(answer.ask.set, parts).get(answer.ask.rank)
@@ -62,7 +68,7 @@ def shown(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Sh
 
 
 def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
-    """What is drawn, as JSON: docs/report-json.md."""
+    """Return the data of the drawings as JSON (see docs/report-json.md)."""
     return {
         "schema": SCHEMA,
         "job": job,
@@ -90,7 +96,7 @@ def _timeline(timeline: TimelineState) -> dict[str, Any]:
 
 
 def idle(timeline: TimelineState) -> list[tuple[float, float]]:
-    """When no collective of the training was on its way."""
+    """Return the time spans in which no collective of the training was running."""
     gaps, busy_until = [], 0.0
     for op in sorted(timeline.ops, key=lambda op: op.start_s):
         if op.start_s > busy_until:

@@ -1,4 +1,4 @@
-"""The checkpoint traffic of a set as lines of text, all ranks merged: ranges, and the worst."""
+"""The checkpoint traffic of a training as lines of text, all ranks merged: ranges and worst values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Row = dict[str, Any]
 
 
 def lines(ranks: Sequence[Row]) -> list[str]:
-    """Of `trainings[].traffic` of the document, tamed; nothing where no rank has told anything."""
+    """Return the lines for a training's `traffic` in the document; [] if no rank has reported any.
+
+    The input must be sanitized (`tame`).
+    """
     return [*_network(ranks), _traffic(ranks), *_trouble(ranks)] if ranks else []
 
 
@@ -65,7 +68,7 @@ def _traffic(ranks: Sequence[Row]) -> str:
 
 
 def _beside_ceiling(r: Row) -> str:
-    """What follows from an overhead above what is allowed."""
+    """Return the consequence of an overhead above its ceiling."""
     if r["ceiling"] is None or r["overhead"] <= r["ceiling"]:
         return ""
     if r["judged_in"]:
@@ -129,14 +132,14 @@ def _ordinal(n: int) -> str:
 
 
 def seconds(s: float) -> str:
-    """With three digits that count."""
+    """Return a time span with three significant digits."""
     if s >= 1:
         return f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
     return f"{1000 * s:.1f} ms" if s < 0.1 else f"{1000 * s:.0f} ms"
 
 
 def size(n: float) -> str:
-    """In the units of networks: powers of 1000."""
+    """Return a size in the units of networks, powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 999.95:
             return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The one Slurm client: nothing else in this package asks Slurm or changes anything in it."""
+"""The only Slurm client: all of this package's reads and changes of Slurm go through it."""
 
 from gemini_hpc.slurm.client import Slurm, find_tool
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob

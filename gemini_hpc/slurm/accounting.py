@@ -1,4 +1,4 @@
-"""What Slurm's accounting knows of past runs of jobs, as `sacct` prints it. Pure: text in, facts out."""
+"""History of past jobs from Slurm's accounting, parsed from the output of `sacct` (pure functions)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gemini_hpc.slurm.text import ParseError
 
 COLUMNS = ("JobIDRaw", "State", "NNodes", "ElapsedRaw")
-# -D: a job that was requeued after a loss has a row for each run.
+# -D: print a row for each run of a job that was requeued after a loss
 ARGUMENTS = ("-a", "-X", "-D", "-P", "--noconvert", "-o", ",".join(COLUMNS))
 COMMAND = f"sacct {' '.join(ARGUMENTS)} -S now-90days"
 _COUNT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([KM]?)")
@@ -18,7 +18,11 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6}
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """runs: of jobs that had nodes; node_days: of all of them; lost: runs that ended as NODE_FAIL."""
+    """Totals over past jobs.
+
+    `runs` counts runs that had nodes. `node_days` is their node time in days. `lost` counts runs that ended
+    as NODE_FAIL.
+    """
 
     runs: int = 0
     node_days: float = 0.0
@@ -26,8 +30,10 @@ class History:
 
 
 def parse_history(lines: Iterable[str]) -> History:
-    """The rows below a header that has `COLUMNS`, in any order and among others; steps are left out. Raises
-    `ParseError`, which names the line."""
+    """Return the totals of the rows below a header that has `COLUMNS`, in any order and among others.
+
+    Rows of steps are ignored. Raises `ParseError`, which names the line.
+    """
     places: dict[str, int] = {}
     runs, node_s, lost = 0, 0.0, 0
     for number, line in enumerate(lines, 1):
@@ -60,6 +66,6 @@ def parse_history(lines: Iterable[str]) -> History:
 
 
 def _count(text: str) -> float | None:
-    """`3072`, or `3.07K` where a release shortens numbers."""
+    """Return the value of a count such as `3072`, or `3.07K` from releases that shorten numbers."""
     match = _COUNT.fullmatch(text)
     return float(match[1]) * _UNITS[match[2]] if match else None

@@ -1,8 +1,8 @@
-"""The one Slurm client: every Slurm command of this package is run here, and nowhere else.
+"""The only Slurm client: every Slurm command of this package is run here, and nowhere else.
 
-Commands are run by absolute path, as argument vectors, with a fixed environment and a hard time-out; after every
-change the object is read again. Jobs and nodes may be read another way (`ways`), and few things changed by it; the
-first surprise ends that, and the commands are asked again.
+Commands are run by absolute path, as argument vectors, with a fixed environment and a hard time-out. After
+every change the object is read again. Jobs and nodes may be read by another API (`ways`), and a few changes
+made by it. The first surprise ends the use of that API, and the commands are used again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ _START = re.compile(r"now(\+[0-9]{1,6})?")
 
 
 def find_tool(name: str) -> str:
-    """The absolute path of a Slurm command. Raises `SlurmError` naming the places that were searched."""
+    """Return the absolute path of a Slurm command.
+
+    Raises `SlurmError`, which names the directories that were searched.
+    """
     places = list(_DIRECTORIES)
     conf = os.environ.get("SLURM_CONF", "")
     if conf.startswith("/"):
@@ -102,9 +105,9 @@ def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
 
 
 class Slurm:
-    """Slurm, as seen by an operator. `on_call` hears of every command: its words and its duration in seconds.
+    """The Slurm client, with the operations of an operator.
 
-    `close` ends what may run beside it; one that asks by commands alone needs none.
+    `close` ends the helper process that an API other than the commands may use.
     """
 
     def __init__(
@@ -115,7 +118,14 @@ class Slurm:
         api: str = ways.COMMANDS,
         on_way: Callable[[Way], None] = lambda way: None,
     ) -> None:
-        """api: `slurm_api` of the settings. on_way: hears which way is used and why, first and after each change."""
+        """Create a client.
+
+        Args:
+            timeout_s: Time-out of each command in seconds.
+            on_call: Called after every command with its words and its duration in seconds.
+            api: The setting `slurm_api`.
+            on_way: Called with the API in use and its reason, at the first use and after each change.
+        """
         self._timeout_s = timeout_s
         self._api, self._on_way = api, on_way
         self._way: Way | None = None
@@ -123,9 +133,9 @@ class Slurm:
         self._choosing = asyncio.Lock()
         self._on_call = on_call
         self._gate = FairGate(PARALLEL_COMMANDS)
-        self._accounting_gate = FairGate(1)  # a database that hangs must not keep scontrol waiting
+        self._accounting_gate = FairGate(1)  # a hanging database must not delay scontrol
         self._tools: dict[str, str] = {}
-        # When slurmctld last failed to answer (monotonic).
+        # monotonic time when slurmctld last failed to answer
         self.unreachable_at = -math.inf
 
     async def _run(self, tool: str, *args: str) -> str:
@@ -139,7 +149,10 @@ class Slurm:
             raise
 
     async def _call(self, tool: str, *args: str, refusals: bool = True) -> bytes:
-        """What the command prints; refusals False: also where it says no."""
+        """Return the output of a command.
+
+        With `refusals` False, the output is returned even if the command fails.
+        """
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
         async with self._accounting_gate if tool in _OF_ACCOUNTING else self._gate:
@@ -177,7 +190,7 @@ class Slurm:
         return await self._run_bytes("squeue", "-h", "-a", "-t", "all", *args)
 
     async def way(self) -> Way:
-        """How jobs and nodes are asked for, and why so."""
+        """Return the API by which jobs and nodes are read, and the reason for its choice."""
         if self._way is None:
             async with self._choosing:
                 if self._way is None:
@@ -201,7 +214,7 @@ class Slurm:
         self._on_way(way)
 
     async def _either(self, fast: Callable[[Reader], Awaitable[T]], commands: Callable[[], Awaitable[T]]) -> T:
-        """The same by the way that is used, or by commands where that is none or does not work."""
+        """Run `fast` with the API in use, or `commands` if there is none or it does not work."""
         await self.way()
         reader = self._reader
         if reader is not None:
@@ -217,20 +230,20 @@ class Slurm:
         return await commands()
 
     async def _leave(self, reader: Reader, why: Surprise) -> None:
-        """Commands from now on."""
+        """Switch from an API that surprised to the commands, permanently."""
         log.warning("slurm_api=%s event=left-for-commands %s", reader.name, why)
         if self._reader is reader:
             self._use(Way(ways.COMMANDS, f"{reader.name} was given up: {why}", left=True))
         await reader.close()
 
     async def close(self) -> None:
-        """End what runs beside this client."""
+        """Close the API's helper process, if there is one."""
         reader, self._reader, self._way = self._reader, None, None
         if reader is not None:
             await reader.close()
 
     async def job(self, raw_id: int) -> Job:
-        """One job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
+        """Return one job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
         return await self._either(lambda reader: reader.job(raw_id), lambda: self._job(raw_id))
 
     async def _job(self, raw_id: int) -> Job:
@@ -246,7 +259,7 @@ class Slurm:
             raise SlurmError(f"job {raw_id}: {exc}") from None
 
     async def excluded(self, raw_id: int) -> tuple[str, ...]:
-        """The nodes that the job's owner does not want. Raises as `job`."""
+        """Return the nodes that the job's owner excludes. Raises as `job`."""
         return await self._either(lambda reader: reader.excluded(raw_id), lambda: self._excluded(raw_id))
 
     async def _excluded(self, raw_id: int) -> tuple[str, ...]:
@@ -257,7 +270,7 @@ class Slurm:
             raise SlurmError(f"job {raw_id}: {exc}") from None
 
     async def raw_id(self, task: str) -> int:
-        """The raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
+        """Return the raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
         out = await self._squeue("-j", _checked(_JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
         try:
             for raw_id, name in fields.parse_ids(out):
@@ -268,7 +281,7 @@ class Slurm:
         raise UnknownJob(f"job {task} is not known")
 
     async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
-        """State and nodes of many jobs in one call (per 400 ids); a job that Slurm has forgotten is left out."""
+        """Return state and nodes of many jobs, with one call per 400 ids; jobs unknown to Slurm are left out."""
         found: dict[int, Row] = {}
         for at in range(0, len(raw_ids), _IDS_PER_CALL):
             ids = raw_ids[at : at + _IDS_PER_CALL]
@@ -288,7 +301,7 @@ class Slurm:
         return {row.raw_id: row for row in rows if row.raw_id in ids}
 
     async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
-        """These nodes, or all."""
+        """Return the named nodes, or all nodes if none is named."""
         wanted = tuple(names)
         _names(wanted)
         return await self._either(lambda reader: reader.nodes(wanted), lambda: self._nodes(wanted))
@@ -302,7 +315,7 @@ class Slurm:
             hidden: list[str] = []
             for record in records:
                 node = parse_node(record)
-                if node.name in found:  # an operator's text looks like a record
+                if node.name in found:  # an operator's text imitates a record
                     doubtful.add(node.name)
                 elif reason_is_hidden(record):
                     hidden.append(node.name)
@@ -318,14 +331,14 @@ class Slurm:
             raise SlurmError(str(exc)) from None
 
     async def partitions(self) -> dict[str, str]:
-        """The state of each partition."""
+        """Return the state of each partition."""
         try:
             return dict(parse_partition(line) for line in await self._lines("show", "partition", "-o"))
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
     async def reservations(self) -> list[Reservation]:
-        """All reservations."""
+        """Return all reservations."""
         lines = await self._lines("show", "reservation", "-o")
         try:
             return [parse_reservation(line) for line in lines if line.startswith("ReservationName=")]
@@ -333,7 +346,7 @@ class Slurm:
             raise SlurmError(str(exc)) from None
 
     async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
-        """(uid, raw job id) of everything that runs or ends on each of these nodes."""
+        """Return (uid, raw job id) of each job that is running or ending on each of these nodes."""
         wanted = tuple(names)
         states = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
         out = await self._run("squeue", "-h", "-a", "-r", "-t", states, "-w", _names(wanted), "-o", ROW_FORMAT)
@@ -350,7 +363,7 @@ class Slurm:
         return found
 
     async def attached(self, reservation: str) -> list[Row]:
-        """The jobs, running or waiting, that name a reservation."""
+        """Return the jobs, running or waiting, that name a reservation."""
         checked = _checked(_SAFE_NAME, reservation, "a reservation name")
         out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
         try:
@@ -359,7 +372,7 @@ class Slurm:
             raise SlurmError(str(exc)) from None
 
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
-        """These busy nodes, those whose jobs end first in front."""
+        """Return these busy nodes, sorted by the end of their jobs, earliest first."""
         wanted = tuple(names)
         layout = f"%e|{ROW_FORMAT}"
         out = await self._run("squeue", "-h", "-a", "-r", "-t", "RUNNING", "-w", _names(wanted), "-o", layout)
@@ -376,24 +389,27 @@ class Slurm:
         return sorted(wanted, key=lambda name: (ends[name], name))
 
     async def config(self) -> Config:
-        """slurmctld's configuration in force."""
+        """Return slurmctld's configuration in effect."""
         try:
             return parse_config(await self._run("scontrol", "show", "config"))
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
     async def accounting(self) -> bool:
-        """Whether the cluster keeps its users in slurmdbd."""
+        """Return whether the cluster keeps its users in slurmdbd."""
         return (await self.config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
 
     async def admin_level(self, user: str) -> str:
-        """slurmdbd's AdminLevel of a user: "None", "Operator", "Administrator"; "" where it knows no such user."""
+        """Return slurmdbd's AdminLevel of a user: "None", "Operator" or "Administrator".
+
+        The level is "" if slurmdbd does not know the user.
+        """
         name = _checked(_SAFE_USER, user, "a user name")
         out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
         return parse_admin_level(out.decode(errors="replace"), name)
 
     async def queue(self) -> list[Row]:
-        """All jobs that are not over, as far as this user may see them."""
+        """Return all unfinished jobs that this user may see."""
         out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
         try:
             return [parse_row(line) for line in out.splitlines() if line.strip()]
@@ -401,26 +417,34 @@ class Slurm:
             raise SlurmError(str(exc)) from None
 
     async def history(self, days: int) -> str:
-        """What accounting has of the runs of all jobs, as far as this user may see them, as `accounting` reads it.
-        Raises `SlurmError` where there is no accounting."""
+        """Return accounting's rows on all jobs that this user may see, in the form that `accounting` parses.
+
+        Raises `SlurmError` if there is no accounting.
+        """
         return await self._run("sacct", *accounting.ARGUMENTS, "-S", f"now-{int(days)}days")
 
     async def configuration(self) -> dict[str, str]:
-        """The configuration that slurmctld runs with."""
+        """Return the configuration values that slurmctld runs with."""
         return (await self.config()).values
 
     async def release(self) -> str:
-        """The release of Slurm's commands on this host, in their own words."""
+        """Return the release of Slurm's commands on this host, as they print it."""
         return (await self._call("scontrol", "--version")).decode(errors="replace").strip()
 
     async def slurmctlds(self) -> list[tuple[str, bool]]:
-        """The hosts of slurmctld, the primary first, and whether each answers; the first that does is in charge."""
+        """Return the hosts of slurmctld, the primary first, and whether each answers.
+
+        The first host that answers is in charge.
+        """
         return parse_ping((await self._call("scontrol", "ping", refusals=False)).decode(errors="replace"))
 
     # ---- changing --------------------------------------------------------------------------------------
 
     async def node_down(self, name: str, reason: str) -> Node:
-        """DOWN and drained: without the drain a stale reply of a dead node makes it idle again (ReturnToService)."""
+        """Set a node DOWN and DRAIN.
+
+        Without the drain, a stale reply of a dead node makes it idle again (ReturnToService).
+        """
         words = " ".join(reason.replace('"', "'").split())
         _names([name])
         for state in ("DRAIN", "DOWN"):
@@ -431,7 +455,10 @@ class Slurm:
         return node
 
     async def node_drain(self, name: str, reason: str) -> None:
-        """Let no job begin there; what runs there goes on. Raises `SlurmError` where it is not drained then."""
+        """Drain a node: no new job begins there, and running jobs continue.
+
+        Raises `SlurmError` if the node is not drained afterwards.
+        """
         _names([name])
         await self._node_state(name, "DRAIN", " ".join(reason.replace('"', "'").split()))
         node = (await self._nodes((name,)))[name]
@@ -439,12 +466,15 @@ class Slurm:
             raise SlurmError(f"node {name} was drained, but is {node.state}")
 
     async def node_resume(self, name: str) -> None:
-        """Give a node back that was drained in error."""
+        """Resume a node that was drained in error."""
         _names([name])
         await self._node_state(name, "RESUME")
 
     async def _node_state(self, name: str, state: str, reason: str = "") -> None:
-        """Once more by commands where another way fails: the same state set twice is set once."""
+        """Set a node's state; fall back to the commands if another API fails.
+
+        The fallback is harmless, because setting the same state twice has the effect of setting it once.
+        """
         words = [f"NodeName={name}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
 
         async def by_commands() -> None:
@@ -458,7 +488,10 @@ class Slurm:
         await self._either(fast, by_commands)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
-        """Hold nodes for one user, past the jobs that run there. Raises `SlurmError` (an overlap with another)."""
+        """Reserve nodes for one user, regardless of the jobs that run there.
+
+        Raises `SlurmError`, for example if another reservation overlaps.
+        """
         await self._run(
             "scontrol",
             "create",
@@ -472,13 +505,18 @@ class Slurm:
         )
 
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
-        """Hold these nodes from now on, in one step: none of them is free in between. Raises `SlurmError` (an
-        overlap with another reservation)."""
+        """Replace a reservation's nodes in one step, so that no node is free in between.
+
+        Raises `SlurmError`, for example if another reservation overlaps.
+        """
         checked = _checked(_SAFE_NAME, name, "a reservation name")
         await self._run("scontrol", "update", f"ReservationName={checked}", f"Nodes={_names(nodes)}")
 
     async def delete_reservation(self, name: str) -> bool:
-        """False where it is still referenced by a job; a reservation that is gone already counts as deleted."""
+        """Delete a reservation; return False if a job still references it.
+
+        A reservation that is already gone counts as deleted.
+        """
         checked = _checked(_SAFE_NAME, name, "a reservation name")
         try:
             await self._run("scontrol", "delete", f"ReservationName={checked}")
@@ -489,10 +527,10 @@ class Slurm:
         return True
 
     async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
-        """Next start on these nodes (and more), out of this reservation; refused on a job that is not pending.
+        """Make a job start next on these nodes (and more), out of this reservation.
 
-        `ResetAccrueTime` makes Slurm refuse the whole update on a running job, where a shorter ReqNodeList
-        would silently shrink it.
+        The job must be pending. `ResetAccrueTime` makes Slurm refuse the whole update of a running job.
+        Without it, a shorter ReqNodeList would silently shrink a running job.
         """
         if reservation:
             _checked(_SAFE_NAME, reservation, "a reservation name")
@@ -504,21 +542,24 @@ class Slurm:
         return after
 
     async def set_start_time(self, job: Job, start: str) -> None:
-        """Earliest start (`now+2`; a plain `now` can fail the job for good with a revoked credential)."""
+        """Set a job's earliest start, such as `now+2`.
+
+        A plain `now` can fail the job permanently with a revoked credential.
+        """
         await self._update(job, f"StartTime={_checked(_START, start, 'a relative start time')}")
 
     async def nudge(self, job: Job) -> None:
-        """An update that changes nothing: the scheduler runs after each."""
+        """Send an update that changes nothing, because the scheduler runs after each update."""
         await self._update(job, "ResetAccrueTime")
 
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
-        """Back to the job's own reservation, or none."""
+        """Return a job to its own reservation, or to none."""
         if previous:
             _checked(_SAFE_NAME, previous, "a reservation name")
         await self._update(job, f"ReservationName={previous}")
 
     async def hold(self, job: Job, why: str) -> None:
-        """Keep a pending job from starting until its owner (or an operator) releases it; why: its AdminComment."""
+        """Hold a pending job until its owner or an operator releases it; `why` becomes its AdminComment."""
         if not job.actable:
             raise SlurmError(f"job {job.id}: a hold would hold other jobs too")
         await self._run("scontrol", "uhold", _checked(_JOB_ID, job.id, "a job id"))
@@ -526,9 +567,9 @@ class Slurm:
         await self._update(job, f"AdminComment={comment}")
 
     async def requeue(self, job: Job) -> None:
-        """Send a running or ended job back to pending."""
+        """Requeue a running or ended job."""
         reader = self._reader
-        # By raw id an array's last task would be all of the array.
+        # The raw id of an array's last task means the whole array.
         if isinstance(reader, PyslurmReader) and job.array_job_id is None and job.actable:
             try:
                 await reader.requeue(job.raw_id)

@@ -1,13 +1,13 @@
-"""What goes wrong between this package and Slurm."""
+"""Errors between this package and Slurm."""
 
 
 class SlurmError(Exception):
-    """Slurm said no; the message is its own."""
+    """The error that Slurm refuses a request; the text is Slurm's own."""
 
 
 class UnknownJob(SlurmError):
-    """Slurm does not know this job (any more)."""
+    """The error that Slurm does not know this job, or no longer knows it."""
 
 
 class SlurmUnreachable(SlurmError):
-    """No answer from slurmctld: nothing is known, so nothing may be concluded."""
+    """The error that slurmctld does not answer: its state is unknown, so no conclusion may be drawn."""

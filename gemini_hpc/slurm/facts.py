@@ -1,4 +1,4 @@
-"""What is known of jobs, nodes, partitions and reservations, whichever way Slurm was asked."""
+"""Facts about jobs, nodes, partitions and reservations, independent of the API that Slurm was asked by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 PENDING, RUNNING, COMPLETING, CONFIGURING = "PENDING", "RUNNING", "COMPLETING", "CONFIGURING"
 FAILED, COMPLETED, CANCELLED, NODE_FAIL = "FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL"
-# How a job ends whose script has ended of a node's loss: a script may go on after its step, and end with 0.
+# End states of a job that lost a node: the script may go on after its failed step, and even end with 0.
 CUT_SHORT = frozenset((FAILED, NODE_FAIL, COMPLETED))
 _STOPPED = frozenset(("SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"))
 _WAITING = frozenset((PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
@@ -15,7 +15,10 @@ LIVE = _STOPPED | _WAITING | {RUNNING, COMPLETING, CONFIGURING}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job, or one task of an array. `id` is what updates must name; `raw_id` what a node's scripts see."""
+    """A job, or one task of an array.
+
+    Updates must name `id`. Scripts on the node see `raw_id`.
+    """
 
     id: str
     raw_id: int
@@ -45,29 +48,29 @@ class Job:
 
     @property
     def actable(self) -> bool:
-        """Whether updates of `id` change this one job and nothing else."""
+        """Return whether updates of `id` change only this one job."""
         return not self.het and (self.array_job_id is None or self.array_task_id.isdigit())
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended, for good as far as Slurm is concerned."""
+        """Return whether the job has ended permanently in Slurm's view."""
         return self.state not in LIVE
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the watcher needs of a job; none of it is its owner's text."""
+    """The facts on a job that the watcher needs, none of which is text of the job's owner."""
 
     raw_id: int
     state: str
     user_id: int
     nodes: tuple[str, ...]
-    end_time: float = 0.0  # Unix time; 0.0 where Slurm sets none
+    end_time: float = 0.0  # Unix time; 0.0 if Slurm sets none
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node. Times are Unix seconds, 0.0 where Slurm does not know."""
+    """The facts on a node. Times are Unix times in seconds, 0.0 if Slurm does not know them."""
 
     name: str
     state: str
@@ -87,29 +90,32 @@ class Node:
 
     @property
     def up(self) -> bool:
-        """Whether Slurm would start something here now or later."""
+        """Return whether Slurm would start a job here now or later."""
         bad = {"DRAIN", "NOT_RESPONDING", "FAIL", "MAINT", "POWERED_DOWN", "POWERING_DOWN", "INVALID_REG"}
         return self.state in ("IDLE", "MIXED", "ALLOCATED") and not self.flags & bad
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs here and nothing is ending here."""
+        """Return whether no job runs or ends here."""
         return self.up and self.state == "IDLE" and not self.flags & {"COMPLETING", "RESERVED", "PLANNED", "REBOOT"}
 
     @property
     def withheld(self) -> bool:
-        """Whether it is DOWN or drained. Its `reason` alone says nothing: from 24.11 on it outlives a RESUME."""
+        """Return whether the node is DOWN or drained.
+
+        A `reason` alone proves neither: from Slurm 24.11 on it stays set after a RESUME.
+        """
         return self.down or "DRAIN" in self.flags
 
     @property
     def down(self) -> bool:
-        """Whether Slurm holds it for dead."""
+        """Return whether Slurm considers the node dead."""
         return self.state in ("DOWN", "ERROR")
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One reservation."""
+    """The facts on a reservation."""
 
     name: str
     nodes: tuple[str, ...]
@@ -121,7 +127,10 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What is used of `scontrol show config`. `boot_time`: when slurmctld was started, Unix seconds."""
+    """The parts of `scontrol show config` in use.
+
+    `boot_time` is the Unix time, in seconds, when slurmctld was started.
+    """
 
     slurmctld_hosts: tuple[tuple[str, str], ...]
     state_save: str

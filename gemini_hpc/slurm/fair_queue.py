@@ -1,5 +1,7 @@
-"""No user's traffic may keep the controller from serving another's: a fair queue, and budgets per user (requirement
-believe-slurm)."""
+"""Fair queue and budgets per user, so that one user's traffic cannot block another's.
+
+They implement the requirement believe-slurm.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from contextvars import ContextVar
 
 from gemini_hpc.wire.rate_limit import RateLimit
 
-# On whose behalf the controller works now (a uid); None: its own. Tasks inherit it from what starts them.
+# The uid on whose behalf the controller works now; None: its own behalf. Tasks inherit it from their creator.
 BEHALF: ContextVar[int | None] = ContextVar("behalf", default=None)
 
 _MAX_BUCKETS = 1024
 
 
 class FairGate:
-    """A semaphore whose queue is one per user: the users take turns, however much each of them has to ask."""
+    """A semaphore with one queue per user, served in turn, so that no user's requests delay another's."""
 
     def __init__(self, places: int) -> None:
         self._free = places
@@ -39,7 +41,7 @@ class FairGate:
         self._next()
 
     def _next(self) -> None:
-        """Hand the place on to the user whose turn it is."""
+        """Pass the free place to the next user in turn."""
         while self._queues:
             user = next(iter(self._queues))
             queue = self._queues.pop(user)
@@ -53,14 +55,14 @@ class FairGate:
 
 
 class PerUser:
-    """One token bucket a user; one that has filled up again is forgotten."""
+    """Token buckets, one per user; a bucket that has refilled is forgotten."""
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._per_s, self._burst = per_s, burst
         self._buckets: dict[int, RateLimit] = {}
 
     def take(self, uid: int, count: float = 1.0) -> bool:
-        """Whether this user may have `count` more now."""
+        """Take `count` tokens from this user's bucket; return whether they were available."""
         if uid not in self._buckets and len(self._buckets) >= _MAX_BUCKETS:
             self._buckets = {u: b for u, b in self._buckets.items() if not b.full}
         return self._buckets.setdefault(uid, RateLimit(self._per_s, self._burst)).take(count)

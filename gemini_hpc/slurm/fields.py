@@ -1,9 +1,9 @@
-"""One job as `squeue -O` prints it: fields that no text of its owner can imitate.
+"""Jobs as `squeue -O` prints them, in fields that no text of a job's owner can imitate.
 
-Slurm itself writes the first fields (numbers, states, host lists), each with a `|` behind it, which none of them can
-hold. Fields that may hold somebody's text follow, each exactly as many bytes wide as it was asked for: a text with
-line breaks, `|` or whole records is cut out by its place, and nothing in it is read. The job's name, comments, paths
-and the like are not asked for at all.
+Slurm itself writes the first fields (numbers, states, host lists). Each ends with a `|`, which none of them
+can contain. Fields that may hold a person's text follow, each exactly as many bytes wide as requested. A text
+with line breaks, `|` or whole records is cut out by its position, and its content is not parsed. The job's
+name, comments, paths and similar fields are not requested at all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WRITTEN = (
     "EndTime",
     "exit_code",
 )
-# slurmctld takes at most 1024 bytes for each of these; a longer text is cut, and decides nothing.
+# slurmctld accepts at most 1024 bytes for each of these; a longer text is cut, and no decision depends on it
 TEXTS = (
     "UserName",
     "Reason",
@@ -57,14 +57,14 @@ TEXTS = (
 TEXT_BYTES = 1024
 FORMAT = ",".join([f"{name}:0|" for name in WRITTEN] + [f"{name}:{TEXT_BYTES}" for name in TEXTS])
 IDS_FORMAT = "JobID:0|,ArrayTaskID:0|,ArrayJobID:0|"
-# For `squeue -o`: of all releases, 22.05 has the excluded nodes in no other form.
+# for `squeue -o`: release 22.05 has the excluded nodes in no other form
 EXCLUDED_FORMAT = "%A|%x|"
-# For `sinfo -N -O`, one row for each node and partition.
+# for `sinfo -N -O`: one row per node and partition
 REASON_FORMAT = f"NodeHost:0|,User:0|,Timestamp:0|,Reason:{TEXT_BYTES}"
 
 
 def split_rows(out: bytes) -> list[dict[str, str]]:
-    """The fields of each row of `squeue -h -O FORMAT`. Raises `ParseError`."""
+    """Return the fields of each row of `squeue -h -O FORMAT`. Raises `ParseError`."""
     rows = []
     at = 0
     while at < len(out):
@@ -87,7 +87,7 @@ def split_rows(out: bytes) -> list[dict[str, str]]:
 
 
 def parse_ids(out: bytes) -> list[tuple[int, str]]:
-    """(raw id, id) of each row of `squeue -h -O IDS_FORMAT`. Raises `ParseError`."""
+    """Return (raw id, id) of each row of `squeue -h -O IDS_FORMAT`. Raises `ParseError`."""
     found = []
     for line in out.decode("ascii", errors="replace").splitlines():
         parts = [part.strip() for part in line.split("|")]
@@ -98,7 +98,7 @@ def parse_ids(out: bytes) -> list[tuple[int, str]]:
 
 
 def job_of(row: dict[str, str]) -> Job:
-    """The job of one row. Raises `ParseError`."""
+    """Return the job of one row. Raises `ParseError`."""
     if not row["JobID"].isdigit() or not row["UserID"].isdigit() or not row["State"]:
         raise ParseError(f"not a job: {row['JobID'][:40]!r} of user {row['UserID'][:40]!r}")
     raw_id = int(row["JobID"])
@@ -136,7 +136,7 @@ def job_of(row: dict[str, str]) -> Job:
 
 
 def _exit_code(value: str) -> str:
-    """`3:0` (status, signal), from that or from the status of wait()."""
+    """Return `3:0` (status, signal), from that form or from the status of wait()."""
     if not re.fullmatch(r"[0-9]+", value):
         return value
     status = int(value)
@@ -144,15 +144,17 @@ def _exit_code(value: str) -> str:
 
 
 def parse_excluded(out: str, raw_id: int) -> tuple[str, ...]:
-    """The nodes that a job must not be put on, from `squeue -h -o EXCLUDED_FORMAT`. Raises `ParseError`."""
+    """Return the nodes that a job excludes, from `squeue -h -o EXCLUDED_FORMAT`. Raises `ParseError`."""
     parts = out.split("|")
     found = {a.strip(): b for a, b in zip(parts[::2], parts[1::2], strict=False)}
     return hosts(found.get(str(raw_id), ""))
 
 
 def parse_reasons(out: bytes) -> dict[str, str]:
-    """Why nodes are drained or down, with who has said so and when as in `scontrol show node`, from
-    `sinfo -h -N -O REASON_FORMAT`. Raises `ParseError`."""
+    """Return why nodes are drained or down, from `sinfo -h -N -O REASON_FORMAT`.
+
+    Each reason ends with its author and time, as in `scontrol show node`. Raises `ParseError`.
+    """
     found: dict[str, str] = {}
     at = 0
     while at < len(out):

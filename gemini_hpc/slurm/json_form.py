@@ -1,6 +1,7 @@
-"""Jobs and nodes as `scontrol --json` prints them, in the shapes of the releases that have it.
+"""Jobs and nodes as `scontrol --json` prints them, in the forms of all releases that support it.
 
-Numbers are plain or `{"set", "infinite", "number"}`, states one word or a list of words; keys come and go.
+Numbers are plain or `{"set", "infinite", "number"}`. States are one word or a list of words. The set of keys
+differs between releases.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from gemini_hpc.slurm.ways import JSON, Surprise, Unreadable
 
 T = TypeVar("T")
 Run = Callable[..., Awaitable[bytes]]
-# As `scontrol show node` writes them.
+# flag names of `scontrol show node`
 _FLAGS = {"MAINTENANCE": "MAINT", "REBOOT_REQUESTED": "REBOOT", "REBOOT_ISSUED": "REBOOT"}
 
 
 class JsonReader:
-    """`scontrol --json`. run: runs a command and returns what it prints."""
+    """A reader of Slurm through `scontrol --json`; `run` runs a command and returns its output."""
 
     name = JSON
 
@@ -46,25 +47,25 @@ class JsonReader:
         return own[0]
 
     async def job(self, raw_id: int) -> Job:
-        """See `Reader`."""
+        """Return one job (see `Reader`)."""
         return job_of(await self._job(raw_id))
 
     async def excluded(self, raw_id: int) -> tuple[str, ...]:
-        """See `Reader`."""
+        """Return the nodes that the job's owner excludes (see `Reader`)."""
         record = await self._job(raw_id)
         return _read(record, lambda: hosts(str(record["excluded_nodes"])))
 
     async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
-        """See `Reader`."""
+        """Return the named nodes, or all nodes (see `Reader`)."""
         found = await self._records("nodes", "show", "node", *([",".join(names)] if names else []))
         return {node.name: node for node in map(node_of, found)}
 
     async def close(self) -> None:
-        """See `Reader`."""
+        """Do nothing: this reader has no helper process (see `Reader`)."""
 
 
 def records(out: bytes, key: str) -> list[dict[str, Any]]:
-    """The records below `key`. Raises `Unreadable` for what is no JSON, `Surprise` for another shape."""
+    """Return the records below `key`. Raises `Unreadable` for invalid JSON, `Surprise` for another shape."""
     try:
         found = msgspec.json.decode(out.decode(errors="replace"))
     except (msgspec.MsgspecError, RecursionError) as exc:
@@ -84,7 +85,7 @@ def _read(record: Mapping[str, Any], build: Callable[[], T]) -> T:
 
 
 def _number(value: Any) -> int:
-    """A number that Slurm may leave unset."""
+    """Return a number, 0 if Slurm leaves it unset."""
     if isinstance(value, dict):
         return int(value["number"]) if value.get("set", True) and not value.get("infinite") else 0
     return int(value or 0)
@@ -95,7 +96,7 @@ def _state(value: Any) -> str:
 
 
 def _names(value: Any) -> list[str]:
-    """A list, or a text with commas."""
+    """Return the names in a list, or in a text with commas."""
     return [str(v) for v in value] if isinstance(value, list) else [v for v in text_of(str(value)).split(",") if v]
 
 
@@ -107,7 +108,7 @@ def _exit_code(value: Any) -> str:
 
 
 def job_of(r: Mapping[str, Any]) -> Job:
-    """Raises `Surprise`."""
+    """Return the job of a record. Raises `Surprise`."""
     return _read(r, lambda: _job_of(r))
 
 
@@ -149,7 +150,7 @@ def _job_of(r: Mapping[str, Any]) -> Job:
 
 
 def node_of(r: Mapping[str, Any]) -> Node:
-    """Raises `Surprise`."""
+    """Return the node of a record. Raises `Surprise`."""
     return _read(r, lambda: _node_of(r))
 
 
@@ -175,7 +176,7 @@ def _node_of(r: Mapping[str, Any]) -> Node:
 
 
 def reason_with_stamp(reason: str, user: str, at: float) -> str:
-    """As `scontrol show node` writes it: what, by whom and when (UTC)."""
+    """Return a reason in the form of `scontrol show node`: text, author and time (UTC)."""
     if not text_of(reason):
         return ""
     return f"{reason} [{user}@{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}]" if user else reason

@@ -1,7 +1,7 @@
-"""pyslurm, asked through a process of its own (`pyslurm_worker`), which is killed at the first surprise.
+"""Access to pyslurm through a separate process (`pyslurm_worker`), which is killed at the first surprise.
 
-pyslurm is never imported here: its import can end a process, and its calls stop the interpreter for as long as
-slurmctld does not answer.
+pyslurm is never imported here: its import can end a process, and its calls block the interpreter for as long
+as slurmctld does not answer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gemini_hpc.slurm.ways import PYSLURM, Surprise, Unreadable
 
 T = TypeVar("T")
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pyslurm_worker.py")
-# Importing takes a part of it; one that finds no configuration can hang for a minute.
+# Importing takes part of this time; an import that finds no configuration can hang for a minute.
 START_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 1.0
-MAX_ANSWER_BYTES = 256 << 20  # of a cluster with 100,000 nodes
+MAX_ANSWER_BYTES = 256 << 20  # for a cluster with 100,000 nodes
 
 
 class PyslurmReader:
-    """One worker. refused: makes an error of Slurm's own words. on_call: hears of every call and its seconds."""
+    """A reader of Slurm through one pyslurm worker process."""
 
     name = PYSLURM
 
@@ -43,6 +43,15 @@ class PyslurmReader:
         on_call: Callable[[str, float], None] | None = None,
         argv: tuple[str, ...] = (sys.executable, "-I", WORKER),
     ) -> None:
+        """Create a reader; the first call starts its worker.
+
+        Args:
+            environment: The worker's environment.
+            timeout_s: Time-out of each call in seconds.
+            refused: Makes an error from Slurm's message and the name "pyslurm".
+            on_call: Called after every call with its words and its duration in seconds.
+            argv: The worker's command.
+        """
         self._environment, self._timeout_s, self._refused = dict(environment), timeout_s, refused
         self._on_call = on_call
         self._argv = argv
@@ -65,7 +74,7 @@ class PyslurmReader:
             raise Surprise(f"pyslurm's process does not start: {exc}") from None
 
     async def call(self, call: str, *args: Any) -> Any:
-        """What the worker answers. Raises as `Reader`."""
+        """Return the worker's answer. Raises as `Reader`."""
         async with self._gate:
             timeout_s = self._timeout_s
             if self._process is None:
@@ -82,7 +91,7 @@ class PyslurmReader:
                 await self.close()
                 raise Surprise(f"pyslurm's process: {str(exc) or type(exc).__name__} ({call})") from None
             except asyncio.CancelledError:
-                await self.close()  # its answer would be taken for the next one's
+                await self.close()  # otherwise its answer would be read as the next call's
                 raise
             if self._on_call is not None:
                 self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), clock.monotonic() - began)
@@ -110,7 +119,7 @@ class PyslurmReader:
         return answer
 
     async def job(self, raw_id: int) -> Job:
-        """See `Reader`."""
+        """Return one job (see `Reader`)."""
         found = await self.call("job", int(raw_id))
         job = await self._read(lambda: job_of(found))
         if job.raw_id != raw_id:
@@ -118,12 +127,12 @@ class PyslurmReader:
         return job
 
     async def excluded(self, raw_id: int) -> tuple[str, ...]:
-        """See `Reader`."""
+        """Return the nodes that the job's owner excludes (see `Reader`)."""
         found = await self.call("job", int(raw_id))
         return await self._read(lambda: hosts(found["excluded_nodes"] or ""))
 
     async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
-        """See `Reader`."""
+        """Return the named nodes, or all nodes (see `Reader`)."""
         found = await self.call("nodes", list(names))
         return await self._read(lambda: {node.name: node for node in map(node_of, found)})
 
@@ -137,11 +146,11 @@ class PyslurmReader:
             raise Surprise(f"pyslurm: a record of an unexpected form: {type(exc).__name__} {exc}") from None
 
     async def node_state(self, name: str, state: str, reason: str = "") -> None:
-        """Set a node's state. Raises as `Reader`."""
+        """Set a node's state, with a reason if one is given. Raises as `Reader`."""
         await self.call("node_state", name, state, reason)
 
     async def requeue(self, raw_id: int) -> None:
-        """Send one job back to pending; never an array's last task, whose id stands for all of them."""
+        """Requeue one job; never an array's last task, whose id stands for the whole array."""
         await self.call("requeue", int(raw_id))
 
     async def close(self) -> None:
@@ -152,13 +161,13 @@ class PyslurmReader:
                 process.stdin.close()
             with suppress(ProcessLookupError):
                 process.kill()
-            with suppress(TimeoutError):  # the kernel may have it in a call of its own
+            with suppress(TimeoutError):  # the worker may be stuck in a kernel call
                 async with asyncio.timeout(KILLED_WITHIN_S):
                     await process.wait()
 
 
 def _gres(value: Any) -> str:
-    """`gpu:a100:2` of {"gpu": {"a100": 2}}, {"gpu:a100": 2} and of text."""
+    """Return `gpu:a100:2` for {"gpu": {"a100": 2}}, {"gpu:a100": 2} and text."""
     if isinstance(value, Mapping):
         return ",".join(
             ",".join(f"{name}:{kind}:{count}" for kind, count in what.items())
@@ -170,7 +179,7 @@ def _gres(value: Any) -> str:
 
 
 def job_of(r: Mapping[str, Any]) -> Job:
-    """A worker's record of a job. Raises `ParseError`, and the errors of a record of another shape."""
+    """Return the job of a worker's record. Raises `ParseError`, and errors such as KeyError for another shape."""
     array = int(r["array_id"] or 0) or None
     waiting, task_id = r["array_tasks_waiting"], r["array_task_id"]
     task = "" if array is None else str(waiting or ("" if task_id is None else task_id))
@@ -207,7 +216,7 @@ def job_of(r: Mapping[str, Any]) -> Job:
 
 
 def node_of(r: Mapping[str, Any]) -> Node:
-    """A worker's record of a node. Raises as `job_of`."""
+    """Return the node of a worker's record. Raises as `job_of`."""
     state, flags = node_state(r["state"])
     return Node(
         name=str(r["name"]),

@@ -1,13 +1,13 @@
-"""A program of its own: answers questions on its standard input with pyslurm, one line of JSON each.
+"""A separate program that answers requests on its standard input with pyslurm, one line of JSON each.
 
-Started by `pyslurm_reader` alone, as a file, so that nothing else of gemini-hpc is loaded beside pyslurm. pyslurm's
-import may end a process, and its calls hold the interpreter until slurmctld answers: whoever asks has a time-out and
-kills this process. What Slurm's library prints does not get among the answers.
+Only `pyslurm_reader` starts the program, as a file, so that this process loads no other part of gemini-hpc.
+The import of pyslurm may end a process, and its calls hold the interpreter until slurmctld answers. The
+caller has a time-out and kills this process. The output of Slurm's library does not mix with the answers.
 
     {"id": 1, "call": "job", "args": [41]}
     {"id": 1, "value": {...}}   or   {"id": 1, "error": "Invalid job id specified", "kind": "refused"}
 
-kind: "refused" by Slurm, "unreadable" (a text that is not UTF-8), "surprise" (anything else).
+`kind` is "refused" (by Slurm), "unreadable" (a text that is not UTF-8) or "surprise" (anything else).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ JOB = (
     "exit_code_signal",
     "gres_per_node",
 )
-# Not in all releases.
+# absent in some releases
 JOB_MAY = ("tres_per_job", "tres_per_socket", "tres_per_task")
 NODE = (
     "name",
@@ -72,7 +72,7 @@ NODE = (
 
 
 def calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
-    """What may be asked."""
+    """Return the functions that may be called, by name."""
 
     def job(raw_id: int) -> dict[str, Any]:
         found = pyslurm.Job.load(raw_id)
@@ -94,7 +94,7 @@ def calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
 
 
 def answer(pyslurm: Any, known: dict[str, Callable[..., Any]], line: str) -> dict[str, Any]:
-    """The answer to one line."""
+    """Return the answer to one line."""
     asked = json.loads(line)
     try:
         return {"id": asked["id"], "value": known[asked["call"]](*asked["args"])}
@@ -102,14 +102,14 @@ def answer(pyslurm: Any, known: dict[str, Callable[..., Any]], line: str) -> dic
         return {"id": asked["id"], "error": str(exc), "kind": "refused"}
     except UnicodeDecodeError as exc:
         return {"id": asked["id"], "error": str(exc), "kind": "unreadable"}
-    except Exception as exc:  # whatever it is, this process is not asked again
+    except Exception as exc:  # whatever it is, this process is not used again
         return {"id": asked["id"], "error": f"{type(exc).__name__}: {exc}", "kind": "surprise"}
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the library prints
+    os.dup2(2, 1)  # the library's own output
     import pyslurm  # type: ignore[import-not-found]  # in no other process than this one
 
     known = calls(pyslurm)

@@ -1,8 +1,8 @@
-"""What Slurm's commands print of nodes, partitions, reservations and its configuration, and the rows of squeue.
+"""Parsers of Slurm's output on nodes, partitions, reservations and configuration, and of squeue's rows.
 
-`scontrol` prints records as `Key=value`, and operators' texts raw among them. A key counts where Slurm prints it
-first, and none counts behind the first text. Jobs are not read so: their owners write most of such a record (see
-`fields`).
+`scontrol` prints records as `Key=value`, with operators' texts unescaped among them. The first occurrence of
+a key counts, and no key behind the first text counts. Jobs are not read this way, because their owners write
+most of such a record (see `fields`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, Config, Node, Reserv
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
 _STATE_MARKS = "*~#!%$@^-+"
-# What stands behind these keys of a node's record is an operator's text.
+# keys of a node's record whose values are operators' texts
 _NODE_TEXTS = frozenset(("Comment", "Extra", "Reason"))
 _NONE = frozenset(("", "(null)", "None", "none", "N/A", "n/a", "Unknown", "NONE"))
 
 
 class ParseError(ValueError):
-    """Text of a Slurm command that cannot be read, or that could be read in two ways."""
+    """The error that a Slurm command's output cannot be read, or is ambiguous."""
 
 
 def pairs(line: str) -> list[tuple[str, str]]:
-    """The key=value pairs of one `scontrol -o` line, none of a line without; values may hold spaces."""
+    """Return the key=value pairs of one `scontrol -o` line; values may contain spaces."""
     found = list(_KEY.finditer(line))
     if not found:
         return []
@@ -35,18 +35,18 @@ def pairs(line: str) -> list[tuple[str, str]]:
 
 
 def text_of(value: str) -> str:
-    """The value, "" where Slurm writes one of its words for none."""
+    """Return the value, "" if it is one of Slurm's words for none."""
     return "" if value in _NONE else value
 
 
 def number(value: str) -> int:
-    """The number that the value begins with, 0 for none."""
+    """Return the number that the value begins with, 0 if there is none."""
     m = re.match(r"[0-9]+", value)
     return int(m[0]) if m else 0
 
 
 def hosts(value: str) -> tuple[str, ...]:
-    """The hosts of a host list. Raises `ParseError`."""
+    """Return the hosts of a host list. Raises `ParseError`."""
     try:
         return tuple(hostlist.expand(text_of(value)))
     except ValueError as exc:
@@ -54,7 +54,7 @@ def hosts(value: str) -> tuple[str, ...]:
 
 
 def megabytes(value: str) -> int:
-    """`1536M`, `4G`, `100Mc` (for each CPU) in MiB; 0 for anything else."""
+    """Return the MiB in `1536M`, `4G`, `100Mc` (per CPU); 0 for anything else."""
     m = re.fullmatch(r"([0-9.]+)([KMGT]?)[cn]?", value)
     if not m:
         return 0
@@ -62,7 +62,7 @@ def megabytes(value: str) -> int:
 
 
 def unix_time(value: str) -> float:
-    """Unix time of Slurm's stamp; the client asks for UTC."""
+    """Return the Unix time of Slurm's time stamp, which is UTC because the client asks for it; 0.0 if invalid."""
     try:
         return float(calendar.timegm(time.strptime(value, "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
@@ -70,7 +70,10 @@ def unix_time(value: str) -> float:
 
 
 def state_of(value: str) -> str:
-    """One word for a job's state; later releases print several (`PENDING,COMPLETING`), the most passing one rules."""
+    """Return one word for a job's state.
+
+    Later releases print several (`PENDING,COMPLETING`). The most transient one is returned then.
+    """
     words = [w for w in re.split(r"[,+ ]", value.upper()) if w]
     for passing in (COMPLETING, CONFIGURING, "STAGE_OUT"):
         if passing in words:
@@ -79,7 +82,10 @@ def state_of(value: str) -> str:
 
 
 def gres_counts(value: str) -> dict[str, int]:
-    """`gpu:a100:4(S:0-1),gres/nvme:1`, in Slurm's several spellings, as `gpu:a100` and `gpu` -> how many."""
+    """Return the counts by name, such as `gpu:a100` and `gpu`, in a list of generic resources.
+
+    Slurm spells such lists in several ways, for example `gpu:a100:4(S:0-1),gres/nvme:1`.
+    """
     found: dict[str, int] = {}
     for part in re.sub(r"\([^()]*\)", "", text_of(value)).split(","):
         words = re.sub(r"^gres[:/]", "", part.strip()).replace("=", ":").split(":")
@@ -94,7 +100,7 @@ def gres_counts(value: str) -> dict[str, int]:
 
 
 def _slurms_own(record: str, texts: frozenset[str] = frozenset()) -> dict[str, str]:
-    """What Slurm itself has written: the first value of each key, and the first key of `texts`."""
+    """Return the values that Slurm itself has written: each key's first value, up to the first key of `texts`."""
     fields: dict[str, str] = {}
     for key, value in pairs(record):
         fields.setdefault(key, value)
@@ -104,18 +110,21 @@ def _slurms_own(record: str, texts: frozenset[str] = frozenset()) -> dict[str, s
 
 
 def node_records(out: str) -> list[str]:
-    """The records of `scontrol show node -o`; a line break in a text does not end one."""
+    """Return the records of `scontrol show node -o`; a line break within a text does not end a record."""
     return re.split(r"\n(?=NodeName=)", out.strip()) if out.strip() else []
 
 
 def reason_is_hidden(record: str) -> bool:
-    """Whether another text stands before where a reason may be, so that the record does not tell it."""
+    """Return whether another text precedes the place of a reason, so that the record cannot show it."""
     own = _slurms_own(record, _NODE_TEXTS)
     return "Reason" not in own and "Reason=" in record and bool(own.keys() & _NODE_TEXTS)
 
 
 def node_state(word: str) -> tuple[str, frozenset[str]]:
-    """`DOWN*+DRAIN` as DOWN and its flags; the star of a node that does not answer is one of them."""
+    """Return base state and flags of a word such as `DOWN*+DRAIN`.
+
+    The star of a node that does not answer becomes the flag NOT_RESPONDING.
+    """
     base, *extra = word.upper().split("+")
     flags = {flag.rstrip(_STATE_MARKS) for flag in extra}
     if "*" in word:
@@ -124,14 +133,14 @@ def node_state(word: str) -> tuple[str, frozenset[str]]:
 
 
 def _reason(record: str) -> str:
-    """The whole of it, whatever words it has, as far as who has set it and when."""
+    """Return the whole reason, whatever words it contains, up to its author and time."""
     text = record.partition("Reason=")[2]
     stamped = re.match(r".*?\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]", text, re.DOTALL)
     return text_of((stamped[0] if stamped else text).strip())
 
 
 def parse_node(record: str) -> Node:
-    """One record of `scontrol show node -o`. Raises `ParseError`."""
+    """Return the node of one record of `scontrol show node -o`. Raises `ParseError`."""
     fields = _slurms_own(record, _NODE_TEXTS)
     state = fields.get("State", "").split()
     if not fields.get("NodeName") or not state:
@@ -159,7 +168,7 @@ def parse_node(record: str) -> Node:
 
 
 def parse_reservation(line: str) -> Reservation:
-    """One line of `scontrol show reservation -o`. Raises `ParseError`."""
+    """Return the reservation of one line of `scontrol show reservation -o`. Raises `ParseError`."""
     fields = _slurms_own(line)
     if "ReservationName" not in fields:
         raise ParseError(f"not a reservation record: {line[:80]!r}")
@@ -174,7 +183,10 @@ def parse_reservation(line: str) -> Reservation:
 
 
 def parse_partition(line: str) -> tuple[str, str]:
-    """Name and state (UP, DRAIN, DOWN, INACTIVE) in one line of `scontrol show partition -o`. Raises `ParseError`."""
+    """Return a partition's name and state from one line of `scontrol show partition -o`.
+
+    The state is UP, DRAIN, DOWN or INACTIVE. Raises `ParseError`.
+    """
     fields = _slurms_own(line)
     if not fields.get("PartitionName") or not fields.get("State"):
         raise ParseError(f"not a partition record: {line[:80]!r}")
@@ -185,7 +197,7 @@ _HOST = re.compile(r"([^()\s]+)(?:\(([^()\s]*)\))?")
 
 
 def parse_config(text: str) -> Config:
-    """All of `scontrol show config`. Raises `ParseError`."""
+    """Return the configuration from the whole output of `scontrol show config`. Raises `ParseError`."""
     values = parse_configuration(text)
     hosts = []
     for i in range(16):
@@ -201,7 +213,7 @@ ROW_FORMAT = "%A|%U|%T|%N|%e"
 
 
 def parse_row(line: str) -> Row:
-    """One row of `squeue -h -o ROW_FORMAT`. Raises `ParseError`."""
+    """Return the row of one line of `squeue -h -o ROW_FORMAT`. Raises `ParseError`."""
     parts = line.strip().split("|")
     if len(parts) != 5 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
@@ -209,14 +221,17 @@ def parse_row(line: str) -> Row:
 
 
 def parse_admin_level(text: str, user: str) -> str:
-    """AdminLevel of `user` in `sacctmgr -nP show user name=USER format=user,admin`; "" unless there is just one."""
+    """Return the AdminLevel of `user`, "" unless there is exactly one row of that user.
+
+    `text` is the output of `sacctmgr -nP show user name=USER format=user,admin`.
+    """
     rows = [line.split("|") for line in text.splitlines() if line.strip()]
     levels = [row[1] for row in rows if len(row) == 2 and row[0] == user]
     return levels[0] if len(levels) == 1 else ""
 
 
 def parse_configuration(text: str) -> dict[str, str]:
-    """`scontrol show config`: key -> value, empty where Slurm says (null)."""
+    """Return the values of `scontrol show config` by key, empty if Slurm prints (null)."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -226,13 +241,16 @@ def parse_configuration(text: str) -> dict[str, str]:
 
 
 def parse_ping(text: str) -> list[tuple[str, bool]]:
-    """`scontrol ping`: (host, whether it answers), in its order."""
+    """Return each host in the output of `scontrol ping` and whether it answers, in the printed order."""
     found = re.finditer(r"^Slurmctld\([a-z0-9]+\) at (\S+) is (UP|DOWN)", text, re.M)
     return [(match[1], match[2] == "UP") for match in found]
 
 
 def gres_needed(per_node: str, *otherwise: str) -> dict[str, int]:
-    """What each node must have: as asked for per node, and one of whatever is asked for otherwise."""
+    """Return the generic resources that each node must have.
+
+    Resources requested per node count in full. Resources requested in another way count as one.
+    """
     need: dict[str, int] = {}
     for value in otherwise:
         need.update(dict.fromkeys(gres_counts(value), 1))

@@ -1,4 +1,4 @@
-"""Which way Slurm is asked: its commands' fields, their JSON, or pyslurm in a process of its own."""
+"""The choice of Slurm's API: fields of its commands, their JSON, or pyslurm in a separate process."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ COMMANDS, JSON, PYSLURM = "commands", "json", "pyslurm"
 
 
 class Surprise(SlurmError):
-    """This way does not work as expected here: it is not used again, and Slurm's commands are asked instead."""
+    """The error that an API does not work as expected here; it is replaced by Slurm's commands from then on."""
 
 
 class Unreadable(SlurmError):
-    """One answer cannot be read this way, perhaps for somebody's text in it: the commands are asked this once."""
+    """The error that one answer cannot be read, perhaps because of a person's text; commands are used this once."""
 
 
 class Reader(Protocol):
-    """A way beside the commands. All methods raise `SlurmError` for what Slurm refuses, `SlurmUnreachable`,
-    `Unreadable` and `Surprise`."""
+    """A reader of Slurm by an API other than the commands.
+
+    All methods raise `SlurmError` if Slurm refuses, `SlurmUnreachable`, `Unreadable` and `Surprise`.
+    """
 
     name: str
 
     async def job(self, raw_id: int) -> Job:
-        """One job by its raw id."""
+        """Return one job by its raw id."""
         ...
 
     async def excluded(self, raw_id: int) -> tuple[str, ...]:
-        """The nodes that the job's owner does not want."""
+        """Return the nodes that the job's owner excludes."""
         ...
 
     async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
-        """These nodes, or all."""
+        """Return the named nodes, or all nodes if none is named."""
         ...
 
     async def close(self) -> None:
-        """End whatever belongs to it."""
+        """End the reader's helper process, if there is one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The way that is used, and why; `left`: another one was given up for it."""
+    """The API in use and the reason for its choice; `left` means that it replaced an API that failed."""
 
     name: str
     why: str
@@ -55,7 +57,7 @@ class Way:
 
 
 class Told(msgspec.Struct):
-    """What the controller writes down for `doctor`, in `FILE` below state_dir."""
+    """The record of the API in use that the controller writes for `doctor`, in `FILE` below state_dir."""
 
     setting: str
     used: str
@@ -68,7 +70,7 @@ FILE = "slurm-api.json"
 
 
 def installed_pyslurm() -> str:
-    """The version of pyslurm beside this package, found out without importing it; "" for none."""
+    """Return the version of the installed pyslurm without importing it, "" if there is none."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -78,15 +80,20 @@ def installed_pyslurm() -> str:
 
 
 def release_of(text: str) -> tuple[int, int] | None:
-    """(major, minor) of `slurm-wlm 22.05.8` and of pyslurm's `22.5.3`."""
+    """Return (major, minor) of a version text such as `slurm-wlm 22.05.8` or pyslurm's `22.5.3`."""
     found = re.search(r"([0-9]+)\.([0-9]+)", text)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def choose(setting: str, slurm: str, pyslurm: str) -> Way:
-    """The way that `slurm_api` and the releases lead to. slurm: of Slurm's commands here (pyslurm loads its library).
+    """Choose the API from the setting `slurm_api` and the installed releases.
 
-    pyslurm: its version, "" for none. Each release of pyslurm fits one release of Slurm.
+    Each release of pyslurm fits one release of Slurm.
+
+    Args:
+        setting: The value of `slurm_api`.
+        slurm: The release of Slurm's commands here, whose library pyslurm loads.
+        pyslurm: The version of pyslurm, "" if it is not installed.
     """
     if setting in (JSON, COMMANDS):
         return Way(setting, f'slurm_api = "{setting}"')

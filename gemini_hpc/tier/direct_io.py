@@ -1,8 +1,8 @@
-"""A file's bytes past the page cache, where its file system can do that.
+"""File input and output past the page cache (`O_DIRECT`), on file systems that support it.
 
-Pages of the cache cost more of the processor than the disk's own transfer does, and drive out what a training reads
-again and again. What is not on pages (offset and length), and all of a file system that has no such reads and writes,
-goes through the cache.
+Copying through the page cache costs more processor time than the disk transfer itself. It also evicts data
+that the training reads repeatedly. The page cache is used for bytes that are not page-aligned in offset and
+length. It is used for all bytes on a file system without direct input and output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PART_BYTES = 2 << 20
 
 
 def buffers(count: int) -> list[memoryview]:
-    """Of `PART_BYTES` each, on pages."""
+    """Return `count` page-aligned buffers of `PART_BYTES` each."""
     memory = mmap.mmap(-1, count * PART_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -28,8 +28,11 @@ def buffers(count: int) -> list[memoryview]:
 
 
 def started(count: int, run: Callable[[], None], name: str) -> list[threading.Thread]:
-    """Threads that do not hold up the process's end; fewer where no more are to be had. Raises RuntimeError where
-    none is."""
+    """Start up to `count` daemon threads that run `run`, and return them.
+
+    Daemon threads do not hold up the end of the process. Fewer threads are returned if the system refuses to
+    start more. Raises RuntimeError if not even one thread can be started.
+    """
     threads: list[threading.Thread] = []
     for _ in range(count):
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -44,7 +47,10 @@ def started(count: int, run: Callable[[], None], name: str) -> list[threading.Th
 
 
 class File:
-    """An open file. Raises OSError."""
+    """A file opened for both buffered and direct input and output.
+
+    Creating an instance raises OSError if the file cannot be opened.
+    """
 
     def __init__(self, path: str, flags: int, *, direct: bool = True) -> None:
         self.fd = os.open(path, flags | os.O_CLOEXEC)
@@ -54,13 +60,13 @@ class File:
                 self._direct = os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
 
     def close(self) -> None:
-        """No call is under way, and none comes."""
+        """Close the file. The caller ensures that no other call is running or follows."""
         for fd in (self._direct, self.fd):
             if fd != -1:
                 os.close(fd)
 
     def read(self, into: memoryview, at: int) -> int:
-        """How many bytes from offset `at` are there now; 0 at the file's end."""
+        """Read bytes at offset `at` into `into`; return their number, 0 at the end of the file."""
         if self._may(into, at):
             try:
                 return os.preadv(self._direct, [into], at)
@@ -70,8 +76,11 @@ class File:
         return os.preadv(self.fd, [into], at)
 
     def write(self, data: memoryview, at: int) -> None:
-        """All of it, to offset `at`. Raises OSError: EINVAL where the file system has no such writes after all, as
-        the two ways are not mixed then."""
+        """Write all of `data` at offset `at`.
+
+        Raises OSError. EINVAL means that the file system does not support direct writes after all. No
+        fallback happens here, because direct and buffered writes must not be mixed then.
+        """
         may = self._may(data, at)
         fd = self._direct if may else self.fd
         while len(data):
@@ -79,7 +88,7 @@ class File:
             if not sent:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             if not may and sent >= PAGE_BYTES:
-                # It goes to the disk while the next bytes come, and does not stay in the page cache.
+                # Start the transfer to the disk while the next bytes arrive, and keep none in the page cache.
                 os.posix_fadvise(fd, at, sent, os.POSIX_FADV_DONTNEED)
             data, at = data[sent:], at + sent
 

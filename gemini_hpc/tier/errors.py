@@ -1,7 +1,7 @@
-"""What goes wrong on the persistent tier."""
+"""Errors of the persistent tier."""
 
 from __future__ import annotations
 
 
 class TierFailed(Exception):
-    """An order was not carried out; one sentence."""
+    """The failure of an order to the tier; its text is one sentence."""

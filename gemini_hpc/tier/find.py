@@ -1,5 +1,8 @@
-"""Which version of the tier a user means: by the path of a version, of a set, of a job, or of the tier itself, and
-`PATH@NAME` for the one that has this name (`Checkpointer.keep`)."""
+"""Search for the version of the tier that a user means.
+
+The user gives the path of a version, a training, a job or the tier itself. `PATH@NAME` means the version with
+that name (`Checkpointer.keep`).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,22 @@ from gemini_hpc.tier.version import Manifest
 def find(
     path: str, set_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda said: None
 ) -> tuple[str, Manifest]:
-    """Directory and manifest of the newest whole version below `path`, or of the one with this number. set_name:
-    where a job has several. A version's own directory is that version, whatever the two say. A damaged version is
-    passed over, and `passed_over` told why; so is one that a training has rejected, unless its name or number is
-    asked for. Raises ValueError with one sentence, OSError."""
+    """Return directory and manifest of the newest whole version below `path`.
+
+    A path that is a version's own directory means that version, regardless of `set_name` and `number`.
+    Damaged versions are skipped. Versions that a training has rejected are skipped too, unless their name or
+    number is asked for.
+
+    Args:
+        path: A path as the user gives it, possibly with `@NAME`.
+        set_name: The training to search, needed if a job has several.
+        number: The version number to search; 0 means the newest.
+        passed_over: Called with one sentence for each skipped version, if a version is found.
+
+    Raises:
+        ValueError: No such version exists. The text is one sentence.
+        OSError: The tier cannot be read.
+    """
     path, name = split(path)
     path = os.path.normpath(path)
     if not os.path.isdir(path):
@@ -57,7 +72,10 @@ def find(
 
 
 def split(path: str) -> tuple[str, str]:
-    """The path, and the name behind its last "@", "" where it has none; what is there as it stands has none."""
+    """Split a path into the path and the name behind its last "@".
+
+    The name is "" if there is none, or if the path as a whole exists.
+    """
     before, at, name = path.rpartition("@")
     if at and before and NAME.fullmatch(name) and not os.path.lexists(path):
         return before, name
@@ -67,12 +85,12 @@ def split(path: str) -> tuple[str, str]:
 def _read(directory: str, stamp: Stamp) -> Manifest | None:
     try:
         return version.read(directory, stamp)
-    except ValueError as error:  # begins with the manifest's name
+    except ValueError as error:  # the error's text begins with the manifest's name
         raise ValueError(f"{directory}/{version.name(stamp)}/{error}") from None
 
 
 def _down(path: str, set_name: str) -> str:
-    """From the tier to a job's directory, and from there to a set's: the named one, or the only one."""
+    """Descend from the tier to a job's directory, then to a training's: the named one, or the only one."""
     for kind in ("gemini-", ""):
         if version.stamps(path):
             return path

@@ -1,7 +1,8 @@
-"""HDF5 types of captured tensors, and the few low-level calls that h5py's own front does not offer.
+"""HDF5 types of captured tensors, and low-level calls that h5py's high-level interface does not offer.
 
-Numbers have HDF5's types. bfloat16 is a float of HDF5 with bfloat16's fields, which any HDF5 program converts; floats
-of 8 bits and less are stored as bytes. Attribute `dtype` of a dataset always has torch's name.
+Numbers have HDF5's own types. bfloat16 is an HDF5 float with bfloat16's bit fields, which any HDF5 program
+converts. Floats of 8 bits and less are stored as bytes. A dataset's attribute `dtype` always holds torch's
+name of the type.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def type_of(dtype: str) -> Any:
-    """The type in files of elements of this dtype (torch's name), of as many bytes."""
+    """Return the HDF5 type for elements of this dtype (torch's name), of the same size in bytes."""
     if dtype in _PLAIN:
         return _PLAIN[dtype]
     if dtype == "bfloat16":
@@ -60,8 +61,10 @@ def _complex(part: Any) -> Any:
 
 
 def create(where: str | BinaryIO) -> h5py.File:
-    """A new file, large datasets of which begin on a page, or its bytes in an open one without a buffer, which need
-    not have a name. Raises OSError."""
+    """Create an HDF5 file at a path, or inside an open binary file.
+
+    The open file must be unbuffered and need not have a name. Large datasets begin on a page. Raises OSError.
+    """
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_LATEST)
     access.set_alignment(_ALIGN_FROM_BYTES, _ALIGN_BYTES)
@@ -74,8 +77,11 @@ def create(where: str | BinaryIO) -> h5py.File:
 
 @contextmanager
 def created(path: str) -> Iterator[h5py.File]:
-    """A new file, open in this block. Raises OSError, and RuntimeError where HDF5 does: the first thing that fails,
-    and not what it says when it is to close a file that it cannot write."""
+    """Create a file that is open during the `with` block, and close it afterwards.
+
+    Raises OSError, or RuntimeError where HDF5 raises it. The first failure is raised. Later errors from
+    closing a file that cannot be written are suppressed.
+    """
     file = create(path)
     try:
         yield file
@@ -87,8 +93,10 @@ def created(path: str) -> Iterator[h5py.File]:
 
 
 def open_together(path: str, comm: Any, info: Any = None) -> h5py.File:
-    """A file that all ranks of an mpi4py communicator write to; collective. For an h5py that is built with MPI. info:
-    hints of MPI-IO. Raises OSError."""
+    """Open a file that all ranks of an mpi4py communicator write to; a collective call.
+
+    It needs an h5py built with MPI. `info` holds MPI-IO hints. Raises OSError.
+    """
     from mpi4py import MPI
 
     access = h5p.create(h5p.FILE_ACCESS)
@@ -98,8 +106,11 @@ def open_together(path: str, comm: Any, info: Any = None) -> h5py.File:
 
 
 def dataset(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, *, chunk: tuple[int, ...] = ()) -> Any:
-    """A new dataset, low-level. Without `chunk` it is contiguous and has its place in the file at once
-    (`get_offset`), so that its bytes may be written there without HDF5; with it compressed."""
+    """Create a dataset and return its low-level object.
+
+    Without `chunk` the dataset is contiguous. Its place in the file is allocated at once (`get_offset`), so
+    its bytes may be written there without HDF5. With `chunk` the dataset is chunked and compressed.
+    """
     made = h5p.create(h5p.DATASET_CREATE)
     made.set_fill_time(h5d.FILL_TIME_NEVER)
     if chunk:
@@ -114,21 +125,22 @@ def dataset(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, *
 
 
 def link_name(key: str) -> str:
-    """A tensor's name as that of a dataset: no slash in it makes a group."""
+    """Return a tensor's name as a dataset name, with slashes escaped so that they make no groups."""
     return key.replace("%", "%25").replace("/", "%2F")
 
 
 def label(made: Any, row: Row) -> None:
-    """What the tensor of a dataset is called, and its type, as torch has it."""
+    """Set a dataset's attributes for its tensor's name and torch dtype."""
     attributes = h5py.Dataset(made).attrs
     attributes["tensor"], attributes["dtype"] = row.key, row.dtype
 
 
-Source = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # file, dataset, offset and size in the whole
+# file, dataset, and the source's offset and size in the whole
+Source = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
 def virtual(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, sources: list[Source]) -> Any:
-    """A new dataset that shows others as one. shape: of one dimension at least."""
+    """Create a virtual dataset that presents other datasets as one; `shape` has at least one dimension."""
     made = h5p.create(h5p.DATASET_CREATE)
     for file, path, offset, size in sources:
         place = h5s.create_simple(shape)
@@ -141,17 +153,17 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
 
 
 def put(made: Any, data: bytes | memoryview, box: Box | None = None) -> None:
-    """All bytes of a small dataset, or of a box of one, as they are in memory."""
+    """Write all bytes of a small dataset, or of one box of a dataset, as they are in memory."""
     made.write(*_selected(made, box), np.frombuffer(data, dtype=np.uint8), mtype=made.get_type())
 
 
 def get(found: Any, into: Any, box: Box | None = None) -> None:
-    """The other way: into a writable array of as many bytes."""
+    """Read a dataset, or one box of it, into a writable array of equal size in bytes."""
     found.read(*_selected(found, box), np.frombuffer(into, dtype=np.uint8), mtype=found.get_type())
 
 
 def _selected(found: Any, box: Box | None) -> tuple[Any, Any]:
-    """What is taken of memory, and of the dataset."""
+    """Return the selections in memory and in the dataset."""
     if box is None:
         return h5s.ALL, h5s.ALL
     place = found.get_space()
@@ -160,9 +172,11 @@ def _selected(found: Any, box: Box | None) -> tuple[Any, Any]:
 
 
 def put_box(found: Any, offset: tuple[int, ...], values: Any, *, together: bool) -> None:
-    """An array into its place in a dataset of a file that is open on all ranks. together: collective, by all ranks
-    (a rank on which that fails may leave the others waiting, in Open MPI's MPI-IO); values None: nothing from this
-    one."""
+    """Write an array to its place in a dataset of a file that is open on all ranks.
+
+    `together` makes the call collective: all ranks must take part. In Open MPI's MPI-IO a rank on which a
+    collective write fails may leave the others waiting. `values` of None means that this rank writes nothing.
+    """
     how = h5p.create(h5p.DATASET_XFER)
     how.set_dxpl_mpio(h5fd.MPIO_COLLECTIVE if together else h5fd.MPIO_INDEPENDENT)
     place = found.get_space()

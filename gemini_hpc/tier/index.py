@@ -1,10 +1,12 @@
-"""The index of a version: each tensor of the training as one dataset, whatever nodes its parts lie on.
+"""The index of a version: each tensor of the training as one dataset, regardless of the nodes that hold its parts.
 
-    /tensors/NAME           what all ranks share: parameters, optimizer state; virtual datasets over the nodes' files
-    /ranks/3/NAME           what is rank 3's own
+    /tensors/NAME           tensors shared by all ranks (parameters, optimizer state): virtual datasets
+                            over the nodes' files
+    /ranks/3/NAME           rank 3's own tensors
 
-Tensors without dimensions are copied: HDF5 shows no others' scalars as its own. So are buffers, as rank 0 has them:
-they are in its small state. A further name of a tied parameter is a soft link.
+Tensors without dimensions are copied, because HDF5 cannot show another file's scalars in a virtual dataset.
+Buffers are copied too, with rank 0's values, because they are in its small state. A further name of a tied
+parameter is a soft link.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from gemini_hpc.tier.version import INDEX, Manifest
 
 @dataclass
 class _Tensor:
-    """sources: by their offset; value: where its bytes are copied."""
+    """A tensor in the index: `sources` by their offset, or `value` with the bytes to copy."""
 
     row: Row
     sources: dict[tuple[int, ...], hdf5.Source] = field(default_factory=dict)
@@ -32,8 +34,11 @@ class _Tensor:
 
 
 def write(where: str, manifest: Manifest, paced: Paced) -> None:
-    """Into a version's directory, from the files there. `paced` hears of no bytes at each piece: there may be very
-    many of them. Raises OSError, ValueError."""
+    """Write the index into a version's directory, from the node files there.
+
+    `paced` is called with 0 for each piece to show progress, since there may be very many pieces. Raises
+    OSError, ValueError.
+    """
     tensors, links = _gather(where, manifest, paced)
     with publish.replaced(where, INDEX) as path, hdf5.created(path) as index:
         index.attrs["job"], index.attrs["set"] = manifest.job, manifest.set
@@ -49,7 +54,7 @@ def write(where: str, manifest: Manifest, paced: Paced) -> None:
 
 
 def _gather(where: str, manifest: Manifest, paced: Paced) -> tuple[dict[str, _Tensor], dict[str, str]]:
-    """What there is, by its path in the index; and what each further path stands for."""
+    """Return all tensors by their path in the index, and the target of each further path."""
     tensors: dict[str, _Tensor] = {}
     links: dict[str, str] = {}
     for file in manifest.files:
@@ -77,7 +82,7 @@ def _gather(where: str, manifest: Manifest, paced: Paced) -> tuple[dict[str, _Te
 
 
 def _buffers(reader: nodefile.Reader) -> list[tuple[Row, memoryview]]:
-    """Rank 0's. A small state that is no training's has none to show, and is kept as it is."""
+    """Return rank 0's buffers; [] if the small state is not a training's, which is then kept as it is."""
     small = reader.raw(f"{nodefile.group_of(0)}/small")
     with suppress(ValueError):
         return small_state.buffers(small)

@@ -1,7 +1,8 @@
 """Find and make a job's directory below a tier: `gemini-JOBID`, or `gemini-JOBID-KEY` beside another job's.
 
-Job numbers come again: two clusters may share a file system, and a controller may begin to count anew. Each
-submission therefore has a random key, which the job keeps over its requeues; `.job.json` in the directory has it.
+Job numbers can repeat: two clusters may share a file system, and a controller may restart its numbering. Each
+submission therefore has a random key, which the job keeps across requeues. The file `.job.json` in the
+directory holds the key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EPERM, errno.EACCE
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The job of a directory. key: of its submission, "" without; cluster: Slurm's ClusterName, "" unknown."""
+    """The identity of the job that owns a directory.
+
+    Attributes:
+        job: The job number.
+        key: The random key of the submission, "" if it has none.
+        cluster: Slurm's ClusterName, "" if unknown.
+    """
 
     job: Job
     key: JobKey = ""
@@ -37,18 +44,18 @@ _decoder = Strict(msgspec.json.Decoder(Mark))
 
 
 def plain_name(job: int) -> str:
-    """Return the name of a job's directory where no other job of this number has one."""
+    """Return a job's directory name without a key, used unless another job of this number has it."""
     return f"gemini-{job}"
 
 
 def names(tier: str, job: int) -> list[str]:
-    """Return the names of the directories that jobs of this number have, sorted. Raises OSError."""
+    """Return the sorted names of the directories that jobs of this number have. Raises OSError."""
     wanted = re.compile(rf"{plain_name(job)}(-[0-9a-f]{{16}})?")
     return sorted(name for name in os.listdir(tier) if wanted.fullmatch(name))
 
 
 def find(tier: Directory, mark: Mark) -> Directory | None:
-    """Return the directory of this very job, None where it has none yet. Raises OSError."""
+    """Return the directory of exactly this job, None if it has none yet. Raises OSError."""
     plain = plain_name(mark.job)
     for name in [f"{plain}-{mark.key}", plain] if mark.key else [plain]:
         found = _of(tier, name, mark.job)
@@ -60,7 +67,7 @@ def find(tier: Directory, mark: Mark) -> Directory | None:
 
 
 def beside(tier: Directory, mark: Mark) -> str:
-    """Return one sentence where this job's directory has another name than its number, else "". Raises OSError."""
+    """Return one sentence if another job has this job's plain directory name, else "". Raises OSError."""
     plain = plain_name(mark.job)
     found = find(tier, mark)
     name = os.path.basename(found.where) if found is not None else ""
@@ -74,9 +81,9 @@ def beside(tier: Directory, mark: Mark) -> str:
 
 
 def former(tier: Directory, job: int, cluster: str) -> Iterator[Directory]:
-    """Yield the directories that jobs of this number and of the same user have had on this cluster.
+    """Yield the directories that this user's jobs of this number have had on this cluster.
 
-    A directory is open until the next one is asked for. Raises OSError.
+    Each directory stays open until the next one is requested. Raises OSError.
     """
     for name in names(tier.path, job):
         found = _of(tier, name, job)
@@ -87,11 +94,11 @@ def former(tier: Directory, job: int, cluster: str) -> Iterator[Directory]:
 
 
 def make(tier: Directory, mark: Mark) -> Directory:
-    """Return the directory of this job, made if there is none.
+    """Return the directory of this job; make it if it does not exist.
 
     Raises:
-        NotOurs: other jobs have its names.
-        OSError: it cannot be made.
+        NotOurs: Other jobs have its names.
+        OSError: The directory cannot be made.
     """
     if (there := find(tier, mark)) is not None:
         return there
@@ -108,7 +115,7 @@ def make(tier: Directory, mark: Mark) -> Directory:
                 if (there := find(tier, mark)) is not None:  # another node has made it meanwhile
                     return there
                 continue
-            with suppress(PermissionError):  # in a tier where one may make directories and not list them
+            with suppress(PermissionError):  # a tier may permit making directories but not listing them
                 sync(tier.path)
             return tier.below(name)
     finally:
@@ -117,7 +124,7 @@ def make(tier: Directory, mark: Mark) -> Directory:
 
 
 def clean(tier: Directory, job: int) -> None:
-    """Remove directories of this job that got no name, as far as the tier can be listed."""
+    """Remove directories of this job that never got their final name, as far as the tier can be listed."""
     begun = re.compile(rf"\.{plain_name(job)}\..{{1,40}}\.tmp")
     with suppress(OSError):
         for name in filter(begun.fullmatch, os.listdir(tier.path)):
@@ -126,7 +133,7 @@ def clean(tier: Directory, job: int) -> None:
 
 
 def sync(path: str) -> None:
-    """Return when what was renamed in a directory is there after a power cut. Raises OSError."""
+    """Sync a directory, so that renames in it survive a power cut. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -135,7 +142,7 @@ def sync(path: str) -> None:
 
 
 def _of(tier: Directory, name: str, job: int) -> tuple[Directory, Mark] | None:
-    """Return a directory of this user with its mark, None for what is not there or another's. Raises OSError."""
+    """Return the named directory with its mark, None if absent or not this job's and user's. Raises OSError."""
     try:
         found = tier.below(name)
     except (FileNotFoundError, NotOurs):
@@ -152,7 +159,10 @@ def _of(tier: Directory, name: str, job: int) -> tuple[Directory, Mark] | None:
 
 
 def _read(directory: Directory, job: int) -> Mark | None:
-    """Return the mark in a directory, None for another job's or none. Without a file it is of a job without a key."""
+    """Return the mark in a directory, None if it is another job's or invalid.
+
+    A directory without a mark belongs to a job without a key.
+    """
     try:
         with os.fdopen(directory.file(MARK), "rb") as file:
             found = _decoder.decode(file.read(_MOST_BYTES))

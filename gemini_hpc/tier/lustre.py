@@ -1,7 +1,7 @@
-"""Lustre: whether a directory lies there, and the layout of the files in a new one.
+"""Detection of Lustre, and the file layout in a new directory on it.
 
-`lfs` is called as its manual describes it, and tested against a stand-in that records its calls: real Lustre was not
-at hand.
+`lfs` is called as its manual describes. The tests use a stand-in that records its calls, because no real
+Lustre was available.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 
-MAGIC = 0x0BD00BD0  # of statfs(2)
+MAGIC = 0x0BD00BD0  # Lustre's f_type in statfs(2)
 _TIMEOUT_S = 10.0
 _STRIPE = "4M"
 _BYTES_PER_STRIPE = 8 << 30
@@ -19,12 +19,12 @@ _MOST_STRIPES = 16
 _COUNT = re.compile(r"\bstripe_count:\s*(-?[0-9]+)")
 _CHOSEN = re.compile(
     r"\b(lcm_|lcme_|pool:|pattern:\s*mdt)"
-)  # progressive or mirrored, in a pool, on the metadata server
+)  # progressive or mirrored layout, layout in a pool, or data on the metadata server
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
 
 
 def is_lustre(path: str) -> bool:
-    """Whether `path` lies on Lustre; what cannot be asked does not."""
+    """Return whether `path` lies on Lustre; False if the file system cannot be queried."""
     statfs = ctypes.CDLL(None, use_errno=True).statfs
     answer = ctypes.create_string_buffer(1024)
     if statfs(os.fsencode(path), answer) != 0:
@@ -33,14 +33,20 @@ def is_lustre(path: str) -> bool:
 
 
 def stripes(size_bytes: int) -> int:
-    """Over how many servers a file of that size goes: one, and one more for each 8 GiB that are begun, up to 16. A
-    version has one file a node, so that even files on one server each use many of them."""
+    """Return the number of servers over which to stripe a file of that size.
+
+    The number is one per begun 8 GiB, from 1 to 16. A version has one file per node, so files with one stripe
+    each already use many servers.
+    """
     return min(_MOST_STRIPES, 1 + max(0, size_bytes - 1) // _BYTES_PER_STRIPE)
 
 
 def lay_out(directory: str, size_bytes: int, lfs: str) -> bool:
-    """Give the files of a new directory a layout for that size; whether it was given. A layout that someone has
-    chosen (progressive, several stripes, a pool) stays; where there is no Lustre, or no `lfs`, nothing changes."""
+    """Set the layout of a new directory's files for that size; return whether it was set.
+
+    A layout that someone has chosen (progressive, several stripes, a pool) is kept. Without Lustre or `lfs`
+    nothing changes.
+    """
     if not is_lustre(directory):
         return False
     known = _ask(lfs, "getstripe", "-d", directory)
@@ -54,7 +60,7 @@ def lay_out(directory: str, size_bytes: int, lfs: str) -> bool:
 
 
 def _ask(lfs: str, *arguments: str) -> str | None:
-    """What `lfs` prints; None where it fails or does not answer."""
+    """Return the output of `lfs`, None if it fails or does not answer in time."""
     try:
         done = subprocess.run(
             [lfs, *arguments],

@@ -1,8 +1,8 @@
-"""Names that users have given to versions (`Checkpointer.keep`): in the file `kept` of a version's directory.
+"""Names that users have given to versions (`Checkpointer.keep`), in the file `kept` of a version's directory.
 
-A version with that file stays for good. It is empty where the administrator's `tier_keep_every` has asked for it,
-else a JSON object: each name with the number of the version that was asked for. The version that has the name is that
-one, or the first one after it that could be saved.
+A version with that file is never removed by retention. The file is empty if the administrator's
+`tier_keep_every` asked for it. Otherwise it holds a JSON object that maps each name to the version number
+that was asked for. The name belongs to that version, or to the first later version that could be saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import publish, version
 from gemini_hpc.wire.bounds import Strict
 
-MAX_NAMES = 1024  # of one version
+MAX_NAMES = 1024  # per version
 _MAX_BYTES = 1 << 20
 _NO_NAMES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
@@ -28,7 +28,7 @@ _decoder = Strict(msgspec.json.Decoder(Names))
 
 
 def checked(name: object) -> str:
-    """A name that a version may have. Raises TypeError, ValueError."""
+    """Return `name` if a version may have it. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"a version's name is a str, not a {type(name).__name__}")
     if not NAME.fullmatch(name):
@@ -40,8 +40,11 @@ def checked(name: object) -> str:
 
 
 def of_version(where: str) -> dict[str, int]:
-    """The names of the version in this directory, each with the number that was asked for. A file that is none, is
-    another's or says something else names nothing. Raises OSError where the file system fails: it may have names."""
+    """Return the names of the version in this directory, each with the version number that was asked for.
+
+    An absent, foreign or invalid file yields no names. Raises OSError if the file system fails, since the
+    version may have names then.
+    """
     try:
         fd = os.open(f"{where}/{version.KEPT}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
@@ -56,8 +59,11 @@ def of_version(where: str) -> dict[str, int]:
 
 
 def of_set(directory: str) -> dict[str, tuple[int, Stamp]]:
-    """The names in a set's directory: the number that was asked for, and the whole version that has the name; of
-    several the newest that no training has rejected. Raises OSError."""
+    """Return each name in a training's directory, with the number asked for and the whole version that has it.
+
+    If several versions have a name, the newest version that no training has rejected is returned. Raises
+    OSError.
+    """
     found: dict[str, tuple[int, Stamp]] = {}
     for stamp in sorted(version.stamps(directory), key=lambda stamp: version.rejected(directory, stamp)):
         where = f"{directory}/{version.name(stamp)}"
@@ -68,8 +74,10 @@ def of_set(directory: str) -> dict[str, tuple[int, Stamp]]:
 
 
 def give(where: str, names: Mapping[str, int]) -> None:
-    """The version in this directory stays for good, and has these names beside those that it has. Raises OSError,
-    ValueError."""
+    """Keep the version in this directory permanently, and add names to those it has.
+
+    Raises OSError, and ValueError if the version would have too many names.
+    """
     wanted = {**of_version(where), **names}
     if len(wanted) > MAX_NAMES:
         raise ValueError(f"{where}: a version has at most {MAX_NAMES} names")

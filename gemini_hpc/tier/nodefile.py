@@ -1,12 +1,12 @@
-"""One node's file of a version: written from slots in memory, read back into them.
+"""The file of one node in a version: written from slots in memory, read back into slots.
 
-    /rank3                            a rank's shard; attributes: what its slot was
+    /rank3                            a rank's shard; attributes: properties of its slot
         header, directory, small      the slot's own areas, bytes
         tensors/NAME                  a tensor, or this rank's box of it (`NAME@256,0`), as a dataset of its type
 
-Every dataset has the plain xxh3_128 of its bytes as an attribute; a shard's digest is in the manifest. They are
-contiguous unless compression was asked for: their bytes are then written to their places in the file, and read there,
-without HDF5 in between.
+Every dataset has the plain xxh3_128 of its bytes as an attribute. A shard's digest is in the manifest.
+Datasets are contiguous unless compression was asked for. The bytes of contiguous datasets are written and
+read at their places in the file, without HDF5 in between.
 """
 
 from __future__ import annotations
@@ -35,44 +35,50 @@ from gemini_hpc.tier.shards import Area, Shard
 from gemini_hpc.tier.writeback import Behind
 from gemini_hpc.wire.stored import NodeFile, Stored
 
-_CHUNK_BYTES = 1 << 20  # of compressed datasets
-_SYNC_BYTES = 1 << 30  # not more is left to the last sync: nothing is heard of a worker during one
+_CHUNK_BYTES = 1 << 20  # chunk size of compressed datasets
+_SYNC_BYTES = 1 << 30  # limits the last sync, during which the worker reports nothing
 _OWN = ("header", "directory", "small")
 
 Paced = Callable[[int], None]
 
 
 def group_of(rank: int) -> str:
-    """Path of a rank's shard in the file."""
+    """Return the path of a rank's shard in the file."""
     return f"/rank{rank}"
 
 
 def piece_name(manifest: Manifest, piece: Piece) -> str:
-    """Of a piece's dataset."""
+    """Return the name of a piece's dataset."""
     row = manifest.rows[piece.row]
     name = hdf5.link_name(row.key)
     return name if piece.size == row.shape else f"{name}@{','.join(map(str, piece.offset))}"
 
 
 def tensor_path(rank: int, manifest: Manifest, piece: Piece) -> str:
-    """Path of a piece's dataset in the file."""
+    """Return the path of a piece's dataset in the file."""
     return f"{group_of(rank)}/tensors/{piece_name(manifest, piece)}"
 
 
 class Overwritten(ValueError):
-    """A shard's bytes are not those that its digest is of."""
+    """The error of a shard whose bytes do not match its digest."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an area goes: its dataset, and the dataset's place in the file; None: through HDF5."""
+    """The destination of an area: its dataset, and that dataset's offset in the file.
+
+    An offset of None means that the area is written through HDF5.
+    """
 
     area: Area
     made: Any
     offset: int | None
 
     def parts(self) -> Iterator[tuple[int, hdf5.Box | None]]:
-        """Of how many bytes what is written at once is; through HDF5: and its box of the dataset, None for all."""
+        """Yield each part's size in bytes and its box of the dataset.
+
+        The box is None unless HDF5 writes the part; for HDF5, None means the whole dataset.
+        """
         length = self.area.end - self.area.begin
         if self.offset is not None:
             for at in range(0, length, PART_BYTES):
@@ -84,10 +90,22 @@ class _Place:
 def write(
     where: str, name: str, shards: Sequence[tuple[Shard, int, str]], paced: Paced, *, compress: bool = False
 ) -> NodeFile:
-    """Write and sync one node's file. shards: each with the node rank of its home and the digest of its bytes;
-    `paced` hears of all bytes that went, and now and then of none. Raises OSError, ValueError where a shard is not
-    what it should be, `Overwritten` where it is not what its digest says. The digests in the answer are of what comes
-    back: with zeros between a shard's areas."""
+    """Write and sync one node's file of a version.
+
+    The digests in the answer are of the bytes that a reader gets: with zeros between a shard's areas.
+
+    Args:
+        where: The version's directory.
+        name: The file's name.
+        shards: Each shard with the node rank of its home and the digest of its bytes.
+        paced: Called with the size in bytes of each written part, and with 0 as a sign of life.
+        compress: Store compressed datasets.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: A shard is invalid.
+        Overwritten: A shard's bytes do not match its digest.
+    """
     try:
         return _write(where, name, shards, paced, compress=compress, direct=not compress)
     except OSError as error:
@@ -117,7 +135,7 @@ def _write(
                     header, kept = shard.header, _fill(disk, shard, places, wanted, digests)
                     stored.append(Stored(header.rank, home, header.layout.total, header.used_bytes, kept))
                 behind.wait()
-            # HDF5 may write to the file now.
+            # From here on HDF5 may write to the file.
             for made, own in digests:
                 h5py.Dataset(made).attrs["xxh3_128"] = own
                 paced(0)
@@ -127,7 +145,7 @@ def _write(
 
 
 def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> list[_Place]:
-    """Make the datasets of a shard, in the order of its areas."""
+    """Create the datasets of a shard, in the order of its areas."""
     header, manifest = shard.header, shard.manifest
     group = file.create_group(group_of(header.rank))
     group.attrs["slot_bytes"], group.attrs["used_bytes"] = header.layout.total, header.used_bytes
@@ -136,7 +154,7 @@ def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> 
     places = []
     own = iter(_OWN)
     for area in shard.areas():
-        paced(0)  # there may be very many
+        paced(0)  # shows progress, since there may be very many datasets
         size_bytes = area.end - area.begin
         if area.piece is None:
             made = hdf5.dataset(group, next(own), (size_bytes,), "uint8")
@@ -154,9 +172,13 @@ def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> 
 
 
 def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str, digests: list[tuple[Any, str]]) -> str:
-    """Write a shard's bytes, and digest them while they are on their way to the disk: the digest of what comes back.
-    Raises `Overwritten`."""
-    there = kept = Digest()  # with what lies between the areas; with zeros, a second one where that differs
+    """Write a shard's bytes, digesting them on their way to the disk, and return their digest.
+
+    The returned digest is of the bytes that a reader gets: with zeros between the areas. Raises
+    `Overwritten`.
+    """
+    # `there` includes the bytes between areas; `kept` has zeros there, and is separate once they differ
+    there = kept = Digest()
     at = 0
     for spot in places:
         area = spot.area
@@ -186,14 +208,14 @@ def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str, dige
 
 
 class _Disk:
-    """The file beside HDF5: bytes go to their places in it, and all that has gone to it is synced now and then."""
+    """The file's writes beside HDF5: places bytes in the file, and syncs all written bytes now and then."""
 
     def __init__(self, behind: Behind, paced: Paced) -> None:
         self.put = behind.put
         self._behind, self._paced, self._unsynced_bytes = behind, paced, 0
 
     def through(self, count: int) -> None:
-        """So many more have gone, here or by HDF5."""
+        """Count bytes written here or through HDF5, and sync when many are unsynced."""
         self._paced(count)
         self._unsynced_bytes += count
         if self._unsynced_bytes >= _SYNC_BYTES:
@@ -203,8 +225,11 @@ class _Disk:
 
 
 def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
-    """A box of about `_CHUNK_BYTES`, one wide in its first dimensions and whole in its last ones, so that its bytes
-    follow each other in memory; empty for what is too small to be worth it."""
+    """Return a chunk shape of about `_CHUNK_BYTES`, () if the dataset is too small to be compressed.
+
+    The chunk is narrow in the first dimensions and whole in the last ones, so its bytes are contiguous in
+    memory.
+    """
     if not shape or size_bytes < _CHUNK_BYTES // 16:
         return ()
     chunk, left = [], max(1, size_bytes // _CHUNK_BYTES)
@@ -216,8 +241,11 @@ def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
 
 
 def _boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.Box | None]]:
-    """A dataset's chunks, with their bytes, in an order in which these follow each other in memory: nothing is heard
-    of a worker while HDF5 compresses, so not all of a large dataset is given to it at once. None: all of it."""
+    """Yield the size in bytes and box of each chunk of a dataset, in their order in memory.
+
+    The worker reports nothing while HDF5 compresses, so a large dataset is passed to HDF5 in parts. A box of
+    None means the whole dataset.
+    """
     chunk = _chunk(shape, size_bytes)
     if not chunk:
         yield size_bytes, None
@@ -229,16 +257,19 @@ def _boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.
 
 
 class Reader:
-    """A node's file, open. Raises OSError for what HDF5 cannot open, ValueError for what is not as it should be."""
+    """A reader of one node's file.
+
+    Raises OSError if HDF5 cannot open the file, ValueError if its contents are invalid.
+    """
 
     def __init__(self, path: str, ahead: Ahead | None = None) -> None:
-        """ahead: what has already been read of it."""
+        """Open the file; `ahead` holds parts of it that are already read."""
         self._path, self._ahead = path, ahead
         self._file = h5py.File(path, "r")
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """No more reads."""
+        """Close the file."""
         os.close(self._fd)
         self._file.close()
 
@@ -249,8 +280,11 @@ class Reader:
         self.close()
 
     def read(self, stored: Stored, into: memoryview, paced: Paced = lambda _: None) -> None:
-        """A rank's shard as it was in its slot: its first `stored.used` bytes, zeros between the areas. Raises
-        ValueError where anything differs."""
+        """Read a rank's shard into `into` as it was in its slot: `stored.used` bytes, zeros between areas.
+
+        `paced` is called with the number of bytes of each part. Raises ValueError if anything differs from
+        what was stored.
+        """
         group = self._group(stored.rank)
         self._read(group, "header", into[:HEADER_BYTES], paced)
         header = parse_header(into[:HEADER_BYTES], stored.bytes)
@@ -270,7 +304,7 @@ class Reader:
                 hasher.update(into[at : min(end, at + PART_BYTES)])
             hashed = end
 
-        # Each part is digested when it has come, while the file system is at the next ones.
+        # Digest each part when it has arrived, while the file system reads the next ones.
         for area in shard.areas():
             if area.piece is not None:
                 name, begin = piece_name(shard.manifest, area.piece), area.begin
@@ -282,11 +316,11 @@ class Reader:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is damaged: its digest differs")
 
     def manifest(self, rank: int) -> Manifest:
-        """A shard's tensor directory."""
+        """Return a shard's tensor directory."""
         return shard_manifest.unpack(self.raw(f"{group_of(rank)}/directory"), MAX_TOTAL_BYTES)
 
     def parts(self, stored: Stored) -> tuple[Header, Manifest, bytes]:
-        """What a shard has beside its tensors: header, tensor directory, small state. Raises ValueError."""
+        """Return a shard without its tensors: header, tensor directory and small state. Raises ValueError."""
         path = group_of(stored.rank)
         header = parse_header(self.raw(f"{path}/header"), stored.bytes)
         if header.used_bytes != stored.used or header.rank != stored.rank:
@@ -294,7 +328,7 @@ class Reader:
         return header, self.manifest(stored.rank), self.raw(f"{path}/small")
 
     def piece(self, manifest: Manifest, piece: Piece) -> bytearray:
-        """The bytes of a tensor, or of this rank's box of it. Raises ValueError where they are damaged."""
+        """Return the bytes of a tensor, or of this rank's box of it. Raises ValueError if they are damaged."""
         data = bytearray(manifest.nbytes(piece))
         path = tensor_path(manifest.rank, manifest, piece)
         self._read(self._file, path, memoryview(data), lambda _: None)
@@ -306,7 +340,7 @@ class Reader:
             raise ValueError(f"{self._path}: {path} is damaged: its digest differs")
 
     def raw(self, path: str) -> bytes:
-        """All bytes of a small dataset."""
+        """Return all bytes of a small dataset."""
         found = self._dataset(self._file, path)
         data = bytearray(found.size * found.id.get_type().get_size())
         self._read(self._file, path, memoryview(data), lambda _: None)
@@ -326,12 +360,12 @@ class Reader:
         return found
 
     def _read(self, group: Any, name: str, into: memoryview, paced: Paced) -> None:
-        """All bytes of a dataset."""
+        """Read all bytes of a dataset into `into`."""
         for _ in self._area(group, name, into, paced):
             pass
 
     def _area(self, group: Any, name: str, into: memoryview, paced: Paced) -> Iterator[int]:
-        """The same, part by part: how many of its bytes are there."""
+        """Read all bytes of a dataset part by part; yield the number of bytes present after each part."""
         found = self._dataset(group, name)
         size_bytes = found.size * found.id.get_type().get_size()
         if size_bytes != len(into):

@@ -1,5 +1,8 @@
-"""What an agent asks of the process that reads and writes its files on the tier, and what that answers: JSON, one
-message a line, orders on its standard input and answers on its standard output."""
+"""Messages between an agent and the worker process that reads and writes the agent's files on the tier.
+
+Messages are JSON, one a line. The worker reads orders from its standard input and writes answers to its
+standard output.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,20 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class _Whose(msgspec.Struct, frozen=True, kw_only=True):
-    """The job, beside its number. key: None means any job of this user that had the number on this cluster."""
+    """The identity of the job beside its number.
+
+    A key of None means any job of this user that had the number on this cluster.
+    """
 
     key: JobKey | None = ""
     cluster: ClusterName = ""
 
 
 class Order(_Whose, frozen=True, tag_field="op"):
-    """Base of all orders. tier: the directory that the user has named; set: "" for all of the job's sets."""
+    """Base of all orders to the worker.
+
+    `tier` is the directory that the user has named. A `set` of "" means all trainings of the job.
+    """
 
     tier: Tier
     job: Job
@@ -37,12 +46,21 @@ class Order(_Whose, frozen=True, tag_field="op"):
 
     @property
     def mark(self) -> Mark:
-        """The mark of the job's directory."""
+        """Return the mark of the job's directory."""
         return Mark(self.job, self.key or "", self.cluster)
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A complete slot: open descriptor, its size and its home's node rank, and the digest of its `used` bytes."""
+    """A complete slot, passed by file descriptor.
+
+    Attributes:
+        fd: The open descriptor.
+        rank: The shard's rank.
+        home: Node rank of the shard's home.
+        bytes: The slot's size.
+        used: Number of bytes in use, from the slot's start.
+        digest: Digest of the used bytes.
+    """
 
     fd: int
     rank: Count
@@ -53,8 +71,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Write(Order, frozen=True, tag="write"):
-    """Write this node's file of a version. The slots stay as they are.
-    lfs: the program that lays files out on Lustre. Answered by `Progress`, then `Written`."""
+    """An order to write this node's file of a version; the slots are not changed.
+
+    `lfs` is the program that sets file layouts on Lustre. The worker answers with `Progress`, then `Written`.
+    """
 
     stamp: Stamp
     node_rank: Count
@@ -65,8 +85,11 @@ class Write(Order, frozen=True, tag="write"):
 
 
 class Finish(Order, frozen=True, tag="finish"):
-    """All nodes have written: index, manifest, then what is old goes. names: those that the version is to have, each
-    with the number that was asked for. Answered by `Progress`, then `Finished`."""
+    """An order to complete a version after all nodes have written: index, manifest, then removal of old versions.
+
+    `names` are names for the version, each with the version number that was asked for. The worker answers
+    with `Progress`, then `Finished`.
+    """
 
     stamp: Stamp
     world: Count
@@ -77,23 +100,31 @@ class Finish(Order, frozen=True, tag="finish"):
 
 
 class Name(Order, frozen=True, tag="name"):
-    """A version that is whole stays for good, under these names. Answered by `Finished`."""
+    """An order to keep a whole version permanently, under these names; answered by `Finished`."""
 
     stamp: Stamp
     names: Names
 
 
 class Clean(Order, frozen=True, tag="clean"):
-    """Remove what was begun and has not become whole, older than `before`; nobody may be writing there. Answered by
-    `Finished`."""
+    """An order to remove unfinished versions older than `before`; answered by `Finished`.
+
+    The sender ensures that no node is writing there.
+    """
 
     before: Stamp | None = None
 
 
 class Look(Order, frozen=True, tag="look"):
-    """Which whole version of each set is the newest, but for these, and for rejected ones? begin: a job begins, so it
-    is looked whether files could be written at all; make: the tier's directory is made where it is not there, in one
-    that is; rejected: such versions are marked, for who looks without knowing. Answered by `Found`."""
+    """An order to find the newest whole version of each training; answered by `Found`.
+
+    Attributes:
+        without: Training and stamp of versions to ignore.
+        begin: A job begins; the worker also checks that files could be written at all.
+        make: Make the tier's directory if it is missing and its parent exists.
+        rejected: Versions to ignore. The worker marks them on the tier, for readers that do not know of the
+            rejection.
+    """
 
     without: tuple[tuple[str, Stamp], ...] = ()
     begin: bool = False
@@ -102,7 +133,7 @@ class Look(Order, frozen=True, tag="look"):
 
 
 class Read(Order, frozen=True, tag="read"):
-    """Read a shard of a version into this descriptor. Answered by `Progress`, then `Finished`."""
+    """An order to read a shard of a version into a descriptor; answered by `Progress`, then `Finished`."""
 
     stamp: Stamp
     rank: Count
@@ -112,25 +143,31 @@ class Read(Order, frozen=True, tag="read"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag_field="op"):
-    """Base of all answers."""
+    """Base of all answers of the worker."""
 
 
 class Progress(Answer, frozen=True, tag="progress"):
-    """So many bytes are through; a sign of life also where that is none."""
+    """The number of bytes handled so far; also sent as a sign of life when it has not grown."""
 
     bytes: Bytes
 
 
 class Written(Answer, frozen=True, tag="written"):
-    """The file is on the tier, synced."""
+    """The answer that a node's file is on the tier, synced."""
 
     file: NodeFile
 
 
 class Finished(Answer, frozen=True, tag="finished"):
-    """Done; removed: versions that went; trouble: why others that should have gone did not, one sentence; names: for
-    each that was to be given, the number that was asked for when it was given, and the version that has it;
-    directory: the job's, "" of `Clean` and `Read`."""
+    """The answer that an order is complete.
+
+    Attributes:
+        removed: Stamps of the removed versions.
+        trouble: One sentence if old versions could not be removed, else "".
+        names: For each requested name, the version number asked for when it was given, and the version that
+            has it.
+        directory: The job's directory, "" in answers to `Clean` and `Read`.
+    """
 
     removed: tuple[Stamp, ...] = ()
     trouble: str = ""
@@ -139,8 +176,13 @@ class Finished(Answer, frozen=True, tag="finished"):
 
 
 class Found(Answer, frozen=True, tag="found"):
-    """The newest whole version of each set that has one. directory: the job's, "" where it has none yet; beside: why
-    its name is not the job's number alone, one sentence."""
+    """The newest whole version of each training that has one.
+
+    Attributes:
+        manifests: The manifests of these versions.
+        directory: The job's directory, "" if it has none yet.
+        beside: One sentence if the directory's name is not the job's number alone, else "".
+    """
 
     manifests: tuple[Manifest, ...] = ()
     directory: str = ""
@@ -148,7 +190,7 @@ class Found(Answer, frozen=True, tag="found"):
 
 
 class Failed(Answer, frozen=True, tag="failed"):
-    """It did not work; one sentence."""
+    """The answer that an order has failed; `reason` is one sentence."""
 
     reason: str
 

@@ -1,8 +1,8 @@
 """Directories and files of the tier, opened by descriptor and checked for their owner.
 
-Other users may write where a tier lies: in a sticky directory as /scratch is one, or in a group's. A job reads and
-writes only what belongs to its own user, below directories that no other user can change. `Directory.path` leads
-through a descriptor, so that a directory that is renamed or replaced later is not followed.
+Other users may write where a tier lies, in a sticky directory such as /scratch or in a group's directory. A
+job reads and writes only files of its own user, below directories that no other user can change.
+`Directory.path` leads through a descriptor, so a directory that is renamed or replaced later is not followed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from types import TracebackType
 
 _FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _THROUGH = re.compile(r"/proc/self/fd/[0-9]+")
-_users_paths: dict[str, str] = {}  # by the path through a descriptor, the last one of this number
+# user-visible path by the path through a descriptor; the latest for each descriptor number
+_users_paths: dict[str, str] = {}
 
 
 class NotOurs(PermissionError):
@@ -42,19 +43,22 @@ def _is_private(group: int) -> bool:
 
 
 def through(fd: int, where: str) -> str:
-    """Return the path that leads through a descriptor to what users know as `where`."""
+    """Return the path that leads through a descriptor; error messages show it as `where`."""
     path = f"/proc/self/fd/{fd}"
     _users_paths[path] = where
     return path
 
 
 def as_users_know(text: str) -> str:
-    """Return a message with the paths that users know in place of those through descriptors."""
+    """Return a message with paths through descriptors replaced by the paths that users know."""
     return _THROUGH.sub(lambda path: _users_paths.get(path[0], path[0]), text)
 
 
 class Directory:
-    """An open directory of the tier. path: through its descriptor; where: as users know it."""
+    """An open directory of the tier.
+
+    `path` leads through its descriptor. `where` is the path as users know it.
+    """
 
     def __init__(self, fd: int, where: str) -> None:
         self._fd, self.where, self.path = fd, where, through(fd, where)
@@ -68,7 +72,7 @@ class Directory:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor: `path` leads nowhere any more."""
+        """Close the descriptor, which makes `path` invalid."""
         os.close(self._fd)
 
     @classmethod
@@ -76,8 +80,9 @@ class Directory:
         """Open the directory that the user or the site has named; a symbolic link to it is followed.
 
         Raises:
-            NotOurs: it is neither root's nor the job's user's, or others may rename what the job makes there.
-            OSError: it cannot be opened.
+            NotOurs: The owner is neither root nor the job's user, or others may rename what the job makes
+                there.
+            OSError: The directory cannot be opened.
         """
         found = cls(os.open(path, _FLAGS), path)
         status, reason = os.fstat(found._fd), ""
@@ -88,11 +93,11 @@ class Directory:
         return found._unless(reason)
 
     def below(self, name: str) -> Directory:
-        """Open a directory in this one, which only the job's user can have made.
+        """Open a subdirectory that only the job's user can have made.
 
         Raises:
-            NotOurs: it is another user's, a symbolic link, no directory, or others may write there.
-            OSError: it cannot be opened.
+            NotOurs: It is another user's, a symbolic link, no directory, or others may write there.
+            OSError: It cannot be opened.
         """
         where = f"{self.where}/{name}"
         try:
@@ -116,8 +121,8 @@ class Directory:
         """Return a descriptor of a regular file of the job's user in this directory, open for reading.
 
         Raises:
-            NotOurs: it is another user's, or no regular file.
-            OSError: it cannot be opened.
+            NotOurs: The file is another user's, or no regular file.
+            OSError: The file cannot be opened.
         """
         where = f"{self.where}/{name}"
         try:

@@ -1,4 +1,4 @@
-"""Files on the tier: made under another name, synced, renamed; and one sentence for each way to fail."""
+"""Publication of files on the tier by write, sync and rename, with one sentence for each failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.owned import Directory, NotOurs, as_users_know
 
 _MODE = 0o700
-_HDF5 = re.compile(r"errno = ([0-9]{1,3})\b")  # in what HDF5 says when a file cannot be closed
+_HDF5 = re.compile(r"errno = ([0-9]{1,3})\b")  # in HDF5's message when a file cannot be closed
 _REASONS = {
     errno.ENOSPC: "the file system is full",
     errno.EDQUOT: "the quota is used up",
@@ -33,11 +33,11 @@ _REASONS = {
 
 
 class TierError(Exception):
-    """Something on the tier did not work; one sentence for the user."""
+    """A failure on the tier; its text is one sentence for the user."""
 
 
 def why(error: Exception) -> str:
-    """The reason in words; also of the RuntimeError that HDF5 raises instead of an OSError."""
+    """Return an error's reason in words, also for the RuntimeError that HDF5 raises in place of an OSError."""
     if isinstance(error, NotOurs):
         return str(error.strerror)
     if isinstance(error, OSError):
@@ -52,7 +52,7 @@ def why(error: Exception) -> str:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """An OSError becomes a TierError about `what`, and what HDF5 raises instead of one."""
+    """Convert an OSError, or HDF5's RuntimeError, into a TierError about `what`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -63,16 +63,20 @@ def told(what: str) -> Iterator[None]:
 def made_version(
     tier: str, mark: Mark, set_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
 ) -> Iterator[Directory]:
-    """Yield a version's directory, made as far as it is not there, but never the tier itself.
+    """Yield a version's directory; make it and its parents if missing, but never the tier itself.
 
-    Where the tier has vanished (a file system that is not mounted) nothing is written in its place. What is above the
-    version is synced where it is new; the version itself is when it becomes whole.
+    If the tier has vanished (a file system is not mounted), nothing is written in its place. New parent
+    directories are synced here. The version itself is synced when it becomes whole.
 
     Args:
-        lay_out: called with the path of a new directory before anything is written there.
+        tier: The tier's directory.
+        mark: The mark of the job.
+        set_name: The training's name.
+        stamp: The version's stamp.
+        lay_out: Called with the path of a new directory before anything is written there.
 
     Raises:
-        TierError: it cannot be made, or what is there is another user's.
+        TierError: The directory cannot be made, or another user owns it.
     """
     with told(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
         with suppress(FileExistsError):
@@ -83,8 +87,9 @@ def made_version(
             if not os.path.lexists(f"{above.path}/{name}"):
                 made = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=above.path)
                 try:
-                    lay_out(f"{above.where}/{os.path.basename(made)}")  # for programs that have not the descriptor
-                    os.rename(made, f"{above.path}/{name}")  # also in the place of an empty one of another node
+                    # a visible path, since external programs lack the descriptor
+                    lay_out(f"{above.where}/{os.path.basename(made)}")
+                    os.rename(made, f"{above.path}/{name}")  # replaces another node's empty directory, too
                 except OSError as error:
                     with suppress(OSError):
                         os.rmdir(made)
@@ -97,7 +102,10 @@ def made_version(
 
 @contextmanager
 def replaced(directory: str, name: str) -> Iterator[str]:
-    """A path to write to; the file has its name when this block has ended well, and is not there otherwise."""
+    """Yield a temporary path to write to, and publish it as `name` if the block succeeds.
+
+    If the block fails, the temporary file is removed.
+    """
     temporary = f"{directory}/.{name}.{os.getpid()}.tmp"
     try:
         yield temporary
@@ -109,7 +117,7 @@ def replaced(directory: str, name: str) -> Iterator[str]:
 
 
 def publish(temporary: str, directory: str, name: str) -> None:
-    """A file in this directory gets its name when all of it is on disk. Raises OSError."""
+    """Sync a temporary file and rename it to its final name in this directory. Raises OSError."""
     fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -120,7 +128,10 @@ def publish(temporary: str, directory: str, name: str) -> None:
 
 
 def remove(directory: str) -> None:
-    """A version, in one step: under another name it is none, whoever is writing there. Raises OSError."""
+    """Remove a version in one step, by a rename that makes it no version even if a node still writes there.
+
+    Raises OSError.
+    """
     above, name = os.path.split(directory)
     gone = f"{above}/.{name}.{os.urandom(6).hex()}.tmp"
     with suppress(FileNotFoundError):
@@ -130,16 +141,16 @@ def remove(directory: str) -> None:
 
 
 class Pace:
-    """Holds a stream of bytes to a rate. bytes_per_s 0: as fast as it goes."""
+    """A limiter that holds a stream of bytes to a rate; a rate of 0 bytes per second means no limit."""
 
-    _STEP_S = 0.25  # at most so much is made good after a pause
+    _STEP_S = 0.25  # the longest pause that is made up for
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
         self._due = clock.monotonic()
 
     def __call__(self, count: int) -> None:
-        """`count` more bytes are through."""
+        """Record that `count` more bytes have been handled, and sleep if they are ahead of the rate."""
         if not self._rate:
             return
         now = clock.monotonic()

@@ -1,7 +1,7 @@
-"""Reading ahead of a reader: the disk is busy from the start, while Python loads HDF5, and while a part is digested.
+"""Read-ahead for a reader: the disk is busy while Python loads HDF5 and while a part is digested.
 
-Several reads are under way at a time. The interpreter's lock must change hands quickly meanwhile: with its usual 5 ms
-the disk waits for Python's imports.
+Several reads run at a time. The interpreter's lock must change hands quickly meanwhile. With Python's default
+switch interval of 5 ms the disk waits for Python's imports.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import threading
 from gemini_hpc.tier.direct_io import PART_BYTES, File, buffers, started
 
 _THREADS = 8
-_WINDOW = 32  # parts
+_WINDOW = 32  # in parts
 _SWITCH_S = 0.001
 
 
 class Ahead:
-    """Bytes of a file from about `begin` on, about `length`, in their order: a part that has been taken from is the
-    earliest that still can be. The first that is taken says where they really begin. Raises OSError for a file that
-    cannot be opened."""
+    """A background reader of about `length` bytes of a file from about `begin` on, in order.
+
+    A `take` from a part discards all earlier parts. The first `take` corrects where the bytes really begin.
+    Creating an instance raises OSError if the file cannot be opened.
+    """
 
     def __init__(self, path: str, begin: int, length: int) -> None:
         self._file = File(path, os.O_RDONLY)
         self._buffers = buffers(_WINDOW)
         self._wanted = self._next = self._first = begin // PART_BYTES
-        self._last = -(-(begin + length) // PART_BYTES) + 1  # and what HDF5 has between
-        self._read: dict[int, int] = {}  # bytes of each part that has come
-        self._busy: set[int] = set()  # parts that are being read
+        self._last = -(-(begin + length) // PART_BYTES) + 1  # plus HDF5's own bytes in between
+        self._read: dict[int, int] = {}  # number of bytes of each part that has arrived
+        self._busy: set[int] = set()  # parts being read now
         self._over = self._taken = False
         lock = threading.Lock()
         self._room, self._came = threading.Condition(lock), threading.Condition(lock)
@@ -37,8 +39,11 @@ class Ahead:
         self._threads = started(_THREADS, self._run, "gemini-ahead")
 
     def take(self, into: memoryview, at: int) -> int:
-        """Bytes from offset `at` on, as many as are here: how many that are; 0 for what was not read ahead, or could
-        not be read, which the caller reads himself."""
+        """Copy bytes from offset `at` that are read ahead into `into`; return their number.
+
+        The number is 0 if the bytes were not read ahead or could not be read. The caller reads them itself
+        then.
+        """
         part, skip = divmod(at, PART_BYTES)
         with self._came:
             if not self._taken:
@@ -56,7 +61,7 @@ class Ahead:
         return count
 
     def close(self) -> None:
-        """No more of it."""
+        """Stop the threads and close the file."""
         with self._room:
             self._over = True
             self._room.notify_all()
@@ -79,7 +84,7 @@ class Ahead:
                 self._room.notify_all()
 
     def _turn(self) -> int | None:
-        """The part that is to be read next, when there is room for it."""
+        """Wait for room for another part; return its number, None at the end."""
         with self._room:
             self._room.wait_for(lambda: self._over or self._fits())
             if self._over:
@@ -89,7 +94,7 @@ class Ahead:
             return part
 
     def _fits(self) -> bool:
-        """Whether the next part has a buffer: also one that nobody is reading into."""
+        """Return whether the next part has a free buffer that no thread is reading into."""
         part = self._next
         free = all(busy % _WINDOW != part % _WINDOW for busy in self._busy)
         return part < min(self._last, self._wanted + _WINDOW) and free

@@ -1,4 +1,4 @@
-"""Which versions stay on the tier: the newest K, and every J-th that a job has written."""
+"""Retention on the tier: the newest K versions stay, and every J-th that a job has written."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from contextlib import suppress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import publish, version
 
-_UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that got no name, or lost it
+_UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that never got their name, or lost it
 
 
 def for_good(serial: int, keep_every: int) -> bool:
-    """Whether a job's `serial`-th version (from 1) stays: each `keep_every`-th does; 0: none."""
+    """Return whether a job's `serial`-th version (from 1) is kept permanently.
+
+    Every `keep_every`-th version is kept; 0 means none.
+    """
     return bool(keep_every) and serial % keep_every == 0
 
 
 def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> list[Stamp]:
-    """In a set's directory: remove whole versions behind the newest `keep_last`, unless they stay for good, and what
-    was begun and never became whole, if it is older than `before`. Rejected ones are not counted, and stay: their
-    user may want to look at them. Returns what went. Raises OSError."""
+    """Remove old and unfinished versions from a training's directory; return the removed stamps.
+
+    Whole versions older than the newest `keep_last` are removed, unless they are kept permanently. Unfinished
+    versions are removed if they are older than `before`. Rejected versions are not counted and stay, because
+    their user may want to inspect them. Raises OSError.
+    """
     whole, going = 0, []
     for stamp in version.stamps(directory):
         path = f"{directory}/{version.name(stamp)}"

@@ -1,4 +1,4 @@
-"""A slot's bytes as the tier sees them: areas, tensors, and a digest that does not depend on what lies between."""
+"""A slot's bytes as the tier sees them: areas, tensors, and a digest independent of the bytes in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 
 @dataclass(frozen=True)
 class Area:
-    """Bytes `begin` to `end` of a slot; piece: the tensor that they are, None: of the slot itself."""
+    """The bytes `begin` to `end` of a slot.
+
+    `piece` is the tensor piece stored there; None means an area of the slot itself.
+    """
 
     begin: int
     end: int
@@ -21,7 +24,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Shard:
-    """A complete slot of one rank, parsed. view: its memory, at least all bytes that count."""
+    """A complete, parsed slot of one rank; `view` is its memory and covers at least all used bytes."""
 
     view: memoryview
     header: Header
@@ -29,7 +32,7 @@ class Shard:
 
     @classmethod
     def parse(cls, view: memoryview, total_bytes: int) -> Shard:
-        """Of a slot of `total_bytes`. Raises ValueError on anything off."""
+        """Parse a slot of `total_bytes`. Raises ValueError on any inconsistency."""
         header = parse_header(view[:HEADER_BYTES], total_bytes)
         layout = header.layout
         if len(view) < header.used_bytes:
@@ -41,7 +44,7 @@ class Shard:
         return cls(view, header, manifest)
 
     def areas(self) -> Iterator[Area]:
-        """All that counts, in order; tensors as they lie. Raises ValueError where two of them overlap."""
+        """Yield all areas in order, tensors as they lie in memory. Raises ValueError if two tensors overlap."""
         layout = self.header.layout
         yield Area(0, HEADER_BYTES)
         yield Area(layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes)
@@ -54,7 +57,7 @@ class Shard:
         yield Area(layout.small_offset, self.header.used_bytes)
 
     def blank(self) -> None:
-        """Zeros between the areas: what lies there is left over from something else, or nothing."""
+        """Zero the bytes between the areas, which hold leftovers or nothing."""
         at = 0
         for area in self.areas():
             if area.begin > at:

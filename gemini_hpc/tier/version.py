@@ -1,13 +1,14 @@
-"""Versions on the tier: their directories, and the manifest that makes one whole.
+"""Versions on the tier: their directories, and the manifest that makes a version whole.
 
     DIR/gemini-JOBID/SET/e000003-v000000001200/        (`job_directory`)
         node-0000.h5, node-0001.h5, ...   the shards of the ranks that lived on that node
         index.h5                          each tensor of the training as one (virtual) dataset
         manifest.json                     written last: without it there is no version
-        kept                              in a version that retention does not remove; its names (`names`)
-        rejected                          in one that a training has found bad; why
+        kept                              only if retention must not remove the version; its names (`names`)
+        rejected                          only if a training has found the version bad; the reason
 
-Names sort as stamps do. Nothing here needs h5py: an agent that looks for a version reads small JSON files only.
+Directory names sort as stamps do. No function here needs h5py: an agent that searches for a version reads
+only small JSON files.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import NodeFile, Stored
 
-FORMAT = 2  # 1: shards had a plain xxh3_128
+FORMAT = 2  # format 1 had a plain xxh3_128 for each shard
 MANIFEST, INDEX, KEPT, REJECTED = "manifest.json", "index.h5", "kept", "rejected"
 MAX_MANIFEST_BYTES = 256 << 20
 _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a whole version is made of. time: Unix time of its end; serial: how many this job had written then; key,
-    cluster: of the job, as in its directory's mark."""
+    """The contents of a whole version.
+
+    `time` is the Unix time of its completion. `serial` is the number of versions that this job had written
+    then. `key` and `cluster` are the job's, as in its directory's mark.
+    """
 
     job: Job
     set: SetName
@@ -48,12 +52,14 @@ class Manifest(msgspec.Struct, frozen=True):
     cluster: ClusterName = ""
 
     def shards(self) -> dict[int, tuple[str, Stored]]:
-        """File name and shard of each rank."""
+        """Return file name and shard of each rank."""
         return {shard.rank: (file.name, shard) for file in self.files for shard in file.shards}
 
     def shard(self, rank: int) -> tuple[str, Stored | None, int]:
-        """File name and shard of one rank, and about where in the file that begins: shards stand one after the
-        other."""
+        """Return file name, shard and approximate offset in the file of one rank's shard.
+
+        Shards are stored one after the other, so the offset is the sum of the sizes before.
+        """
         for file in self.files:
             begin = 0
             for shard in file.shards:
@@ -64,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether each rank has exactly one shard."""
+        """Return whether each rank has exactly one shard."""
         ranks = [shard.rank for file in self.files for shard in file.shards]
         return len(ranks) == self.world and set(ranks) == set(range(self.world))
 
@@ -73,14 +79,14 @@ _decoder = Strict(msgspec.json.Decoder(Manifest))
 
 
 def pack(manifest: Manifest) -> bytes:
-    """As it is written. Raises ValueError for one that `parse` would refuse."""
+    """Return the manifest as it is written. Raises ValueError for a manifest that `parse` would refuse."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     parse(data)
     return data
 
 
 def parse(data: bytes) -> Manifest:
-    """The manifest in `data`. Raises ValueError with what is wrong."""
+    """Return the manifest in `data`. Raises ValueError with the reason if it is invalid."""
     try:
         manifest = _decoder.decode(data)
     except msgspec.MsgspecError as error:
@@ -93,24 +99,26 @@ def parse(data: bytes) -> Manifest:
 
 
 def name(stamp: Stamp) -> str:
-    """Of a version's directory."""
+    """Return the name of a version's directory."""
     return f"e{stamp.epoch:07d}-v{stamp.version:013d}"
 
 
 def stamp_of(directory: str) -> Stamp | None:
-    """Inverse of `name`; None for what is none."""
+    """Return the stamp of a directory name (the inverse of `name`), None if it is no version's."""
     found = _DIRECTORY.fullmatch(directory)
     return Stamp(int(found[1]), int(found[2])) if found else None
 
 
 def node_file(node_rank: int) -> str:
-    """Name of a node's file."""
+    """Return the name of a node's file."""
     return f"node-{node_rank:04d}.h5"
 
 
 def stamps(directory: str) -> list[Stamp]:
-    """What a set's directory has, newest first, whole or not. Raises OSError; a directory that is not there has
-    nothing."""
+    """Return the stamps in a training's directory, newest first, of whole and unfinished versions.
+
+    A missing directory has none. Raises OSError.
+    """
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -119,8 +127,10 @@ def stamps(directory: str) -> list[Stamp]:
 
 
 def there(path: str) -> bool:
-    """Whether there is such a file. Raises OSError where that cannot be seen: what a file system that fails does not
-    show is not gone."""
+    """Return whether the file exists.
+
+    Raises OSError if the file system fails, because a file that it does not show is not proven to be gone.
+    """
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -129,17 +139,20 @@ def there(path: str) -> bool:
 
 
 def rejected(directory: str, stamp: Stamp) -> bool:
-    """Whether a training has found this version bad: nobody takes it by itself. Raises OSError."""
+    """Return whether a training has found this version bad. Raises OSError.
+
+    A rejected version is never chosen automatically.
+    """
     return there(f"{directory}/{name(stamp)}/{REJECTED}")
 
 
 def read(directory: str | Directory, stamp: Stamp) -> Manifest | None:
-    """Return the manifest of a version in a set's directory, None where it is not whole.
+    """Return the manifest of a version in a training's directory, None if the version is not whole.
 
     Raises:
-        ValueError: it is damaged, or of another version.
-        NotOurs: of a `Directory`: the version could be another user's.
-        OSError: it cannot be read.
+        ValueError: The manifest is damaged, or of another version.
+        NotOurs: For a `Directory` only: the version could be another user's.
+        OSError: The manifest cannot be read.
     """
     try:
         fd = _open(directory, stamp)
@@ -156,16 +169,17 @@ def read(directory: str | Directory, stamp: Stamp) -> Manifest | None:
 
 
 def _open(directory: str | Directory, stamp: Stamp) -> int:
-    if isinstance(directory, str):  # that a user has named: any user's
+    if isinstance(directory, str):  # named by a user, so any owner is accepted
         return os.open(f"{directory}/{name(stamp)}/{MANIFEST}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with directory.below(name(stamp)) as version:
         return version.file(MANIFEST)
 
 
 def whole(directory: str | Directory) -> Iterator[Manifest]:
-    """Yield the whole versions of a set's directory, newest first.
+    """Yield the manifests of the whole versions in a training's directory, newest first.
 
-    Damaged manifests are passed over, and of a `Directory` what could be another user's. Raises OSError.
+    Damaged manifests are skipped. For a `Directory`, versions that could be another user's are skipped too.
+    Raises OSError.
     """
     for stamp in stamps(directory if isinstance(directory, str) else directory.path):
         with suppress(ValueError, NotOurs):
@@ -175,7 +189,7 @@ def whole(directory: str | Directory) -> Iterator[Manifest]:
 
 
 def sets(job_directory: str) -> list[str]:
-    """Return the names of the sets in a job's directory. Raises OSError."""
+    """Return the names of the trainings in a job's directory. Raises OSError."""
     try:
         names = os.listdir(job_directory)
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""`python3 -I -m gemini_hpc.tier.worker`: the process that reads and writes on the tier for an agent, one order.
+"""The process that carries out one order on the tier for an agent (`python3 -I -m gemini_hpc.tier.worker`).
 
-h5py is loaded here and nowhere else, and a file system that hangs holds up this process and nothing else. It ends
-when its agent does. What no training waits for runs behind everything (nice 19, idle input/output class).
+h5py is loaded here and nowhere else. A hanging file system blocks only this process. The process ends when
+its agent ends. Orders that no training waits for run at the lowest priority (nice 19, idle input/output
+class).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _no_longer_than(parent: int) -> None:
 
 
 def _humble() -> None:
-    """Behind everything else on this node, with all threads to come."""
+    """Lower the priority of this process and its future threads below all others on this node."""
     with suppress(OSError):
         os.nice(19)
     number = _IOPRIO_SET.get(os.uname().machine)
@@ -52,7 +53,7 @@ def _say(answer: orders.Answer) -> None:
 
 
 class _Told:
-    """Tells the agent now and then how far it is, at a rate."""
+    """A pacer that also reports progress to the agent at intervals, limited to a rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._pace, self._bytes, self._told_at = Pace(bytes_per_s), 0, clock.monotonic()
@@ -67,7 +68,7 @@ class _Told:
 
 @contextmanager
 def _job(order: orders.Order) -> Iterator[Directory]:
-    """Yield the job's directory. Raises FileNotFoundError where it has none, OSError."""
+    """Yield the job's directory. Raises FileNotFoundError if it has none, OSError."""
     with Directory.tier(order.tier) as tier:
         found = job_directory.find(tier, order.mark)
     if found is None:
@@ -148,8 +149,10 @@ def _finish(order: orders.Finish) -> orders.Answer:
 
 
 def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, Stamp]]:
-    """For each wanted name, the number that was asked for and the version that has it: this one, unless another one
-    of the set has it already."""
+    """Return for each wanted name the version number asked for, and the version that has the name.
+
+    A name belongs to this version, unless another version of the training already has it.
+    """
     taken = names.of_set(directory) if wanted else {}
     taken = {name: known for name, known in taken.items() if not version.rejected(directory, known[1])}
     return {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
@@ -183,7 +186,7 @@ def _look(order: orders.Look) -> orders.Answer:
         raise ImportError(f"there is no {' and no '.join(lacks)}")
     with told(order.tier):
         if order.make:
-            with suppress(OSError):  # what is not there then is told below
+            with suppress(OSError):  # a directory that is still missing is reported below
                 os.mkdir(order.tier, 0o700)
         os.stat(f"{order.tier}/.")
         with Directory.tier(order.tier) as tier:
@@ -196,7 +199,7 @@ def _look(order: orders.Look) -> orders.Answer:
 
 
 def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
-    """Yield the directories that the order means; each is open until the next one. Raises OSError."""
+    """Yield the job directories that the order means, each open until the next is requested. Raises OSError."""
     if order.key is None:
         yield from job_directory.former(tier, order.job, order.cluster)
         return
@@ -207,7 +210,7 @@ def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
 
 
 def _newest(job: Directory, order: orders.Look) -> Iterator[version.Manifest]:
-    """Yield the newest version of each set that the order wants. Raises OSError."""
+    """Yield the newest version of each training that the order wants. Raises OSError."""
     for name in [order.set] if order.set else version.sets(job.path):
         try:
             there = job.below(name)
@@ -222,7 +225,7 @@ def _newest(job: Directory, order: orders.Look) -> Iterator[version.Manifest]:
 
 
 def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
-    """What a training has found bad says so itself, should nobody remember; as far as one may write there."""
+    """Mark rejected versions on the tier, so that the rejection outlives the job, as far as permissions allow."""
     for stamp in version.stamps(directory) if rejected else ():
         why = next((r.reason for r in rejected if r.low <= stamp <= r.high), None)
         where = f"{directory}/{version.name(stamp)}"
@@ -277,7 +280,7 @@ AWAITED = (orders.Look, orders.Read)
 
 
 def answer(line: bytes) -> orders.Answer:
-    """Carry out an order. Whatever goes wrong is an answer, too."""
+    """Carry out an order and return its answer; every error becomes a `Failed` answer."""
     try:
         order = orders.order_decoder.decode(line)
         if not isinstance(order, AWAITED):
@@ -295,7 +298,7 @@ def answer(line: bytes) -> orders.Answer:
 
 
 def main() -> int:
-    """Read one order, answer it; the exit status is 0 if there was an answer."""
+    """Read one order and answer it; return exit status 0 if an answer was sent."""
     _no_longer_than(int(sys.argv[1]))
     _say(answer(sys.stdin.buffer.readline(MAX_ORDER_BYTES)))
     return 0

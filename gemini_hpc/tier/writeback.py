@@ -1,8 +1,8 @@
-"""Writing behind a writer: several parts are on their way to the disk while the next one is taken and digested.
+"""Write-behind for a writer: several parts are on their way to the disk while the next is digested.
 
-Bytes of one page are never on both ways at a time, past the page cache and through it: the kernel holds a write past
-the cache for failed when a page beside its own, in the same folio, becomes dirty meanwhile. So what is not on pages
-is kept until nothing is under way, or much of it is here.
+Bytes of one page are never written in both ways, direct and through the page cache, at the same time. The
+kernel fails a direct write if a neighbouring page in the same folio becomes dirty meanwhile. Unaligned bytes
+are therefore kept until no direct write is running, or until many are kept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ _THREADS = 4
 _BUFFERS = 12
 _KEPT_BYTES = 16 << 20
 
-Task = tuple[memoryview, int, int]  # buffer, bytes of it, offset
+Task = tuple[memoryview, int, int]  # buffer, number of bytes in it, file offset
 
 
 class Behind:
-    """Into a file that is there. With `direct` nobody else writes to it between the first `put` and the end of
-    `wait`. Raises OSError here, and in any call what failed in an earlier one."""
+    """A background writer into an existing file.
+
+    With `direct`, no other writer may use the file between the first `put` and the end of `wait`. Creating an
+    instance raises OSError. Later calls raise the OSError of an earlier background write.
+    """
 
     def __init__(self, path: str, *, direct: bool) -> None:
         self._file = File(path, os.O_WRONLY, direct=direct)
@@ -35,8 +38,10 @@ class Behind:
         self._threads = started(_THREADS, self._run, "gemini-behind")
 
     def put(self, data: memoryview, at: int) -> memoryview:
-        """At most `PART_BYTES` bytes, to offset `at`. They are copied; the copy may be looked at until the next
-        call."""
+        """Queue at most `PART_BYTES` bytes for offset `at`, and return a copy of them.
+
+        The copy may be read until the next call.
+        """
         buffer = self._free.get()
         copy = buffer[: len(data)]
         copy[:] = data
@@ -54,7 +59,7 @@ class Behind:
         return copy
 
     def wait(self) -> None:
-        """Until all of it has been written."""
+        """Wait until all queued bytes are written."""
         all_of_them = [self._free.get() for _ in range(_BUFFERS)]
         for buffer in all_of_them:
             self._free.put(buffer)
@@ -64,11 +69,11 @@ class Behind:
         self._kept, self._kept_bytes = [], 0
 
     def sync(self) -> None:
-        """What has been written is on the disk."""
+        """Sync the written bytes to the disk."""
         os.fdatasync(self._file.fd)
 
     def close(self) -> None:
-        """No more writes; what `wait` did not wait for may be lost."""
+        """Stop the threads and close the file; bytes not awaited by `wait` may be lost."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
