@@ -43,7 +43,8 @@ def register(subparsers: _Subparsers) -> None:
         help="what protection a training of a given size can have",
         description="Compute the protection that a job of this size can have, for a number of copies and for one "
         "more. The table says whether copies fit into memory, how often a version is saved and what that costs. It "
-        "says which losses of nodes a version survives, what a failure costs, and how often to save to the tier. Needs no Slurm, except sacct for --history sacct.",
+        "says which losses of nodes a version survives, what a failure costs, and how often to save to the tier. "
+        "Needs no Slurm, except sacct for --history sacct.",
         epilog="Nodes fail independently of each other; with --topology whole domains fail, too. The formulas: "
         "docs/dev/reproduction.md. Exit status: 0; 1 if the copies asked for do not fit; 2 for a wrong command line.",
     )

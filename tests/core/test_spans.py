@@ -246,7 +246,7 @@ class TestSummarize:
         assert pattern(ops) != pattern(ops[::-1])
         assert pattern(ops) != pattern(ops[:-1])
 
-    def test_a_profile_of_a_large_training_fits_32_KB(self) -> None:
+    def test_a_profile_of_a_large_training_fits_32_kb(self) -> None:
         generator = random.Random(1)
         lengths = [generator.uniform(0.001, 0.01) for _ in range(3001)]
         profile = summarize([steady(lengths, [0.001] * 3000, 2900)] * 3)
