@@ -297,7 +297,7 @@ class Driver:
         self._joined.communicator.abort()
         self.desk.close(drained=not self._undrained and not self._progress.busy)
 
-    # ---- what is agreed --------------------------------------------------------------------------------
+    # ---- agreement of all ranks ------------------------------------------------------------------------
 
     def follow(self, route: Route | None, s: int, *, active: bool) -> None:
         """Follow a route from the next saved version on, on all ranks alike.

@@ -64,7 +64,7 @@ class JointPlanner(Planner):
         """Return the meter of the link that is planned for."""
         return self._meter if self._driver.ended else self._driver.meter
 
-    # ---- what ranks exchange ---------------------------------------------------------------------------
+    # ---- exchange between ranks ------------------------------------------------------------------------
 
     def kept(self) -> bytes:
         """Return the encoded profile and link values of an earlier incarnation, for the other ranks."""

@@ -1,8 +1,9 @@
 """Choice of the versions to save, the time they may take, and the idle spans in which they travel.
 
-A training begins in stage `profile`. Every version is saved, but its chunks wait until the training waits for them at
-the optimizer. The collectives of these iterations are therefore timed without any traffic of ours, and protection
-runs from the first step.
+A training begins in stage `recall`: where the profiles of an earlier incarnation make a plan on all ranks, it goes on
+with stage `agree`. Otherwise it goes on with stage `profile`. There every version is saved, but its chunks wait until
+the training waits for them at the optimizer. The collectives of these iterations are therefore timed without any
+traffic of ours, and protection runs from the first step.
 
 After enough iterations the ranks exchange profiles (stage `plan`). Each rank plans on the spans in which its holders
 are idle too (Algorithm 2). All ranks take the largest j and s that one of them needs (stage `agree`), and enter stage
@@ -191,7 +192,7 @@ class IntervalController:
             pacer.traffic = monitor
         self._follow()
 
-    # ---- what the checkpointer asks --------------------------------------------------------------------
+    # ---- queries of the checkpointer -------------------------------------------------------------------
 
     @property
     def scheme(self) -> Scheme:
@@ -659,7 +660,7 @@ class IntervalController:
         """Return the name of the present carrier of the copies."""
         return "nccl" if self._driver is not None and not self._driver.problem else self._transport
 
-    # ---- telling ---------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------
 
     def _why(self, usual_s: float, *, name: bool) -> tuple[str, str]:
         """Return the reason why not every version is saved, and a remedy.

@@ -135,7 +135,7 @@ class Planner:
         """Return the number of recorded iterations of the usual pattern."""
         return len(self._usual)
 
-    # ---- what ranks exchange ---------------------------------------------------------------------------
+    # ---- exchange between ranks ------------------------------------------------------------------------
 
     def kept(self) -> bytes:
         """Return the encoded profile of an earlier incarnation, for the other ranks."""
