@@ -1,1 +1,1 @@
-"""Copies from GPU to GPU, enqueued between the training's own collectives. On a GPU it has only sent to itself."""
+"""Copies from GPU to GPU, enqueued between the training's own collectives; run on one GPU only so far, to itself."""

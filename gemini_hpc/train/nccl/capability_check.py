@@ -1,4 +1,4 @@
-"""Where copies over NCCL would hang, or cannot be made to work: said as a sentence, before anything is enqueued."""
+"""Checks for trainings and machines on which copies over NCCL would hang or fail, run before anything is enqueued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAIRED = ("send", "recv_", "recv_any_source_")
 
 
 def environment(environ: Mapping[str, str] | None = None) -> str:
-    """Why this process' environment does not allow it; '' if it does."""
+    """Return the reason why this process's environment forbids NCCL copies; '' if there is none."""
     given = os.environ if environ is None else environ
     if given.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
         return (
@@ -26,7 +26,7 @@ def environment(environ: Mapping[str, str] | None = None) -> str:
 
 
 def library(paths: list[str] | None = None) -> tuple[Library | None, str]:
-    """NCCL, or why there is none."""
+    """Return NCCL, or the reason why it is unavailable."""
     try:
         return Library(paths), ""
     except (Unavailable, OSError) as error:
@@ -34,8 +34,13 @@ def library(paths: list[str] | None = None) -> tuple[Library | None, str]:
 
 
 def operations(names: Sequence[str]) -> str:
-    """Why a training that launches these operations (names of torch's dispatcher) cannot be followed: a send that we
-    come behind on one rank is a receive that we come before on another."""
+    """Return the reason why a training that launches these operations is unsuitable; '' if there is none.
+
+    A send that precedes our operation on one rank may be a receive that follows our operation on another.
+
+    Args:
+        names: Names of the operations in torch's dispatcher.
+    """
     paired = sorted({name for name in names if name in _PAIRED})
     if paired:
         return f"the training itself sends point to point ({', '.join(paired)}): replica copies would come in between"
@@ -43,7 +48,12 @@ def operations(names: Sequence[str]) -> str:
 
 
 def pattern(profiles: Sequence[Profile], captured: bool) -> str:
-    """Why these ranks' iterations cannot be followed; '' if they can. captured: a CUDA graph has collectives."""
+    """Return the reason why these ranks' iterations are unsuitable; '' if there is none.
+
+    Args:
+        profiles: Profiles of all ranks.
+        captured: Whether a CUDA graph has collectives.
+    """
     if captured:
         return "collectives are replayed from a CUDA graph: nothing can be enqueued between them"
     return alike(profiles)

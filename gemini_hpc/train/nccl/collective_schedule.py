@@ -1,8 +1,8 @@
-"""What all ranks enqueue between the same collectives of the training: Algorithm 2, once for all of them.
+"""Program that all ranks enqueue between the same collectives of the training: Algorithm 2, once for all of them.
 
-A rank on gloo plans alone, since its receiver only has to listen. With NCCL both ends enqueue, and an operation whose
-other end is enqueued after a later collective would hang both. So every rank computes this one program from the same
-exchanged numbers, and follows it by counting collectives, never by a clock.
+A rank on gloo plans alone, because its receiver only has to listen. With NCCL both ends enqueue. An operation whose
+other end is enqueued after a later collective would hang both. Every rank therefore computes this one program from
+the same exchanged numbers. It follows the program by counting collectives, never by a clock.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from gemini_hpc.core.spans import Profile, Span, Window
 
 
 class Place(NamedTuple):
-    """In iteration `iteration` (0 begins with the version's step()), before or after the optimizer has begun, after
-    `after` collectives of the iteration. In order of time, as tuples are."""
+    """A place in the training's sequence of collectives. Tuples order places by time.
+
+    Attributes:
+        iteration: Iteration since the version's step(), from 0.
+        past_gate: Whether the optimizer has begun.
+        after: Number of collectives of the iteration before the place.
+    """
 
     iteration: int
     past_gate: bool
@@ -26,8 +31,16 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Number `number`: the bytes offset..offset+size of every rank's C, to its holder number `replica`. A rank whose
-    shard ends earlier sends less, or nothing."""
+    """A chunk of every rank's copy.
+
+    A rank whose shard ends earlier sends less, or nothing.
+
+    Attributes:
+        number: Number of the chunk.
+        replica: Number of the holder that it goes to.
+        offset: First byte, in every rank's C.
+        size: Size in bytes.
+    """
 
     number: int
     replica: int
@@ -37,8 +50,17 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """chunks[i] goes at places[i], which never fall. The last place of all is the gate of iteration s - 1: what goes
-    there holds the optimizer up for `late_s`."""
+    """The chunks of a version and their places.
+
+    Attributes:
+        places: Place of each chunk, in ascending order. The last possible place is the gate of iteration s - 1.
+            Chunks there hold the optimizer up for `late_s`.
+        chunks: The chunks.
+        s: Iterations that a version may take.
+        C: Bytes of the largest shard.
+        late_s: Seconds by which the version is late.
+        spilled_bytes: Bytes without a place in an idle window.
+    """
 
     places: tuple[Place, ...]
     chunks: tuple[Chunk, ...]
@@ -48,14 +70,24 @@ class Program:
     spilled_bytes: int
 
     def due(self, at: Place) -> int:
-        """How many chunks, from the first, go here at the latest."""
+        """Return the number of chunks, from the first, that must be enqueued by this place."""
         return bisect_right(self.places, at)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a program rests on, from all ranks: their profiles; C, the largest shard; B, the least bandwidth; alpha,
-    the largest start-up time. Letters of Algorithm 2."""
+    """The inputs of a program from all ranks, by the letters of Algorithm 2.
+
+    Attributes:
+        profiles: Profiles of all ranks.
+        C: Bytes of the largest shard.
+        m: Number of replicas, the own copy included.
+        R: Bytes of buffer.
+        p: Parts of the buffer.
+        B: Least rate of all ranks, bytes per second.
+        alpha: Largest startup time of all ranks, seconds.
+        mu: Share of each idle span that is used.
+    """
 
     profiles: tuple[Profile, ...]
     C: int
@@ -68,8 +100,10 @@ class Terms:
 
 
 def alike(profiles: Sequence[Profile]) -> str:
-    """Why these ranks cannot follow one program, as a sentence; '' if they can: their iterations must launch the same
-    collectives of the same groups in the same order."""
+    """Return a sentence on why these ranks cannot follow one program; '' if they can.
+
+    Their iterations must launch the same collectives of the same groups in the same order.
+    """
     if not profiles:
         return "no rank has profiled its iterations"
     if len({(p.pattern, p.ops, p.gate_span.after) for p in profiles}) > 1:
@@ -81,10 +115,14 @@ def alike(profiles: Sequence[Profile]) -> str:
 
 
 def common(profiles: Sequence[Profile]) -> tuple[Window, ...]:
-    """Of each span that all ranks have, the shortest length that one of them has; the last before the gate is always
-    there. Ranks of one pattern launch the same collectives, so that these tell the time better than clocks do.
+    """Return a window for each span that all ranks have, with the shortest length of any rank.
 
-    Raises ValueError for ranks that are not `alike`."""
+    The last window before the gate is always there. Ranks of one pattern launch the same collectives, which tell the
+    time better than clocks do.
+
+    Raises:
+        ValueError: If the ranks are not `alike`.
+    """
     problem = alike(profiles)
     if problem:
         raise ValueError(problem)
@@ -102,9 +140,13 @@ def common(profiles: Sequence[Profile]) -> tuple[Window, ...]:
 
 
 def program(terms: Terms, s: int) -> Program:
-    """Algorithm 2 over s iterations of all ranks. Equal terms give equal programs, on every machine.
+    """Return the result of Algorithm 2 over s iterations of all ranks.
 
-    Raises ValueError for terms that `schedule` refuses, and for ranks that are not `alike`."""
+    Equal terms give equal programs on every machine.
+
+    Raises:
+        ValueError: If `schedule` refuses the terms, or the ranks are not `alike`.
+    """
     windows = common(terms.profiles)
     line = spans.timeline(windows, s)
     plan = schedule.plan(line.T, terms.C, terms.m, terms.R, terms.p, terms.B, terms.alpha, terms.mu)
@@ -115,7 +157,7 @@ def program(terms: Terms, s: int) -> Program:
     for number, part in enumerate(plan.partitions):
         iteration, index = line.at(part.span)
         place = Place(iteration, not windows[index].before_gate, windows[index].after)
-        if part.span == last:  # Algorithm 2's infinite span: beyond its true length is the gate
+        if part.span == last:  # Algorithm 2's infinite span: what exceeds its true length goes at the gate
             left_s -= schedule.seconds(part.size, terms.B, terms.alpha)
             place = place if left_s >= 0 else gate
         places.append(place)
@@ -124,7 +166,7 @@ def program(terms: Terms, s: int) -> Program:
 
 
 def whole(C: int, m: int, part_bytes: int) -> Program:
-    """For profiling: everything goes before the optimizer, none of it between collectives."""
+    """Return a program for profiling: all chunks go before the optimizer, and none between collectives."""
     chunks: list[Chunk] = []
     places: list[Place] = []
     for replica in range(m - 1):

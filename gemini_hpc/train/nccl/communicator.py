@@ -1,7 +1,7 @@
-"""Our own NCCL communicator: one, over all ranks of the set, outside of torch's process groups and their watchdog.
+"""Our own NCCL communicator over all ranks of the training, outside torch's process groups and their watchdog.
 
-Not run between two GPUs. Every call is a non-blocking one of NCCL: what has not been launched when a call returns is
-asked for, with a bound, so that a launching thread of the training is never held for longer than that.
+Not run between two GPUs so far. Every call is a non-blocking NCCL call. An operation that has not been launched when
+a call returns is polled, with a time limit. A launching thread of the training is therefore never held up for longer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,26 @@ from gemini_hpc import clock
 from gemini_hpc.train.device.interface import Broken, Message, Stream
 from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, UniqueId, config
 
-MOST_CTAS = 4  # blocks on SMs that the training then lacks; enough for a network of 400 Gbit/s is a guess
-LAUNCH_S = 0.25  # longest that a launch may hold the training's thread up: normally far below a millisecond
+MOST_CTAS = 4  # blocks on SMs that the training then lacks; a guess at enough for a network of 400 Gbit/s
+LAUNCH_S = 0.25  # longest time that a launch may hold up the training's thread; normally far below a millisecond
 _POLL_S = 20e-6
 
 
 class NcclCommunicator:
-    """Of one rank. `connect` before anything else; `handle(stream)` gives the CUDA stream as a number."""
+    """A rank's end of the communicator; call `connect` before anything else."""
 
     def __init__(
         self, library: Library, rank: int, world: int, handle: Callable[[Stream], int], *, launch_s: float = LAUNCH_S
     ) -> None:
+        """Create an unconnected communicator.
+
+        Args:
+            library: NCCL.
+            rank: This rank.
+            world: Number of ranks.
+            handle: Returns the CUDA stream of a stream, as a number.
+            launch_s: Longest wait for a launch in `exchange`, in seconds.
+        """
         self._library, self._rank, self._world, self._handle = library, rank, world, handle
         self._launch_s = launch_s
         self._comm = ctypes.c_void_p()
@@ -33,8 +42,14 @@ class NcclCommunicator:
         self._aborted = ""
 
     def connect(self, unique_id: bytes, timeout_s: float) -> None:
-        """Collective over all ranks, each with the same id. While no rank's device is inside a collective: making a
-        communicator allocates device memory, which may wait for what runs. Raises Broken."""
+        """Connect to all ranks. Collective, each rank with the same id.
+
+        No rank's device may be inside a collective: creating a communicator allocates device memory, which may wait
+        for running work.
+
+        Raises:
+            Broken: If NCCL fails or takes longer than `timeout_s` seconds.
+        """
         told = UniqueId.from_buffer_copy(unique_id)
         with self._lock:
             self._library.call(
@@ -48,11 +63,21 @@ class NcclCommunicator:
             self._settle(timeout_s)
 
     def warm(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float) -> None:
-        """Collective, right after `connect`: a message along every link, since NCCL connects two ranks at their first
-        message, which takes long and waits for the other. Raises Broken."""
+        """Send a message along every link. Collective, right after `connect`.
+
+        NCCL connects two ranks at their first message, which takes long and waits for the other rank.
+
+        Raises:
+            Broken: If NCCL fails or takes longer than `timeout_s` seconds.
+        """
         self._group(stream, sends, receives, timeout_s)
 
     def exchange(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Enqueue messages as one operation, which ends when all of them have ended.
+
+        Raises:
+            Broken: If NCCL fails or does not launch the operation in time.
+        """
         self._group(stream, sends, receives, self._launch_s)
 
     def _group(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float) -> None:
@@ -69,7 +94,7 @@ class NcclCommunicator:
             except Broken as error:
                 failure = error
             try:
-                call("ncclGroupEnd")  # also after a failure: an open group would swallow the training's calls
+                call("ncclGroupEnd")  # after a failure too: an open group would swallow the training's calls
                 self._settle(timeout_s)
             except Broken as error:
                 failure = failure or error
@@ -77,7 +102,7 @@ class NcclCommunicator:
                 raise failure
 
     def _settle(self, timeout_s: float) -> None:
-        """Until the last call has been launched."""
+        """Wait until the last call has been launched."""
         deadline = clock.monotonic() + timeout_s
         while (state := self._state()) == IN_PROGRESS:
             if self._aborted:
@@ -94,9 +119,10 @@ class NcclCommunicator:
         return state.value
 
     def error(self) -> str:
+        """Return the error of the communicator, '' if there is none. Never blocks; thread-safe."""
         if self._aborted:
             return self._aborted
-        # a thread inside a call sees the error itself; asking beside it is not safe in all versions
+        # a thread inside a call sees the error itself; a concurrent query is not safe in all versions
         if not self._comm or not self._lock.acquire(blocking=False):
             return ""
         try:
@@ -108,10 +134,11 @@ class NcclCommunicator:
         return "" if state in (SUCCESS, IN_PROGRESS) else self._library.describe(state)
 
     def abort(self) -> None:
+        """Abort everything enqueued and running. Thread-safe; may be called again."""
         if self._aborted:
             return
         self._aborted = "aborted"
-        held = self._lock.acquire(timeout=2 * self._launch_s)  # one that hangs in a call is what abort is for
+        held = self._lock.acquire(timeout=2 * self._launch_s)  # on timeout go on: abort has to end a call that hangs
         try:
             if self._comm:
                 with suppress(Broken):

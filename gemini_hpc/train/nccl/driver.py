@@ -1,9 +1,9 @@
-"""Copies over NCCL as the checkpointer sees them: told of steps, launches, gates and rounds, it drives the rest.
+"""Driver of copies over NCCL for the checkpointer, which reports steps, launches, gates and rounds to it.
 
-What every rank must do alike follows from what was exchanged only: which versions are saved and under which program
-(`follow`, from the ranks' rounds). A rank that cannot take part in a version sends what it has and drops what
-it gets; one whose communicator fails stops at once, and the others notice. Then each of them sends its versions over
-gloo, and says so in the next round, after which all profile the training anew for that.
+What every rank must do alike follows from exchanged values only: the versions to save and their program (`follow`,
+from the ranks' rounds). A rank that cannot take part in a version sends what it has and drops what it receives. A
+rank whose communicator fails stops at once, and the others notice. Each of them then sends its versions over gloo,
+and reports so in the next round. After this round all ranks profile the training anew, for gloo.
 """
 
 from __future__ import annotations
@@ -50,8 +50,16 @@ _STOP_S = 2.0
 
 @dataclass
 class Carried:
-    """A version that the device brings into the own slot and to the other holders. settled: its copy has been
-    enqueued to its end; void: names of tensors that had changed by then."""
+    """A version that the device copies into the own slot and to the other holders.
+
+    Attributes:
+        job: The job of the version.
+        grant: The grant of the own slot.
+        own: The own slot as a source.
+        settled: Set when its whole copy has been enqueued.
+        void: Names of tensors that had changed by then.
+        began: Event at the beginning of a copy that is enqueued all at once.
+    """
 
     job: Job
     grant: Grant
@@ -62,8 +70,11 @@ class Carried:
 
 
 class Driver:
-    """Of one rank. `step`, `gate`, `fence` and `finish` are called by the training's threads, as are the hooks in the
-    watch; `carried` and `filled` by the thread that saves."""
+    """The driver of one rank's copies over NCCL.
+
+    The training's threads call `step`, `gate`, `fence`, `finish` and the monitor's hooks. The thread that saves calls
+    `carried` and `filled`.
+    """
 
     def __init__(
         self,
@@ -77,7 +88,19 @@ class Driver:
         say: Callable[[str], None],
         broken: Callable[[str], None],
     ) -> None:
-        """say: tells the user; broken: told where this rank's shards can no longer be protected at all."""
+        """Create a driver for a rank that has joined the communicator.
+
+        Args:
+            joined: The rank's end of the communicator.
+            traffic: The user's settings.
+            me: The rank's identity.
+            client: Connection to the agent.
+            capture: Captures of the training's state.
+            gate: Waits for seals.
+            pacer: Pacer of the sending thread.
+            say: Prints a line for the user.
+            broken: Called where this rank's shards can no longer be protected at all, with the reason.
+        """
         self._joined, self._traffic, self._me = joined, traffic, me
         self._capture, self._gate, self._pacer = capture, gate, pacer
         self._say, self._broken = say, broken
@@ -98,7 +121,7 @@ class Driver:
         self._zeros = self._device.buffer(TENSOR_ALIGN_BYTES).zero_()
         self._watch: CollectiveMonitor | None = None
         self._active = False
-        self._stepped = 0  # the newest version that `step` has been told of
+        self._stepped = 0  # version of the newest `step`
         self._tensors: tuple[list[torch.Tensor], Tensors] | None = None
         self._work: tuple[Piecework, ...] = ()
         self._rates: deque[float] = deque(maxlen=_RATES)
@@ -106,47 +129,55 @@ class Driver:
         self._carried: dict[int, Carried] = {}
         self._undrained = self._closing = self._over = False
         self._told = self._local = self._leaves = False
-        # Where nothing is sealed, or a holder refuses, a rank's versions go over gloo until all ranks have met and
-        # are well: over gloo they find a common version by asking each other, and a holder may have left NCCL.
+        # Where nothing is sealed, or a holder refuses, a rank's versions go over gloo until a round shows that all
+        # ranks are well. Over gloo the ranks find a common version by asking each other, and a holder may have left
+        # NCCL.
         self._linked = self._met = False
-        self.small_capacity = joined.small_capacity  # of the own slot
-        self.ended = ""  # agreed by all ranks: why no version goes this way any more
+        self.small_capacity = joined.small_capacity  # bytes, of the own slot
+        self.ended = ""  # reason, agreed by all ranks, why no version goes over NCCL any more
 
     # ---- arming ----------------------------------------------------------------------------------------
 
     def hook(self, watch: CollectiveMonitor) -> None:
-        """It sees the training's collectives."""
+        """Install the hooks in the monitor of the training's collectives."""
         self._watch = watch
         watch.before_launch, watch.launched_on = self._launching, self._launched
 
     def open(self, keepers: Mapping[int, Keeper]) -> None:
-        """Begin: the memory is being reserved."""
+        """Start, while the memory is being reserved."""
         self.desk.open(keepers)
         self._progress.start()
 
     def area(self, rank: int) -> tuple[int, int]:
-        """Offset and size in bytes of the tensor area of a rank's shard."""
+        """Return offset and size in bytes of the tensor area of a rank's shard."""
         return self._joined.offsets[rank], self._joined.links.sizes[rank]
 
     @property
     def rank(self) -> int:
+        """Return this rank."""
         return self._me.rank
 
     @property
     def largest_bytes(self) -> int:
-        """C of Algorithm 2."""
+        """Return C of Algorithm 2: the bytes of the largest shard."""
         return max(self._joined.links.sizes)
 
     @property
     def problem(self) -> str:
-        """Why this rank enqueues nothing any more; '' if all is well."""
+        """Return the reason why this rank enqueues nothing any more; '' if there is none."""
         return self.ended or self._progress.problem
 
     # ---- the training's threads ------------------------------------------------------------------------
 
     def step(self, version: int, job: Job | None, *, saved: bool, following: bool) -> None:
-        """At each step(), on all ranks alike, once. job: what this rank has of the version, None for nothing. saved:
-        whether this version is; following: whether, as far as is known, the next one is."""
+        """Begin an iteration, once for each version and on all ranks alike.
+
+        Args:
+            version: Number of the training's step().
+            job: This rank's job of the version; None if it has none.
+            saved: Whether this version is saved.
+            following: Whether the next version is saved, as far as is known.
+        """
         if version <= self._stepped:
             return
         self._stepped = version
@@ -161,13 +192,13 @@ class Driver:
         if saved and self._active:
             save = self._save(version, job)
         self._exchange.step(save)
-        if self._met:  # only now: by the next version all ranks have heard it
+        if self._met:  # only now: by the next version all ranks have read the round
             self._linked = self._met = False
         self.desk.want(version + 1 if following and self._active else 0)
 
     def _save(self, version: int, job: Job | None) -> Save:
         into = partial(self.desk.into, version)
-        self._exchange.finish()  # what is left of the version before: it may have the slot that is asked for now
+        self._exchange.finish()  # the rest of the version before, which may have the slot that is requested now
         self.desk.reach(version)
         self._linked = self._linked or self._gate.degraded
         if job is None or self._linked:
@@ -195,7 +226,7 @@ class Driver:
             pieces: list[Piece] = []
             end = 0
             for piece, view in zip(self._capture.manifest.pieces, views, strict=True):
-                if piece.at > end:  # what is between tensors is sent as well, and has a digest
+                if piece.at > end:  # gaps between tensors are sent too, because the digest covers them
                     pieces.append(Piece(end, self._zeros[: piece.at - end]))
                 pieces.append(Piece(piece.at, view))
                 end = piece.at + self._capture.manifest.nbytes(piece)
@@ -203,7 +234,7 @@ class Driver:
         return known[1]
 
     def settle(self) -> None:
-        """The tensors may change: the rest of the own copy is enqueued before that."""
+        """Enqueue the rest of the own copy, before the tensors may change."""
         carried, self._open = self._open, None
         if carried is None:
             return
@@ -215,7 +246,7 @@ class Driver:
 
     def _rest(self, carried: Carried) -> None:
         copies = self._exchange.copies
-        if self._work and self._work[0].after < 0:  # all of it goes now: shows what the way to host memory can do
+        if self._work and self._work[0].after < 0:  # all at once: this measures the path to host memory
             copies.wait(self._device.current().record())
             carried.began = copies.record()
         self._own.gate()
@@ -231,15 +262,15 @@ class Driver:
             self._exchange.launched(group, work if backend == self._joined.platform.backend else None)
 
     def gate(self) -> None:
-        """Before the first optimizer after step()."""
+        """Prepare for the first optimizer step of an iteration."""
         self._guarded(self._exchange.gate)
 
     def fence(self) -> None:
-        """Before something else changes the tensors."""
+        """Prepare for a change of the tensors by other code than the optimizer."""
         self._guarded(self._exchange.fence)
 
     def _guarded(self, then: Callable[[], None]) -> None:
-        """Our own failure must not reach the training."""
+        """Run `then` such that our own failure does not reach the training."""
         try:
             self.settle()
             if not self.ended:
@@ -248,29 +279,34 @@ class Driver:
             self.fail(f"{type(error).__name__}: {error}")
 
     def finish(self, *, in_peace: bool) -> None:
-        """The training is over; in peace: on all ranks."""
+        """End the copies, because the training is over. `in_peace`: on all ranks."""
         self._guarded(self._exchange.finish if in_peace else lambda: None)
         self._closing = True
         if not in_peace:
             self.fail("the training has ended")
 
     def interrupt(self) -> None:
-        """Nobody waits for anything of ours any more. From any thread."""
+        """End all waits for our operations. Thread-safe."""
         self._over = True
         self.desk.end()
 
     def close(self) -> None:
-        """After the threads that save and receive have ended, or been told to."""
+        """End everything, after the threads that save and receive have ended or were told to end."""
         self.interrupt()
         self._progress.stop(_STOP_S)
         self._joined.communicator.abort()
         self.desk.close(drained=not self._undrained and not self._progress.busy)
 
-    # ---- what is agreed --------------------------------------------------------------------------------
+    # ---- agreement of all ranks ------------------------------------------------------------------------
 
     def follow(self, route: Route | None, s: int, *, active: bool) -> None:
-        """From the next saved version on, on all ranks alike: under `route` within s iterations; None: all of it
-        before the optimizer. active: versions go this way at all."""
+        """Follow a route from the next saved version on, on all ranks alike.
+
+        Args:
+            route: The route; None: send everything before the optimizer.
+            s: Iterations that a version may take.
+            active: Whether versions go over NCCL at all.
+        """
         former, self._active = self._active, active and not self.ended
         if self._active and not former:
             self._linked = False
@@ -293,11 +329,14 @@ class Driver:
             )
 
     def words(self) -> list[int]:
-        """For the ranks' round at this version."""
+        """Return this rank's numbers for the round at this version."""
         return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.word())]
 
     def hear(self, words: Sequence[int]) -> None:
-        """What came out of a round, of which the last words are ours: all ranks may leave NCCL by it."""
+        """Process the result of a round, by which all ranks may leave NCCL.
+
+        The last numbers of the round are the driver's.
+        """
         if self.ended:
             return
         ours = list(words)[-_WORDS:]
@@ -309,12 +348,12 @@ class Driver:
             self.desk.meet(self._stepped + 1)
 
     def left(self) -> bool:
-        """True once, when all ranks have left NCCL."""
+        """Return True once, when all ranks have left NCCL."""
         leaves, self._leaves = self._leaves, False
         return leaves
 
     def end(self, reason: str) -> None:
-        """All ranks leave NCCL, for a reason that all of them see at the same step()."""
+        """Leave NCCL on all ranks, for a reason that all of them know at the same step()."""
         if not self.ended:
             self._local = bool(self._progress.problem)
             self.ended, self._leaves = reason, True
@@ -325,21 +364,21 @@ class Driver:
             self.desk.want(0)
 
     def fail(self, reason: str) -> None:
-        """This rank leaves NCCL; the others will notice, and hear of it. From any thread."""
+        """Leave NCCL on this rank; the others notice, and learn of it in a round. Thread-safe."""
         self._progress.fail(reason)
 
     # ---- the thread that saves -------------------------------------------------------------------------
 
     def refused(self) -> None:
-        """A holder does not take a version that goes over NCCL."""
+        """Record that a holder does not accept a version over NCCL."""
         self._linked = True
 
     def carried(self, version: int) -> Carried | None:
-        """What the device brings of a version; None: nothing."""
+        """Return the version that the device copies, and forget it; None if there is none."""
         return self._carried.pop(version, None)
 
     def filled(self, carried: Carried) -> bool:
-        """Wait until the own slot has all of the tensors; False where it never will."""
+        """Wait until the own slot has all of the tensors. Return False if it never will."""
         while not carried.settled.wait(0.1):
             if self._over or (self._closing and not carried.settled.is_set()):
                 return False
@@ -357,20 +396,24 @@ class Driver:
         self.desk.landed(carried.job.version, self._me.rank)
         return True
 
-    # ---- what became of the operations (see progress.Listener) -----------------------------------------
+    # ---- results of the operations (see progress.Listener) ---------------------------------------------
 
     def measured(self, size: int, seconds: float) -> None:
+        """Add the duration of a message to the link's meter."""
         self.meter.sent(0.0)
         self.meter.landed(size, seconds)
 
     def sent(self, version: int, whole: bool) -> None:
+        """Record progress: all of this rank's bytes of a version have left."""
         self._pacer.moved()
 
     def landed(self, version: int, rank: int) -> None:
+        """Record that all bytes of a rank's shard are in the slot."""
         self._pacer.moved()
         self.desk.landed(version, rank)
 
     def failed(self, version: int, drained: bool) -> None:
+        """Give up the version's slots, and the shards' protection if the device may still write into them."""
         self._undrained = self._undrained or not drained
         self.desk.failed(drained=drained)
         if self._closing:
@@ -383,12 +426,12 @@ class Driver:
         self.fail(reason)
 
     def _tell(self, text: str) -> None:
-        """From the thread that looks, when the communicator is given up."""
+        """Tell the user that the communicator is given up; called by the polling thread."""
         if not self._closing and (self._local or not self.ended):
             self._tell_end(self._progress.problem)
 
     def _tell_end(self, reason: str) -> None:
-        """Once."""
+        """Tell the user once that copies leave NCCL."""
         told, self._told = self._told, True
         if not told:
             self._say(f"rank {self._me.rank}: copies go over gloo from here on, not over NCCL: {reason}")

@@ -1,4 +1,4 @@
-"""Copies over NCCL as the engine has them made: imported only where `transport="nccl"` is asked for."""
+"""Entry to copies over NCCL for the engine; imported only where `transport="nccl"` is requested."""
 
 from __future__ import annotations
 
@@ -33,8 +33,15 @@ def join(
     all_ranks: Exchange,
     within: dist.ProcessGroup | None,
 ) -> tuple[OverNccl | None, str]:
-    """Take NCCL on all ranks, or on none, and say why. Collective. all_ranks: gives every rank what each of them
-    says. within: the ranks; None: those of the default process group."""
+    """Use NCCL on all ranks or on none. Collective. Return this rank's end, or None and the reason.
+
+    Args:
+        session: The rank's session.
+        tensors: Tensors that this rank protects.
+        layout: Layout of its shard.
+        all_ranks: Gives every rank the data of all ranks.
+        within: Process group of the ranks; None: the default group.
+    """
 
     def proposals(mine: Proposal) -> list[Proposal]:
         return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(mine))]
@@ -44,7 +51,7 @@ def join(
 
 
 class OverNccl:
-    """One rank's end of the communicator, and its links for what does not go from GPU to GPU."""
+    """A rank's end of the communicator, and its links for the data that do not go from GPU to GPU."""
 
     driver: Driver
 
@@ -52,7 +59,7 @@ class OverNccl:
         self._session, self._joined, self._links = session, joined, links
 
     def drive(self, traffic: Traffic, me: Identity, capture: Capture, pacer: Pacer) -> Driver:
-        """Make the driver, once."""
+        """Create the driver; called once."""
         session = self._session
         assert session.client is not None
         self.driver = Driver(
@@ -69,16 +76,16 @@ class OverNccl:
         return self.driver
 
     def outboxes(self) -> dict[int, MessageOutbox]:
-        """Make the links to the holders of this rank's shard."""
+        """Create the links to the holders of this rank's shard."""
         return {rank: self._links.outbox(rank) for rank in self._session.outgoing}
 
     @property
     def replicator(self) -> Callable[..., StreamedReplicator]:
-        """Return what is made in place of a `Replicator`."""
+        """Return the factory that replaces `Replicator`."""
         return partial(StreamedReplicator, driver=self.driver)
 
     def receivers(self, me: Identity) -> list[StreamedReceiver]:
-        """Make what takes the shards of other ranks that this one has to hold."""
+        """Create the receivers of the shards that this rank holds for other ranks."""
         session = self._session
         assert session.client is not None
         return [
@@ -97,10 +104,10 @@ class OverNccl:
         ]
 
     def planner(self, monitor: CollectiveMonitor) -> Callable[..., JointPlanner]:
-        """Return what is made in place of a `Planner`, and show the driver the training's collectives from now on."""
+        """Return the factory that replaces `Planner`. The driver sees the training's collectives from now on."""
         self.driver.hook(monitor)
         return partial(JointPlanner, driver=self.driver, watch=monitor)
 
     def interrupt(self) -> None:
-        """End all waits on the links. From any thread."""
+        """End all waits on the links. Thread-safe."""
         self._links.interrupt()

@@ -1,17 +1,18 @@
-"""One rank's part of the program: what its launching thread enqueues between the training's collectives.
+"""Execution of a program on one rank: its launching thread enqueues operations between the training's collectives.
 
-The order that keeps this from hanging. Every rank launches collective after collective, and ours between the same
-two of them. Ours waits, on the device, for all collectives launched before it; the first collective launched after it
-waits for ours. So every device runs the training's operations and ours in one and the same order, however many
-kernels fit on it at a time and however far the host has run ahead. The second wait costs nothing where the idle span
-was as long as planned.
+The order prevents deadlocks. Every rank launches collective after collective, and our operations between the same two
+of them. On the device, our operation waits for all collectives launched before it. The first collective launched
+after it waits for our operation. Every device therefore runs the training's operations and ours in one and the same
+order. This holds however many kernels fit on it at a time, and however far the host has run ahead. The second wait
+costs nothing where the idle span was as long as planned.
 
     pack stream      chunk -> sub-buffer      after the send that last used the sub-buffer
     network stream   send, receive            after the packing, and after the copy that last used the sub-buffer
     copy stream      sub-buffer -> slot       after the receive
 
-Whatever the state of this rank, it enqueues what the program says: a chunk that one end leaves out hangs the other. A
-rank that has nothing to save sends what is in its sub-buffers, and one that has no slot drops what it gets.
+Whatever the state of this rank, it enqueues the whole program: a chunk that one end leaves out hangs the other. A
+rank that has nothing to save sends the present contents of its sub-buffers. A rank that has no slot drops the bytes
+that it receives.
 """
 
 from __future__ import annotations
@@ -33,17 +34,24 @@ SEND_PARTS = 2  # one is packed while one is sent
 
 
 class Source(Protocol):
-    """The bytes of this rank's shard."""
+    """The source of the bytes of this rank's shard."""
 
     def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
-        """Enqueue that bytes offset..offset+len(into) come into a device buffer."""
+        """Enqueue a copy of bytes offset..offset+len(into) into a device buffer."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """A version. now: its bytes until the first optimizer step after it; later: from then on (a copy; None where a
-    version never takes more than one iteration); both None: this rank has nothing of this version. into(rank): where
-    the bytes of that rank's shard go, as pinned host memory of their size; None: they are dropped."""
+    """A version to send.
+
+    Attributes:
+        version: The version.
+        now: Source of its bytes until the first optimizer step after it. If `later` is None too, this rank has
+            nothing of this version.
+        later: Source from then on (a copy); None where a version never takes more than one iteration.
+        into: Returns the destination of the bytes of that rank's shard, as pinned host memory of their size; None:
+            they are dropped.
+    """
 
     version: int
     now: Source | None
@@ -53,25 +61,32 @@ class Save:
 
 @dataclass(frozen=True)
 class Links:
-    """Who sends to whom. targets[r]: the ranks that keep copies of rank r's shard, by replica; sizes[r]: its
-    bytes."""
+    """The senders and receivers of all copies.
+
+    Attributes:
+        targets: For each rank, the ranks that keep copies of its shard, by replica.
+        sizes: For each rank, the bytes of its shard.
+    """
 
     targets: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
 
     def sources(self, rank: int, replica: int) -> list[int]:
-        """The ranks whose copy number `replica` goes to `rank`."""
+        """Return the ranks whose copy number `replica` goes to `rank`."""
         return [r for r, t in enumerate(self.targets) if replica < len(t) and t[replica] == rank]
 
     def part(self, rank: int, chunk: Chunk) -> int:
-        """Bytes of this chunk that rank has."""
+        """Return the bytes of this chunk that the rank has."""
         return max(0, min(chunk.size, self.sizes[rank] - chunk.offset))
 
 
 class Exchange:
-    """Called by the training's launching threads, each call short and without any wait on the host. A failure of the
-    communicator ends it (`problem`), never the training. p sub-buffers for what comes, and SEND_PARTS for what
-    goes."""
+    """The enqueuer of one rank's operations.
+
+    The training's launching threads call it; each call is short and never waits on the host. A failure of the
+    communicator ends the exchange (`problem`), never the training. There are p sub-buffers to receive and SEND_PARTS
+    to send.
+    """
 
     def __init__(
         self,
@@ -86,7 +101,7 @@ class Exchange:
         self._device, self._communicator, self._rank, self._links = device, communicator, rank, links
         self._progress = progress
         self._pack, self._network = device.stream(), device.stream()
-        self.copies = device.stream()  # of everything that goes to host memory
+        self.copies = device.stream()  # the stream of all copies to host memory
         self._send_parts = Parts(device, SEND_PARTS, part_bytes)
         self._receive_parts = Parts(device, p, part_bytes)
         self.log = LaunchLog()
@@ -98,27 +113,33 @@ class Exchange:
         self._iteration = 0
         self._launched = 0
         self._gated = False
-        self._stepped = False  # an optimizer has changed what `Save.now` reads
+        self._stepped = False  # an optimizer has changed the tensors that `Save.now` reads
         self._into: dict[int, torch.Tensor | None] = {}
         self._packed: Event | None = None
         self._recent: dict[Hashable, Any] = {}  # newest collective of each group since our last operation
-        self._ours: Operation | None = None  # newest of ours
-        self._behind: set[Hashable] = set()  # streams that come after it already
+        self._ours: Operation | None = None  # our newest operation
+        self._behind: set[Hashable] = set()  # streams that wait for it already
 
     @property
     def problem(self) -> str:
-        """Why nothing more is enqueued; '' if all is well."""
+        """Return the reason why nothing more is enqueued; '' if there is none."""
         return self._progress.problem
 
     # ---- from the training's threads -------------------------------------------------------------------
 
     def follow(self, program: Program | None) -> None:
-        """In force from the next version on; None: no version is sent. Call it on all ranks between the same two
-        steps. Chunks must not be larger than a sub-buffer."""
+        """Follow a program from the next version on; None: no version is sent.
+
+        All ranks call this between the same two steps. Chunks must not be larger than a sub-buffer.
+        """
         self._next_program = program
 
     def step(self, save: Save | None) -> None:
-        """At step(), on all ranks alike; save: where this version is saved."""
+        """Begin an iteration, with all other ranks.
+
+        Args:
+            save: The version to send; None where this version is not saved.
+        """
         with self._lock:
             if self._off():
                 return
@@ -135,7 +156,10 @@ class Exchange:
             self._catch_up()
 
     def launching(self) -> None:
-        """Before each collective of the training, in the thread that launches it."""
+        """Make the current stream wait for our newest operation.
+
+        Called before each collective of the training, in the thread that launches it.
+        """
         with self._lock:
             if self._ours is None or self._off():
                 return
@@ -146,7 +170,12 @@ class Exchange:
                 stream.wait(self._ours.done)
 
     def launched(self, group: Hashable, work: Any) -> None:
-        """After it. group: of which process group; work: what `Stream.follow` takes."""
+        """Count a collective after its launch, and enqueue what is due.
+
+        Args:
+            group: The process group.
+            work: The collective's work, as `Stream.follow` takes it.
+        """
         with self._lock:
             if self._off():
                 return
@@ -155,7 +184,10 @@ class Exchange:
             self._catch_up()
 
     def gate(self) -> None:
-        """Before the first optimizer after step(): it may change what has been packed by then."""
+        """Enqueue what is due before the first optimizer step of an iteration.
+
+        The optimizer may change the tensors that have been packed by then.
+        """
         with self._lock:
             if self._gated or self._off():
                 return
@@ -166,13 +198,13 @@ class Exchange:
             self._release()
 
     def fence(self) -> None:
-        """The tensors may be changed from here on, before the optimizer: as at the gate, but nothing is due."""
+        """Allow the tensors to change from here on, before the optimizer: like the gate, but nothing is due."""
         with self._lock:
             if not self._off():
                 self._release()
 
     def finish(self) -> None:
-        """The training is over, on all ranks: the rest of the version under way."""
+        """Enqueue the rest of the version in transfer, because the training is over on all ranks."""
         with self._lock:
             if not self._off():
                 self._finish()
@@ -191,7 +223,7 @@ class Exchange:
             self._enqueue(len(self._program.chunks))
 
     def _release(self) -> None:
-        """What is packed from here on does not come from the tensors."""
+        """Make the training wait for the packing so far; later packing does not read the tensors."""
         if self._packed is not None and not self._stepped:
             stream = self._device.current()
             self._mark(stream)
@@ -199,7 +231,7 @@ class Exchange:
         self._stepped = True
 
     def _mark(self, stream: Stream) -> None:
-        """From here on the training waits for our newest operation."""
+        """Record that from here on the training waits for our newest operation."""
         if self._ours is not None and self._ours.waited is None:
             self._ours.waited = stream.record()
 
@@ -258,7 +290,7 @@ class Exchange:
         self._progress.enqueued(self._ours)
 
     def _land(self, chunk: Chunk, message: Message, done: Event) -> Event | None:
-        """From the sub-buffer into the slot; the mark behind that."""
+        """Enqueue the copy from the sub-buffer into the slot. Return the event behind the copy."""
         save = self._save
         assert save is not None
         if message.peer not in self._into:
@@ -272,5 +304,5 @@ class Exchange:
 
 
 def ring(world: int, m: int, sizes: Sequence[int]) -> Links:
-    """Links where each rank's holders are the m - 1 ranks after it."""
+    """Return links where each rank's holders are the m - 1 ranks after it."""
     return Links(tuple(tuple((r + q + 1) % world for q in range(m - 1)) for r in range(world)), tuple(sizes))

@@ -1,10 +1,12 @@
-"""Links over gloo's point-to-point operations, for what does not go from GPU to GPU.
+"""Links over gloo's point-to-point operations, for the data that do not go from GPU to GPU.
 
-They have process groups of their own. gloo keeps one connection for each pair of ranks and group, and what is sent
-over one waits its turn: also an acknowledgement, and the word that a receive was posted, without which the other end
-sends no chunk. Two ranks that hold each other's copies would have these wait behind whole bursts of chunks. So chunks
-to a higher rank go over one group, those to a lower rank over another, and in each connection only small messages go
-against them.
+The links have process groups of their own. gloo keeps one connection for each pair of ranks and group, and messages
+on one connection wait for each other. This includes acknowledgements, and gloo's notice that a receive was posted,
+without which the other end sends no chunk. Between two ranks that hold each other's copies, these messages would wait
+behind whole bursts of chunks.
+
+Chunks to a higher rank therefore use one group, and chunks to a lower rank another. In each connection only small
+messages go against the chunks.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from gemini_hpc.train.nccl.messages import REPLIES, MessageInbox, MessageOutbox
 from gemini_hpc.train.state.collectives import own_group
 from gemini_hpc.train.transport.base import LinkBroken
 
-# A receive may rightly wait for as long as an iteration takes, and gloo closes the link when one times out.
+# A receive may rightly wait for as long as an iteration takes, and gloo closes the link when a receive times out.
 _FOREVER = timedelta(days=1)
 
 
 def _sockets() -> dict[int, int]:
-    """Descriptor -> inode of all sockets of this process."""
+    """Return descriptor -> inode of all sockets of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -53,17 +55,28 @@ class _Work:
             raise LinkBroken(_reason(error)) from None
 
     def abandon(self) -> None:
-        """gloo cannot take a message back, and a connection on which a half-sent one is destroyed carries no others.
-        So it stays as it is. Of receives only those of acknowledgements can be left while the connection lives."""
+        """Keep the message's memory alive for as long as gloo may use it.
+
+        gloo cannot cancel a message, and a connection on which a half-sent message is destroyed carries no others.
+        Hence the work is kept as it is. Of receives, only those of acknowledgements can be left while the connection
+        lives.
+        """
         if not self._links.interrupted:
             self._links.abandoned.append(self)
 
 
 class GlooLinks:
-    """The links of one rank. Making them is collective over the training's ranks, those of `within`. gloo ends the
-    process that gets a longer message than it asked for, so the sending end checks the sizes of its chunks."""
+    """The links of one rank over gloo."""
 
     def __init__(self, within: dist.ProcessGroup | None = None) -> None:
+        """Create the two process groups. Collective over the training's ranks.
+
+        gloo ends a process that gets a longer message than it asked for. The sending end therefore checks the sizes
+        of its chunks.
+
+        Args:
+            within: Process group of the training's ranks; None: the default group.
+        """
         self.interrupted = False
         before = _sockets()
         up, down = own_group(within, _FOREVER), own_group(within, _FOREVER)
@@ -74,29 +87,29 @@ class GlooLinks:
         self.abandoned: list[_Work] = []
 
     def outbox(self, rank: int) -> MessageOutbox:
-        """The link to a rank; called once for each."""
+        """Create the link to a rank; called once for each."""
         return MessageOutbox(self, rank)
 
     def inbox(self, rank: int) -> MessageInbox:
-        """The link from a rank; called once for each."""
+        """Create the link from a rank; called once for each."""
         return MessageInbox(self, rank)
 
     def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> _Work:
-        """See `messages.Carrier`."""
-        chunks_leave = sending != (tag in REPLIES)  # over the link that the message belongs to
+        """Begin to send or receive a message, see `messages.Carrier`."""
+        chunks_leave = sending != (tag in REPLIES)  # direction of the chunks on this message's link
         backend = self._up if chunks_leave == (rank > self._rank) else self._down
         try:
-            # straight to the backend: hooks on the training's collectives must not see this traffic
+            # directly to the backend: hooks on the training's collectives must not see this traffic
             work = (backend.send if sending else backend.recv)([tensor], rank, tag)
         except RuntimeError as error:
             raise LinkBroken(_reason(error)) from None
         return _Work(self, work, tensor)
 
     def interrupt(self) -> None:
-        """Make every blocked and later call raise LinkBroken soon. From any thread, also more than once.
+        """Make every blocked and every later call raise LinkBroken soon. Thread-safe; may be called repeatedly.
 
-        gloo has no call that ends a blocked receive (abort and shutdown do not), and a thread that is blocked in one
-        when Python exits aborts the process. Shutting its connections down does end it.
+        gloo has no call that ends a blocked receive (abort and shutdown do not). A thread that is blocked in a
+        receive when Python exits aborts the process. Shutting down the connections ends the receive.
         """
         self.interrupted = True
         for fd, inode in self._sockets.items():
@@ -105,7 +118,7 @@ class GlooLinks:
                     continue
                 with socket.socket(fileno=os.dup(fd)) as sock:
                     if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                        continue  # made by another thread at the same time as the group
-                    sock.getpeername()  # not the listening one: its shutdown would end the process
+                        continue  # another thread's socket, made at the same time as the group
+                    sock.getpeername()  # raises for a listening socket, whose shutdown would end the process
                     sock.shutdown(socket.SHUT_RDWR)
         self.abandoned.clear()

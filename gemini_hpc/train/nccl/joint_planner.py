@@ -1,4 +1,7 @@
-"""One plan for all ranks: copies over NCCL go where every rank's network is idle, see `collective_schedule`."""
+"""Planner with one plan for all ranks: copies over NCCL go where the network of every rank is idle.
+
+See `collective_schedule` for the program that follows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,14 @@ from gemini_hpc.train.schedule.traffic import Traffic
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: see `planner`; what its link has shown; why its training cannot be followed."""
+    """A rank's message to all others.
+
+    Attributes:
+        standing: The encoded message of `planner`.
+        B: Measured rate of its link, bytes per second; 0 if unknown.
+        alpha: Measured startup time, seconds.
+        refusal: Reason why its training cannot be followed; '' if there is none.
+    """
 
     standing: bytes
     B: float = 0.0
@@ -30,7 +40,7 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JointPlanner(Planner):
-    """As long as all ranks use NCCL. After that it is a planner like any other, for gloo."""
+    """The planner for as long as all ranks use NCCL. After that it works like any other planner, for gloo."""
 
     def __init__(
         self,
@@ -51,15 +61,18 @@ class JointPlanner(Planner):
 
     @property
     def meter(self) -> LinkMeter:
+        """Return the meter of the link that is planned for."""
         return self._meter if self._driver.ended else self._driver.meter
 
-    # ---- what ranks exchange ---------------------------------------------------------------------------
+    # ---- exchange between ranks ------------------------------------------------------------------------
 
     def kept(self) -> bytes:
+        """Return the encoded profile and link values of an earlier incarnation, for the other ranks."""
         kept = self._kept
         return self._pack(super().kept(), kept.B if kept else 0.0, kept.alpha if kept else 0.0)
 
     def standing(self, over_at: float) -> bytes:
+        """Make the profile. Return it encoded for the other ranks, with the link values."""
         standing, meter = super().standing(over_at), self.meter
         names = [self._watch.names.get(op.kind, "") for _, trace in self._usual[-1:] for op in trace.ops]
         unfit = capability_check.operations(names)
@@ -71,8 +84,9 @@ class JointPlanner(Planner):
         return standing if self._driver.ended else msgspec.msgpack.encode(_Word(standing, B, alpha, unfit))
 
     def remember(self, blobs: Sequence[bytes]) -> bool:
+        """Take over the profiles of an earlier incarnation. Return whether they make one plan for all ranks."""
         words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
-        other, self._meter = self._meter, self._driver.meter  # what is remembered of the link is of this one
+        other, self._meter = self._meter, self._driver.meter  # the remembered link values are NCCL's
         try:
             whole = super().remember([word.standing for word in words])
         finally:
@@ -84,6 +98,7 @@ class JointPlanner(Planner):
         return self._terms is not None
 
     def take(self, blobs: Sequence[bytes]) -> None:
+        """Take over what all ranks have recorded, or end NCCL on all ranks if one program cannot serve them."""
         if self._driver.ended:
             return super().take(blobs)
         words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
@@ -115,6 +130,7 @@ class JointPlanner(Planner):
     # ---- planning --------------------------------------------------------------------------------------
 
     def route(self, scheme: Scheme) -> Route | None:
+        """Return the inputs of a plan; None without a profile or link values."""
         terms = self._terms
         if self._driver.ended or scheme != "gemini":
             return super().route(scheme)
@@ -134,10 +150,14 @@ class JointPlanner(Planner):
         )
 
     def drifted(self, planned: Route | None) -> bool:
-        """A program is that of all ranks: one that has seen its link change does not plan anew alone."""
+        """Return whether the link has changed too much for the plan; False for a program, which all ranks share.
+
+        A rank whose link has changed does not plan anew alone.
+        """
         return not isinstance(planned, Joint) and super().drifted(planned)
 
     def keepsake(self) -> Kept | None:
+        """Return what the next incarnation needs; None if the plan is unknown."""
         if self._driver.ended:
             return super().keepsake()
         if self.profile is None or self._terms is None:

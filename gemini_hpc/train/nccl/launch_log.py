@@ -1,4 +1,4 @@
-"""In which order this rank has enqueued its operations: the same on all ranks, or they wait for each other."""
+"""Log of the order in which this rank enqueues its operations; ranks with different orders wait for each other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ _FIELDS = struct.Struct("<8Q")
 
 
 class Launch(NamedTuple):
-    """One operation of ours. launched: collectives that the training had launched in this iteration (counted from the
-    version's step()); the other fields name the chunk. All are the same on every rank."""
+    """An enqueued operation of ours. All fields are the same on every rank.
+
+    Attributes:
+        version: The version.
+        iteration: Iteration since the version's step().
+        past_gate: Whether the optimizer has begun in this iteration.
+        launched: Collectives that the training had launched in this iteration.
+        chunk: Number of the chunk.
+        replica: The chunk's replica.
+        offset: First byte of the chunk.
+        size: Bytes of the chunk.
+    """
 
     version: int
     iteration: int
@@ -27,7 +37,7 @@ class Launch(NamedTuple):
 
 
 class LaunchLog:
-    """The newest launches, and a hash over all of them."""
+    """The newest launches, and a hash over all launches."""
 
     def __init__(self) -> None:
         self.newest: deque[Launch] = deque(maxlen=_KEPT)
@@ -35,23 +45,27 @@ class LaunchLog:
         self._hash = b""
 
     def add(self, launch: Launch) -> None:
-        """It is enqueued now."""
+        """Record an operation that is enqueued now."""
         self.newest.append(launch)
         self.count += 1
         self._hash = blake2b(self._hash + _FIELDS.pack(*launch), digest_size=8).digest()
 
     def word(self) -> tuple[int, int]:
-        """(count, hash of 63 bits): to be compared at the same version on all ranks."""
+        """Return (count, hash of 63 bits), to be compared at the same version on all ranks."""
         return self.count, int.from_bytes(self._hash, "little") >> 1
 
 
 def pack(word: tuple[int, int]) -> list[int]:
-    """For a round that finds the largest of each number: with the negatives, the smallest come out as well."""
+    """Return the numbers of a word for a round of maxima; the negated numbers yield the minima."""
     return [word[0], -word[0], word[1], -word[1]]
 
 
 def unequal(rounds: Sequence[int]) -> str:
-    """Whether the ranks' words differed, as a sentence; '' if not. rounds: what came out for `pack`."""
+    """Return a sentence on how the ranks' words differ; '' if they do not.
+
+    Args:
+        rounds: Result of the round for the numbers of `pack`.
+    """
     most, least, high, low = rounds[0], -rounds[1], rounds[2], -rounds[3]
     if most != least:
         return f"the ranks have enqueued between {least} and {most} operations over NCCL at the same version"

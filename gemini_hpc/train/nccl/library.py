@@ -1,8 +1,8 @@
-"""NCCL's C interface: the few calls that we need. Called on one GPU so far (`benchmarks.gpu`).
+"""The few calls of NCCL's C interface that we need. Called on one GPU so far (`benchmarks.gpu`).
 
-torch's own process groups would put our operations under torch's watchdog, which ends the process when one fails, and
-would make a communicator for each pair of ranks. The library is the one that torch has loaded, so that both agree on
-its version; what torch links statically cannot be called from here.
+torch's own process groups would put our operations under torch's watchdog, which ends the process when one fails.
+They would also create a communicator for each pair of ranks. The library is the one that torch has loaded, so that
+both agree on its version. An NCCL that torch links statically cannot be called from here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _UNDEFINED = -(1 << 31)
 
 
 class UniqueId(ctypes.Structure):
-    """Names a communicator to be; 128 bytes that rank 0 makes and all others are told."""
+    """The id of a communicator to be made: 128 bytes that rank 0 creates and sends to all others."""
 
     _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """`ncclConfig_t` as it was in NCCL 2.18: newer libraries read it by its size and version."""
+    """The `ncclConfig_t` of NCCL 2.18; newer libraries read it by its size and version."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -47,7 +47,10 @@ class Config(ctypes.Structure):
 
 
 def config(most_ctas: int) -> Config:
-    """Calls return at once, at most so many blocks of a kernel take SMs from the training."""
+    """Return a configuration for calls that return at once and kernels of at most `most_ctas` blocks.
+
+    The limit bounds the SMs that are taken from the training.
+    """
     return Config(
         size=ctypes.sizeof(Config),
         magic=_MAGIC,
@@ -62,11 +65,11 @@ def config(most_ctas: int) -> Config:
 
 
 class Unavailable(Exception):
-    """There is no NCCL that can be used; says why."""
+    """The error for a missing or unusable NCCL, with the reason."""
 
 
 def _mapped() -> list[str]:
-    """Paths of the libraries of this name that the process has loaded."""
+    """Return the paths of the NCCL libraries that the process has loaded."""
     found = set()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -77,7 +80,7 @@ def _mapped() -> list[str]:
 
 
 def candidates() -> list[str]:
-    """Where to look, best first: what is loaded, what torch's wheels bring, what the system has."""
+    """Return the paths to try, best first: the loaded library, then torch's wheels, then the system's."""
     paths = _mapped()
     try:
         package = importlib.util.find_spec("nvidia.nccl")
@@ -90,9 +93,14 @@ def candidates() -> list[str]:
 
 
 class Library:
-    """The functions, with their types. Raises Unavailable."""
+    """The functions of NCCL, with their types."""
 
     def __init__(self, paths: list[str] | None = None) -> None:
+        """Load NCCL from the first of `paths` (None: `candidates`) that can be loaded.
+
+        Raises:
+            Unavailable: If none can be loaded, or the version is too old.
+        """
         reasons = []
         self._dll: ctypes.CDLL | None = None
         for path in candidates() if paths is None else paths:
@@ -129,20 +137,28 @@ class Library:
         function.argtypes, function.restype = types, ctypes.c_int
 
     def call(self, name: str, *args: object) -> int:
-        """SUCCESS or IN_PROGRESS. Raises Broken for anything else."""
+        """Call a function. Return SUCCESS or IN_PROGRESS.
+
+        Raises:
+            Broken: For any other result.
+        """
         result = int(getattr(self._dll, name)(*args))
         if result not in (SUCCESS, IN_PROGRESS):
             raise Broken(f"{name}: {self.describe(result)}")
         return result
 
     def describe(self, result: int) -> str:
-        """NCCL's own words for a result."""
+        """Return NCCL's own text for a result."""
         assert self._dll is not None
         text = self._dll.ncclGetErrorString(result)
         return text.decode(errors="replace") if text else f"result {result}"
 
     def unique_id(self) -> bytes:
-        """On one rank; the others are told. Raises Broken."""
+        """Return a new communicator id; called on one rank, which sends it to the others.
+
+        Raises:
+            Broken: If the call fails.
+        """
         made = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return ctypes.string_at(ctypes.byref(made), ID_BYTES)

@@ -1,7 +1,7 @@
-"""The contract of a link over tagged messages between ranks, in order for each rank and tag, and its receiving end.
+"""Links over tagged messages between ranks, ordered for each rank and tag: their protocol and both ends.
 
-A receiving end that gives up says so in place of an answer. So both ends learn of a link that broke, whichever of
-them found the fault.
+A receiving end that gives up sends a notice in place of an answer. Both ends therefore learn of a broken link,
+whichever of them found the fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
 
 MAX_CHUNKS = 1 << 20
-AHEAD = 8  # chunks that are expected at a time
+AHEAD = 8  # receives of chunks posted at a time
 
 _HEAD = struct.Struct("<8sQQQQQQQ")
 _NUMBER = struct.Struct("<Q")
@@ -24,27 +24,36 @@ _MAGIC = b"GEMCHNK\x03"
 _BYE, _VERSION = 0, 1
 _NO, _YES, _GIVEN_UP = b"\x00", b"\x01", b"\x02"
 _HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1, 7)
-REPLIES = frozenset((_ANSWER_TAG, _ACK_TAG))  # tags of what goes from an inbox to its outbox
+REPLIES = frozenset((_ANSWER_TAG, _ACK_TAG))  # tags of the messages from an inbox to its outbox
 
 
 class Message(Protocol):
     """A message being sent or received."""
 
     def wait(self) -> None:
-        """Return when it is there (receiving) or its memory may be changed (sending). Raises LinkBroken."""
+        """Wait until the message has arrived (receiving) or its memory may be changed (sending).
+
+        Raises:
+            LinkBroken: If the message fails.
+        """
 
     def abandon(self) -> None:
-        """Nobody will wait for it any more: as far as the library can, leave its memory alone from now on."""
+        """Leave the message's memory alone from now on, as far as the library can; no thread waits any more."""
 
 
 class Carrier(Protocol):
-    """The carrier of the messages of all links of a rank. interrupted: no call may begin any more."""
+    """The carrier of the messages of all links of a rank. No call may begin once `interrupted` is set."""
 
     interrupted: bool
 
     def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> Message:
-        """Begin to send a tensor's bytes to a rank, or to receive exactly as many from it; the message keeps the
-        tensor alive. Raises LinkBroken."""
+        """Begin to send a tensor's bytes to a rank, or to receive exactly as many bytes from it.
+
+        The message keeps the tensor alive.
+
+        Raises:
+            LinkBroken: If the link is broken.
+        """
 
 
 class _OnLink:
@@ -72,12 +81,16 @@ class _Link:
         self.under_way: set[Message] = set()
 
     def check(self) -> None:
-        """Raises LinkBroken if it is."""
+        """Check that the link works.
+
+        Raises:
+            LinkBroken: If the link is broken.
+        """
         if self._broken:
             raise LinkBroken(self._broken)
 
     def break_off(self, reason: str) -> LinkBroken:
-        """From now on every call fails, and nothing writes into memory that was given for a message."""
+        """Break the link: every later call fails, and no message's memory is written to any more."""
         self._broken = self._broken or reason
         while self.under_way:
             self.under_way.pop().abandon()
@@ -92,7 +105,7 @@ class _Link:
         except LinkBroken as error:
             raise self.break_off(str(error)) from None
         self.under_way.add(message)
-        if self._broken:  # by another thread, meanwhile
+        if self._broken:  # broken by another thread meanwhile
             raise self.break_off(self._broken)
         return _OnLink(self, message, tensor)
 
@@ -106,7 +119,7 @@ class _Link:
 
 
 class _Sent:
-    """A chunk of which the acknowledgement is awaited."""
+    """A sent chunk whose acknowledgement is awaited."""
 
     def __init__(self, link: _Link, sent: _OnLink, ack: _OnLink, number: int) -> None:
         self._link, self._sent, self._ack, self._number = link, sent, ack, number
@@ -120,13 +133,17 @@ class _Sent:
 
 
 class MessageOutbox(_Link, Outbox):
-    """See Outbox. `send` raises ValueError for a chunk that is not as long as the head said: gloo ends the process at
-    the other end, which gets more than it asked for."""
+    """The sending end of a link to one rank, see Outbox.
+
+    `send` raises ValueError for a chunk whose size differs from the head's. gloo would end the process at the other
+    end, which gets more bytes than it asked for.
+    """
 
     _sizes: tuple[int, ...] = ()
     _next = 0
 
     def offer(self, head: Head) -> bool:
+        """Offer a version to the other end. Return whether it is accepted."""
         sizes = struct.pack(f"<{len(head.sizes)}Q", *head.sizes)
         packed = _HEAD.pack(
             _MAGIC, _VERSION, head.version, head.used_bytes, head.total_bytes, len(head.sizes), *head.apart
@@ -142,6 +159,11 @@ class MessageOutbox(_Link, Outbox):
         return answer == _YES
 
     def send(self, chunk: torch.Tensor) -> Pending:
+        """Send the next chunk of the offered version.
+
+        Raises:
+            ValueError: If the chunk's size is not the announced one.
+        """
         k = self._next
         if k >= len(self._sizes) or chunk.numel() != self._sizes[k]:
             announced = f"of {self._sizes[k]} bytes" if k < len(self._sizes) else "none more"
@@ -151,20 +173,22 @@ class MessageOutbox(_Link, Outbox):
         return _Sent(self, self.start(True, chunk, _CHUNK_TAG), ack, k)
 
     def finish(self, digest: str) -> None:
+        """Send the digest, which ends the version."""
         self.send_bytes(bytes.fromhex(digest), _DIGEST_TAG).wait()
 
     def bye(self) -> None:
+        """Tell the other end that nothing more will come."""
         self.send_bytes(_HEAD.pack(_MAGIC, _BYE, 0, 0, 0, 0, 0, 0), _HEAD_TAG).wait()
 
 
 class MessageInbox(_Link):
-    """The receiving end of a link from one rank. Where a call raises, the link is broken, at the other end too."""
+    """The receiving end of a link from one rank. Where a call raises, the link is broken at the other end too."""
 
     _sizes: tuple[int, ...] = ()
     _last: Message | None = None
 
     def next(self) -> Head | None:
-        """Wait for the next version, for as long as it takes. None: nothing more will come."""
+        """Wait for the head of the next version, without a limit. Return None when nothing more will come."""
         magic, kind, version, used, total, chunks, *apart = _HEAD.unpack(self.receive_bytes(_HEAD.size, _HEAD_TAG))
         if magic != _MAGIC or kind not in (_BYE, _VERSION) or max(used, sum(apart)) > total or chunks > MAX_CHUNKS:
             raise self._refuse_for_good("sent something that is no head of a version")
@@ -182,7 +206,10 @@ class MessageInbox(_Link):
         self.send_bytes(_YES if accept else _NO, _ANSWER_TAG).wait()
 
     def receive(self, into: torch.Tensor) -> None:
-        """Fill `into` (exactly `sent_bytes`) chunk by chunk, after a positive answer; return when all are there."""
+        """Fill `into` (exactly `sent_bytes`) chunk by chunk, after a positive answer.
+
+        Return when all chunks have arrived.
+        """
         if into.numel() != sum(self._sizes):
             raise ValueError(f"{into.numel()} bytes of room for chunks of {sum(self._sizes)} bytes")
         coming: deque[_OnLink] = deque()
@@ -198,7 +225,7 @@ class MessageInbox(_Link):
             ack.wait()
 
     def _land(self, coming: deque[_OnLink], acks: deque[_OnLink], number: int) -> int:
-        """Wait for the next chunk and acknowledge it. Return the number of the one after it."""
+        """Wait for the next chunk and acknowledge it. Return the number of the chunk after it."""
         coming.popleft().wait()
         acks.append(self.send_bytes(_NUMBER.pack(number), _ACK_TAG))
         if len(acks) > AHEAD:
@@ -206,11 +233,11 @@ class MessageInbox(_Link):
         return number + 1
 
     def digest(self) -> str:
-        """Return the digest made at source; called last."""
+        """Return the digest made at the source; called last."""
         return self.receive_bytes(16, _DIGEST_TAG).hex()
 
     def _refuse_for_good(self, why: str) -> LinkBroken:
-        """Tell the other end, which may not be listening: nobody waits for that."""
+        """Break the link, and notify the other end without waiting, because it may not be listening."""
         word = torch.frombuffer(bytearray(_GIVEN_UP), dtype=torch.uint8)
         with suppress(LinkBroken):
             self._last = self._carrier.begin(True, self._rank, word, _ANSWER_TAG)

@@ -1,4 +1,4 @@
-"""In the first `step()`: all ranks take NCCL, or none does, and why."""
+"""Negotiation in the first `step()`: either all ranks use NCCL, or none does, and the reason is known."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from gemini_hpc.train.nccl.platform import Platform
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: the tensor area of its shard, why it cannot take NCCL, and, of rank 0, the name
-    of the communicator."""
+    """A rank's message to all others.
+
+    Attributes:
+        tensor_offset: Offset of the tensor area of its shard, in bytes.
+        tensor_bytes: Size of the area.
+        refusal: Reason why the rank cannot use NCCL; '' if it can.
+        unique_id: Id of the communicator, from rank 0 only.
+    """
 
     tensor_offset: int = 0
     tensor_bytes: int = 0
@@ -27,8 +33,16 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank's end of the communicator. offsets[r]: of the tensor area of rank r's shard; small_capacity: of this
-    rank's."""
+    """A rank's end of the communicator.
+
+    Attributes:
+        platform: The platform.
+        device: The rank's device.
+        communicator: The communicator over all ranks.
+        links: Senders, receivers and sizes.
+        offsets: Offset of the tensor area of each rank's shard, in bytes.
+        small_capacity: Bytes for the small state in this rank's shard.
+    """
 
     platform: Platform
     device: Device
@@ -39,14 +53,19 @@ class Joined:
 
 
 class Meeting:
-    """Of one rank, for one training."""
+    """A rank's part in the negotiation for one training."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._platform: Platform | None = None
 
     def propose(self, tensors: Sequence[torch.Tensor], layout: Layout) -> Proposal:
-        """For all ranks. tensors: what this rank protects."""
+        """Return this rank's proposal to all ranks.
+
+        Args:
+            tensors: Tensors that this rank protects.
+            layout: Layout of its shard.
+        """
         unique_id = b""
         try:
             self._platform = platform.make()
@@ -60,7 +79,10 @@ class Meeting:
     def connect(
         self, proposals: Sequence[Proposal], targets: Sequence[Sequence[int]], layout: Layout
     ) -> tuple[Joined | None, str]:
-        """Collective, where nobody refuses: this rank's end, or why there is none."""
+        """Connect to all ranks. Return this rank's end, or the reason why there is none.
+
+        Collective; called only where no rank refuses.
+        """
         assert self._platform is not None
         links = Links(tuple(tuple(t) for t in targets), tuple(p.tensor_bytes for p in proposals))
         try:
@@ -73,7 +95,7 @@ class Meeting:
 
 
 def refused(proposals: Sequence[Proposal]) -> str:
-    """The first reason, '' if there is none."""
+    """Return the first rank's refusal; '' if there is none."""
     found = [(rank, p.refusal) for rank, p in enumerate(proposals) if p.refusal]
     return f"rank {found[0][0]}: {found[0][1]}" if found else ""
 
@@ -84,7 +106,15 @@ Exchange = Callable[[Proposal], list[Proposal]]
 def meet(
     rank: int, tensors: Sequence[torch.Tensor], layout: Layout, targets: Sequence[Sequence[int]], all_ranks: Exchange
 ) -> tuple[Joined | None, str]:
-    """Collective. all_ranks: gives every rank what each of them says. What is joined, or else why nothing is."""
+    """Negotiate with all ranks. Collective. Return this rank's end, or the reason why there is none.
+
+    Args:
+        rank: This rank.
+        tensors: Tensors that this rank protects.
+        layout: Layout of its shard.
+        targets: For each rank, the ranks that keep its copies.
+        all_ranks: Gives every rank the proposals of all ranks.
+    """
     meeting = Meeting(rank)
     proposals = all_ranks(meeting.propose(tensors, layout))
     if reason := refused(proposals):

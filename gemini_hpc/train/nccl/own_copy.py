@@ -1,8 +1,8 @@
 """The copy into the own slot, in chunks, while the training's collectives run (GEMINI paper, section 5.3, end).
 
-Then the network is busy and no chunk of another rank arrives, so the copy has the way to host memory for itself. It
-is not a matter between ranks: each plans its own. All copies to the host go through one stream, so none runs beside
-another, whatever the plan was worth.
+While the network is busy no chunk of another rank arrives, so the copy has the path to host memory for itself. Each
+rank plans its own copy, without the others. All copies to the host go through one stream, so no two run at the same
+time, however good the plan.
 """
 
 from __future__ import annotations
@@ -20,15 +20,25 @@ from gemini_hpc.train.nccl.source import Tensors
 
 
 class Busy(NamedTuple):
-    """The network is busy from the launch of collective number `after` (from 0) for `length_s`, before the gate."""
+    """A time before the gate in which the network is busy.
+
+    Attributes:
+        after: Number (from 0) of the collective with whose launch the time begins.
+        length_s: Length in seconds.
+    """
 
     after: int
     length_s: float
 
 
 class Piecework(NamedTuple):
-    """Bytes offset..offset+size, together with the launch of collective number `after`; -1: what is left goes at the
-    gate."""
+    """A chunk of the own copy.
+
+    Attributes:
+        after: Number of the collective with whose launch the chunk is copied; -1: copied at the gate.
+        offset: First byte.
+        size: Size in bytes.
+    """
 
     after: int
     offset: int
@@ -36,7 +46,7 @@ class Piecework(NamedTuple):
 
 
 def busy(profile: Profile) -> list[Busy]:
-    """What lies between a profile's idle spans, up to the gate."""
+    """Return the times between a profile's idle spans, up to the gate."""
     spans = [span for span in profile.spans if span.before_gate]
     found = []
     end, after = 0.0, 0
@@ -52,8 +62,20 @@ def busy(profile: Profile) -> list[Busy]:
 def plan(
     profile: Profile, total_bytes: int, chunk_bytes: int, bytes_per_s: float, mu: float
 ) -> tuple[Piecework, ...]:
-    """As much as fits into a share mu of each busy time, in order; what does not fit goes at the gate, which it holds
-    up. bytes_per_s: of a copy to host memory. Raises ValueError for a rate that is not above 0, and as `cut`."""
+    """Return the chunks of the own copy.
+
+    Each busy time is filled up to a share mu, in order. The rest goes at the gate, which it holds up.
+
+    Args:
+        profile: This rank's profile.
+        total_bytes: Bytes to copy.
+        chunk_bytes: Largest chunk in bytes.
+        bytes_per_s: Rate of a copy to host memory.
+        mu: Share of each busy time that is used.
+
+    Raises:
+        ValueError: If the rate is not above 0, or as `cut` does.
+    """
     if not bytes_per_s > 0:
         raise ValueError(f"copies to host memory at {bytes_per_s} bytes per second: more than 0 is wanted")
     placed: list[Piecework] = []
@@ -66,15 +88,21 @@ def plan(
 
 
 class OwnSlot:
-    """The shard's bytes in the own slot (pinned), complete at the mark `filled`, which is known from the gate on: for
-    what is sent after the optimizer has changed the tensors."""
+    """The shard's bytes in the own slot (pinned), the source of chunks after the optimizer has changed the tensors.
+
+    The bytes are complete at the event `filled`, which is set from the gate on.
+    """
 
     def __init__(self, area: torch.Tensor) -> None:
         self._area = area
         self.filled: Event | None = None
 
     def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
-        """See `exchange.Source`. Raises Broken before the gate."""
+        """Enqueue a copy into a device buffer, see `exchange.Source`.
+
+        Raises:
+            Broken: If called before the gate.
+        """
         if self.filled is None:
             raise Broken("the own slot is read before its copy is enqueued")
         stream.wait(self.filled)
@@ -91,31 +119,41 @@ class _Version:
 
 
 class OwnCopy:
-    """Enqueues the chunks on `copies`, the stream of all copies to the host. Calls come from the launching thread,
-    beside those of `Exchange`."""
+    """The copier of versions into the own slot.
+
+    It enqueues on `copies`, the stream of all copies to the host. Only the launching thread calls it, as it does
+    `Exchange`.
+    """
 
     def __init__(self, device: Device, copies: Stream) -> None:
         self._device, self._copies = device, copies
         self._version: _Version | None = None
 
     def begin(self, tensors: Tensors, area: torch.Tensor, work: tuple[Piecework, ...]) -> OwnSlot:
-        """At step(), before `Exchange.step`: a version comes into `area`, the tensor area of the own slot."""
+        """Begin to copy a version into `area`, the tensor area of the own slot.
+
+        Called in the training's step(), before `Exchange.step`.
+        """
         self._copies.wait(self._device.current().record())
         tensors.stage(self._copies)
         self._version = _Version(tensors, area, work, OwnSlot(area))
         return self._version.slot
 
     def launching(self, number: int) -> None:
-        """Before collective `number` of the iteration is launched: when the device comes to it, the network is
-        busy."""
+        """Enqueue the chunks that are due before collective `number` of the iteration is launched.
+
+        When the device reaches this collective, the network is busy.
+        """
         version = self._version
         if version is not None and not self._device.capturing():
             later = [w.after if w.after >= 0 else number + 1 for w in version.work]
             self._until(version, bisect_right(later, number))
 
     def gate(self) -> None:
-        """Before the optimizer, and before `Exchange.gate`: the rest. What this stream enqueues from now on waits for
-        all of it, on the device."""
+        """Enqueue the rest, before the optimizer and before `Exchange.gate`.
+
+        Work that the current stream enqueues from now on waits for the whole copy, on the device.
+        """
         if self._version is None or self._device.capturing():
             return
         version, self._version = self._version, None

@@ -1,4 +1,4 @@
-"""What the checkpointer needs of a machine for copies from GPU to GPU. CUDA with NCCL is one; tests bring another."""
+"""Interface to a machine for copies from GPU to GPU, with its implementation for CUDA and NCCL; tests use another."""
 
 from __future__ import annotations
 
@@ -17,33 +17,49 @@ from gemini_hpc.train.nccl.communicator import NcclCommunicator
 from gemini_hpc.train.nccl.exchange import Links
 from gemini_hpc.train.nccl.library import Library
 
-CONNECT_S = 60.0  # for each of making the communicator and its first messages: slow on many nodes
+CONNECT_S = 60.0  # limit for the communicator's creation, and for its first messages; both are slow on many nodes
 
 
 class Platform(Protocol):
-    """Of one rank. backend: torch's name for it in process groups whose works `Stream.follow` takes."""
+    """The platform of one rank.
+
+    `backend` is torch's name for process groups whose works `Stream.follow` takes.
+    """
 
     backend: str
 
     def refuses(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Why copies of these tensors cannot go this way here; '' if they can."""
+        """Return the reason why these tensors cannot be copied over this platform; '' if there is none."""
 
     def unique_id(self) -> bytes:
-        """On one rank, for `connect` on all. Raises Broken."""
+        """Return an id for `connect` on all ranks; called on one rank.
+
+        Raises:
+            Broken: If the id cannot be made.
+        """
 
     def device(self) -> Device:
-        """The GPU of this rank."""
+        """Return the GPU of this rank."""
 
     def connect(self, device: Device, rank: int, links: Links, unique_id: bytes) -> Communicator:
-        """Collective, while no rank's device is inside a collective: a communicator over all ranks of which every
-        link has been used. Raises Broken."""
+        """Return a communicator over all ranks, every link of which has been used.
+
+        Collective, while no rank's device is inside a collective.
+
+        Raises:
+            Broken: If the communicator cannot be made.
+        """
 
     def pin(self, memory: torch.Tensor) -> Pin:
-        """Replica memory, mapped and populated. Raises RuntimeError."""
+        """Pin replica memory, which is mapped and populated.
+
+        Raises:
+            RuntimeError: If the memory cannot be pinned.
+        """
 
 
 class CudaPlatform:
-    """The current CUDA device and NCCL."""
+    """The current CUDA device with NCCL."""
 
     backend = "nccl"
 
@@ -52,6 +68,7 @@ class CudaPlatform:
         self._index: int | None = None
 
     def refuses(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return the reason why these tensors cannot be copied over NCCL; '' if there is none."""
         if not torch.cuda.is_available():
             return "there is no CUDA device here"
         devices = {tensor.device for tensor in tensors}
@@ -66,13 +83,16 @@ class CudaPlatform:
         return missing or capability_check.environment()
 
     def unique_id(self) -> bytes:
+        """Return an NCCL id for `connect` on all ranks."""
         assert self._library is not None
         return self._library.unique_id()
 
     def device(self) -> Device:
+        """Return the current CUDA device."""
         return cuda.CudaDevice()
 
     def connect(self, device: Device, rank: int, links: Links, unique_id: bytes) -> Communicator:
+        """Return a connected communicator, after a first message along every link."""
         assert self._library is not None
         torch.cuda.synchronize()
         made = NcclCommunicator(self._library, rank, len(links.sizes), cuda.handle)
@@ -87,15 +107,16 @@ class CudaPlatform:
         return made
 
     def pin(self, memory: torch.Tensor) -> Pin:
+        """Pin memory for the current CUDA device."""
         return cuda.Pinned(memory, self._index)
 
 
 def first_messages(device: Device, rank: int, links: Links) -> tuple[list[Message], list[Message]]:
-    """What to send and to receive, so that every link of this rank is used once."""
+    """Return the messages to send and to receive that use every link of this rank once."""
     sends = [Message(peer, device.buffer(1)) for peer in links.targets[rank]]
     replicas = range(len(links.targets[rank]))
     return sends, [Message(peer, device.buffer(1)) for q in replicas for peer in links.sources(rank, q)]
 
 
-# Made once for each checkpointer that wants it.
+# Called once for each checkpointer that uses NCCL.
 make: Callable[[], Platform] = CudaPlatform

@@ -1,9 +1,11 @@
-"""Whether what was enqueued gets done: one look at a time, by a thread that never waits for the device.
+"""Progress of the enqueued operations, polled by a thread that never waits for the device.
 
-The training's launching threads wait for an operation of ours on the device only. If it hangs (the other end is dead,
-or did not launch it), this ends the communicator from outside: streams go on, and the copies take another way. It is
-done only where the training itself has come to the point where it waits for ours: an operation that merely waits for
-its turn, or for a slow rank, harms nobody.
+The training's launching threads wait for our operations on the device only. An operation hangs if the other end is
+dead or did not launch it. The polling thread then aborts the communicator from outside: streams go on, and the copies
+take another way.
+
+It aborts only where the training itself has arrived where it waits for our operation. An operation that merely waits
+for its turn, or for a slow rank, harms nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from gemini_hpc import clock
 from gemini_hpc.train.device.interface import Communicator, Event
 
 PATIENCE_S = 1.5  # longest wait of the training for an operation of ours that does not end
-DRAIN_S = 10.0  # after an abort: an operation of ours ends at once, but what the training has before it may take long
+DRAIN_S = 10.0  # after an abort: our operations end at once, but the training's operations before them may take long
 _LOOK_S = 0.001
 
 
 class Arrival(NamedTuple):
-    """Bytes of a rank's shard. copied: the mark behind their copy into the slot; None: they are dropped."""
+    """The received bytes of a rank's shard.
+
+    Attributes:
+        rank: The rank whose shard it is.
+        size: Number of bytes.
+        copied: Event behind their copy into the slot; None: the bytes are dropped.
+    """
 
     rank: int
     size: int
@@ -32,8 +40,18 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Operation:
-    """One that was enqueued. left: how many of its version come after it; whole: what was sent was the version's.
-    waited: the mark where the training begins to wait for it."""
+    """An enqueued operation.
+
+    Attributes:
+        version: The operation's version.
+        size: Bytes of the chunk.
+        left: Number of operations of the version that come after it.
+        whole: Whether the bytes sent were the version's.
+        ready: Event before the operation.
+        done: Event behind the operation.
+        arrivals: The received bytes.
+        waited: Event where the training begins to wait for the operation.
+    """
 
     version: int
     size: int
@@ -46,24 +64,29 @@ class Operation:
 
 
 class Listener(Protocol):
-    """Hears what became of the operations, from the thread that looks. Must not block."""
+    """The listener to the operations' results, called by the polling thread. Must not block."""
 
     def measured(self, size: int, seconds: float) -> None:
-        """A message of this size took so long, with its wait for the other end."""
+        """Process the duration of a message of `size` bytes in seconds, including its wait for the other end."""
 
     def sent(self, version: int, whole: bool) -> None:
-        """All of this rank's bytes of a version have left. whole False: they were not the version's."""
+        """Process that all of this rank's bytes of a version have left.
+
+        If not `whole`, the bytes were not the version's.
+        """
 
     def landed(self, version: int, rank: int) -> None:
-        """All bytes of that rank's shard are in the slot."""
+        """Process that all bytes of that rank's shard are in the slot."""
 
     def failed(self, version: int, drained: bool) -> None:
-        """What has not landed of this version never will. drained False: the device may still write into its slots,
-        so they must not be filled again."""
+        """Process that the part of this version that has not arrived never will.
+
+        If not `drained`, the device may still write into its slots, so they must not be filled again.
+        """
 
 
 class Progress:
-    """For one communicator. sizes[r]: bytes of rank r's shard. say(text): tells the user."""
+    """The operations of one communicator, and the thread that polls them."""
 
     def __init__(
         self,
@@ -75,13 +98,23 @@ class Progress:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
+        """Create a record without operations; `start` starts the thread.
+
+        Args:
+            communicator: The communicator.
+            sizes: Bytes of each rank's shard.
+            listener: Listener to the results.
+            say: Prints a line for the user.
+            patience_s: Longest wait of the training for an operation of ours, in seconds.
+            clock: Returns the time in seconds.
+        """
         self._communicator, self._sizes, self._listener, self._say = communicator, tuple(sizes), listener, say
         self._patience_s, self._clock = patience_s, clock
         self.problem = ""
         self._running: deque[Operation] = deque()
         self._copying: deque[tuple[Operation, Arrival]] = deque()
         self._got: dict[tuple[int, int], int] = {}
-        self._open: dict[int, bool] = {}  # versions under way: whether all that was sent is theirs
+        self._open: dict[int, bool] = {}  # versions in progress: whether all bytes sent were theirs
         self._waiting_since: float | None = None
         self._aborted_at: float | None = None
         self._ending = threading.Event()
@@ -90,23 +123,25 @@ class Progress:
     # ---- from the launching thread ---------------------------------------------------------------------
 
     def enqueued(self, operation: Operation) -> None:
-        """One more, in the order of the device."""
+        """Record an enqueued operation, in the order of the device."""
         self._running.append(operation)
 
     def fail(self, reason: str) -> None:
-        """Nothing more will be enqueued; what runs is aborted at the next look. From any thread."""
+        """Enqueue nothing more; running operations are aborted at the next poll. Thread-safe."""
         self.problem = self.problem or reason
 
     # ---- the thread ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Look every millisecond while there is something to see."""
+        """Start the thread, which polls every millisecond while operations are in progress."""
         self._thread = threading.Thread(target=self._run, name="gemini-nccl", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """The training is over: look until nothing is under way; what is after that time is aborted. Whether the
-        thread has ended and nothing had to be aborted."""
+        """Wait for all operations and end the thread. Return whether it has ended and nothing was aborted.
+
+        Operations that are still in progress after `timeout_s` seconds are aborted.
+        """
         deadline = self._clock() + timeout_s
         while self.busy and self._clock() < deadline and not self.problem:
             clock.sleep(_LOOK_S)
@@ -119,7 +154,7 @@ class Progress:
 
     @property
     def busy(self) -> bool:
-        """Something is under way."""
+        """Return whether an operation or a version is in progress."""
         return bool(self._running or self._copying or self._open)
 
     def _run(self) -> None:
@@ -136,10 +171,10 @@ class Progress:
                 return
 
     def look(self) -> None:
-        """What has happened since the last look."""
+        """Poll all operations once and report to the listener."""
         now = self._clock()
         done = [operation for operation in tuple(self._running) if operation.done.query()]
-        if self._aborted_at is None and (error := self._communicator.error()):  # asked after: done may mean broken
+        if self._aborted_at is None and (error := self._communicator.error()):  # after `done`, which may mean broken
             self.fail(error)
             return self._abort(now)
         for operation in done:
@@ -186,7 +221,10 @@ class Progress:
         return True
 
     def _stuck(self, now: float) -> bool:
-        """Looks at all that run: the training may wait for a later one than that which hangs."""
+        """Return whether the training has waited too long for an operation of ours.
+
+        All running operations count: the training may wait for a later one than the one that hangs.
+        """
         if not any(o.waited is not None and o.waited.query() for o in tuple(self._running)):
             self._waiting_since = None
             return False
@@ -195,7 +233,7 @@ class Progress:
         return now - self._waiting_since > self._patience_s
 
     def _drain(self, now: float) -> None:
-        """After an abort: the slots are free when the device has come past our last operation."""
+        """Finish after an abort: the slots are free once the device has passed our last operation."""
         assert self._aborted_at is not None
         drained = not self._running and not self._copying
         if not drained and now - self._aborted_at <= DRAIN_S:

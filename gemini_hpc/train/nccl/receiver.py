@@ -1,4 +1,4 @@
-"""The background thread that takes one other rank's versions into this node's slots."""
+"""The background thread that receives another rank's versions into this node's slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RETRY_S = 0.001
 
 
 class Receiver(Keeper):
-    """Receives the shard of training rank `rank` (home: its node rank) on this node."""
+    """The receiver of training rank `rank`'s shard on this node."""
 
     def __init__(
         self,
@@ -33,6 +33,18 @@ class Receiver(Keeper):
         seal_timeout_s: float,
         say: Callable[[str, int, str], None],
     ) -> None:
+        """Create a receiver; `start` starts its thread.
+
+        Args:
+            me: This rank's identity.
+            client: Connection to the agent.
+            inbox: Link from the rank.
+            rank: The training rank whose shard is received.
+            home: Node rank of the rank's home.
+            gate: Waits for seals.
+            seal_timeout_s: Longest wait for the seal of the version before, in seconds.
+            say: Reports (event, version, text).
+        """
         super().__init__()
         self._me, self._client, self._inbox, self.rank, self._home = me, client, inbox, rank, home
         self._gate, self._patience_s, self._say = gate, seal_timeout_s, say
@@ -40,12 +52,12 @@ class Receiver(Keeper):
         self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)
 
     def start(self, shard: Shard | None) -> None:
-        """Begin to listen; without a shard every version is refused."""
+        """Start to listen; without a shard every version is refused."""
         self.shard = shard
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the other end's goodbye; False if it has not come."""
+        """Wait for the other end's goodbye for `timeout_s` seconds. Return whether the thread has ended."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -70,7 +82,7 @@ class Receiver(Keeper):
         try:
             self._inbox.receive(slot.bytes[: head.used_bytes])
             digest = self._inbox.digest()
-        except Exception:  # also a copy's on the way into the slot
+        except Exception:  # errors of the copy into the slot included
             self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
             raise
         self._landed(head, index, slot, digest)
@@ -90,7 +102,12 @@ class Receiver(Keeper):
             self.landed = head.version
 
     def _enlarge(self, total_bytes: int) -> None:
-        """Raises AgentLost, AgentRefused."""
+        """Register larger slots.
+
+        Raises:
+            AgentLost: If the agent is gone.
+            AgentRefused: If the agent refuses.
+        """
         shard = register(self._client, self._me, self.rank, self._home, total_bytes)
         shard.populate()
         self.outgrow(shard)
@@ -103,8 +120,11 @@ class Receiver(Keeper):
         return True
 
     def _begin(self, head: Head) -> int | None:
-        """Index of the slot to fill, or None. The seal of the version before may reach the sender's agent sooner than
-        ours; for that, and only that, this waits."""
+        """Return the index of the slot to fill, or None.
+
+        The seal of the version before may reach the sender's agent sooner than ours. The method waits for this seal,
+        and for nothing else.
+        """
         if self.shard is None:
             return None
         deadline = clock.monotonic() + self._patience_s

@@ -1,4 +1,4 @@
-"""What the ranks that copy over NCCL follow together."""
+"""Route that the ranks that copy over NCCL follow together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from gemini_hpc.train.schedule.chunk_schedule import Route
 
 @dataclass(frozen=True)
 class Joint(Route):
-    """Of all ranks: `terms` and what follows from them are the same on each; the profile is this rank's."""
+    """A route with a program that all ranks share.
+
+    `terms` and everything that follows from them are the same on all ranks. The profile is this rank's.
+    """
 
     terms: Terms
 
     @property
     def usable(self) -> tuple[spans.Window, ...]:
-        """All of them: nobody has to notice that one has begun."""
+        """Return all windows in full, because no sender has to notice that a window has begun."""
         return self.windows
 
     def program(self, s: int) -> Program:
-        """What all ranks enqueue."""
+        """Return the program that all ranks enqueue, for versions that may take s iterations."""
         return collective_schedule.program(self.terms, s)

@@ -1,9 +1,11 @@
-"""Slots for versions to come, asked for ahead: a launching thread has no time to talk to an agent.
+"""Slots requested ahead for the next versions, because a launching thread has no time to talk to an agent.
 
-The slot of the next version is asked for as soon as the version before is sealed or given up, in a thread of its own.
-What a launching thread finds missing it waits for, but `PATIENCE_S` at most, and once only until slots come again: a
-version without a slot is dropped on this rank. The device writes into a slot from when it was handed out until all of
-the version has landed, also after its agent has died: nothing else may be written there meanwhile.
+A thread of its own requests the slot of the next version as soon as the version before is sealed or given up. A
+launching thread waits for a missing slot, but `PATIENCE_S` at most, and only once until slots are available again. A
+version without a slot is dropped on this rank.
+
+The device writes into a slot from the time it is handed out until all of the version has arrived, even after the
+agent has died. Nothing else may be written there meanwhile.
 """
 
 from __future__ import annotations
@@ -26,16 +28,26 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
 PATIENCE_S = 0.05  # longest wait of a launching thread for a slot
-ANSWER_S = 0.2  # longest wait of a head for the slot that the agent has yet to give out
-HEAD_S = 0.1  # from when a version has landed until its head has come, or never will: its sender has voided it
+ANSWER_S = 0.2  # longest wait for a slot that the agent has yet to grant, once a head has arrived
+HEAD_S = 0.1  # longest time from a version's arrival to its head; later its sender has voided the version
 HEAD_LATE_S = 1.0  # the same before the next step() shows that the training has gone on
 _SOON_S, _LATER_S = 0.001, 0.02
 
 
 @dataclass
 class Grant:
-    """A slot that the agent behind `page` gave out for a version. handed: the device may write into it. over: it has
-    been reported or given up."""
+    """A slot that the agent behind `page` has granted for a version.
+
+    Attributes:
+        version: The version.
+        index: Index of the slot in its pair.
+        slot: The slot.
+        page: Control page of the granting agent.
+        handed: Whether the device may write into the slot.
+        landed: Whether all bytes of the tensor area are in the slot.
+        landed_at: Time of their arrival.
+        over: Whether the version has been reported or given up.
+    """
 
     version: int
     index: int
@@ -49,10 +61,17 @@ class Grant:
 
 @dataclass
 class _Shard:
-    """What is known of one rank's shard, whose memory `keeper` has. busy: the version that a thread of ours is about
-    to report; refused: versions up to here that have no grant get none; linked: the newest version that came over the
-    link, 0 where NCCL brings the next one; asked: what was sealed and abandoned when the agent last refused, and
-    when."""
+    """The state of one rank's shard, whose memory `keeper` has.
+
+    Attributes:
+        keeper: Keeper of the memory.
+        grant: The newest grant.
+        busy: Version that a thread of ours is about to report; 0 if none.
+        refused: Versions up to here get no slot if they have no grant.
+        linked: Newest version that came over the link; 0 where NCCL brings the next one.
+        asked: Seals and abandonments at the agent's last refusal, and the time.
+        writing: Grants that were handed out and whose bytes have not all arrived.
+    """
 
     keeper: Keeper
     grant: Grant | None = None
@@ -60,12 +79,11 @@ class _Shard:
     refused: int = 0
     linked: int = 0
     asked: tuple[Any, float] = (None, 0.0)
-    writing: list[Grant] = field(default_factory=list)  # handed out, not all landed
+    writing: list[Grant] = field(default_factory=list)  # handed out, not all bytes arrived
 
 
 class SlotPrefetch:
-    """Of one rank: for its own shard and for those it keeps. area(rank): offset and size in bytes of the tensor area
-    of that rank's shard."""
+    """The slots of one rank's own shard and of the shards that it keeps."""
 
     def __init__(
         self,
@@ -76,7 +94,16 @@ class SlotPrefetch:
         pin: Callable[[torch.Tensor], Pin],
         unpinned: Callable[[str], None],
     ) -> None:
-        """unpinned: told once, with the reason, where memory cannot be pinned."""
+        """Create a prefetcher; `open` starts its thread.
+
+        Args:
+            me: The rank's identity.
+            client: Connection to the agent.
+            gate: Waits for seals.
+            area: Returns offset and size in bytes of the tensor area of a rank's shard.
+            pin: Pins memory.
+            unpinned: Called once, with the reason, if memory cannot be pinned.
+        """
         self._me, self._client, self._gate, self._area = me, client, gate, area
         self._keepers: dict[int, Keeper] = {}
         self._shards: dict[int, _Shard] = {}
@@ -90,7 +117,7 @@ class SlotPrefetch:
         self._thread: threading.Thread | None = None
 
     def open(self, keepers: Mapping[int, Keeper]) -> None:
-        """The memory is there, or will be."""
+        """Start the thread; the memory is reserved, or will be."""
         self._keepers = dict(keepers)
         self._shards = {rank: _Shard(keeper) for rank, keeper in keepers.items()}
         self._thread = threading.Thread(target=self._run, name="gemini-desk", daemon=True)
@@ -99,13 +126,13 @@ class SlotPrefetch:
     # ---- from the launching threads --------------------------------------------------------------------
 
     def want(self, version: int) -> None:
-        """The next version that is saved, as far as is known; 0: none for now."""
+        """Set the next version that is saved, as far as is known; 0: none for now."""
         with self._changed:
             self._wanted = version
             self._changed.notify_all()
 
     def reach(self, version: int) -> None:
-        """The step() of a version that is saved."""
+        """Record the step() of a version that is saved."""
         with self._changed:
             self._reached = version
             for shard in self._shards.values():
@@ -115,8 +142,10 @@ class SlotPrefetch:
             self._changed.notify_all()
 
     def take(self, rank: int, version: int) -> Grant | None:
-        """The slot of a shard for the version whose step() is reached; the device will write into it. None: there is
-        none, and there will be none for this version."""
+        """Hand a shard's slot to the device for the version whose step() is reached.
+
+        Return None if there is no slot, which is final for this version.
+        """
         with self._changed:
             shard = self._shards[rank]
             grant = self._await(shard, version) if not (self._lost or shard.linked) else None
@@ -130,7 +159,7 @@ class SlotPrefetch:
             return grant
 
     def into(self, version: int, rank: int) -> torch.Tensor | None:
-        """Where the bytes of a peer's tensor area go. See `exchange.Save`."""
+        """Return the destination of the bytes of a peer's tensor area, see `exchange.Save`."""
         grant = self.take(rank, version) if rank in self._shards else None
         if grant is None:
             return None
@@ -148,8 +177,11 @@ class SlotPrefetch:
         return grant
 
     def _valid(self, shard: _Shard, version: int) -> Grant | None:
-        """A grant is the agent's word: another agent does not know of it, and where larger slots have taken the place
-        of its slot, the agent means one of these."""
+        """Return the shard's grant if it is for this version and still valid, else None.
+
+        Another agent does not know the grant. Where larger slots have replaced its slot, the agent means one of
+        these.
+        """
         grant = shard.grant
         if grant is None or grant.version != version or self._ended or self._client.lost:
             return None
@@ -162,8 +194,10 @@ class SlotPrefetch:
     # ---- from the threads that report versions ---------------------------------------------------------
 
     def commit(self, rank: int, version: int) -> Grant | None:
-        """A version's head has come: the slot that its bytes go to, have gone to, or None, for good. Waits for
-        `ANSWER_S` at most."""
+        """Return the slot of a version whose head has arrived; None if there is none, which is final.
+
+        The slot's bytes arrive later or have arrived. The call waits for `ANSWER_S` at most.
+        """
         with self._changed:
             shard = self._shards[rank]
             self._changed.wait_for(
@@ -177,36 +211,37 @@ class SlotPrefetch:
             return grant
 
     def granted(self, rank: int, version: int) -> int | None:
-        """For a version that does not go over NCCL: the index of the slot that has been given out for it already.
-        None: there is none."""
+        """Return the index of the slot already granted for a version that does not go over NCCL; None if none is."""
         with self._changed:
             shard = self._shards[rank]
-            shard.refused = max(shard.refused, version)  # nothing of it is handed to the device any more
+            shard.refused = max(shard.refused, version)  # no slot for it is handed to the device any more
             shard.busy = version
-            shard.linked = version  # a slot asked for ahead would take away that of the next one
+            shard.linked = version  # a slot requested ahead would take away the next version's slot
             grant = self._valid(shard, version)
             return grant.index if grant is not None else None
 
     def link(self, rank: int, version: int) -> None:
-        """This version is about to go over the link: from now until `over` nothing later is asked for, or the agent
-        would refuse it, for a slot does not go back."""
+        """Request no later slot until `over`, because this version is about to go over the link.
+
+        The agent would otherwise refuse this version, because a slot does not go back to an earlier version.
+        """
         with self._changed:
             shard = self._shards[rank]
             shard.busy = max(shard.busy, version)
 
     def meet(self, version: int) -> None:
-        """All ranks are well: versions after this one come over NCCL again."""
+        """Record that all ranks are well: versions after this one come over NCCL again."""
         with self._changed:
             self._met = version
 
     def quiet(self, rank: int, timeout_s: float) -> bool:
-        """Whether the device writes into no slot of this shard, or stops to within this time."""
+        """Wait until the device writes into no slot of this shard. Return False on timeout."""
         with self._changed:
             shard = self._shards[rank]
             return self._changed.wait_for(lambda: not shard.writing, timeout_s)
 
     def arrived(self, rank: int, grant: Grant) -> bool:
-        """Wait until all of it is in the slot; False when that will not happen."""
+        """Wait until all of the version is in the slot. Return False if it never will be."""
         with self._changed:
             self._changed.wait_for(
                 lambda: grant.landed or grant.over or self._ended or (self._lost and not grant.handed)
@@ -214,16 +249,22 @@ class SlotPrefetch:
             return grant.landed
 
     def move_on(self, rank: int, version: int) -> None:
-        """This holder has lost a version that it had begun, and that other holders may have: only a later one begun
-        here shows them that it never comes, and until then they begin none. Before `over`. Raises AgentLost,
-        AgentRefused."""
+        """Begin the next version of a shard, before `over`.
+
+        This holder has lost a version that it had begun, and other holders may have it. Only a later version begun
+        here shows them that it never comes. Until then they begin none.
+
+        Raises:
+            AgentLost: If the agent is gone.
+            AgentRefused: If the agent refuses.
+        """
         keeper = self._keepers[rank]
         page, memory = self._client.page, keeper.shard
         reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version + 1))
         if memory is None or not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
-            return  # it has gone on already
+            return  # the agent is past this version already
         if memory is not keeper.shard:
-            return  # begun is begun; which memory the slot is of, nobody knows
+            return  # the version counts as begun, but it is unknown which memory the slot belongs to
         slot = memory.slots[reply.slot]
         slot.content = Content()
         with self._changed:
@@ -231,20 +272,20 @@ class SlotPrefetch:
             self._changed.notify_all()
 
     def over(self, rank: int, version: int) -> None:
-        """This version has been reported, or given up: the next one may be asked for."""
+        """Record that this version has been reported or given up; the next slot may be requested."""
         with self._changed:
             shard = self._shards[rank]
-            shard.busy = shard.busy if shard.busy > version else 0  # the next one may wait behind this one
+            shard.busy = shard.busy if shard.busy > version else 0  # the next version may wait behind this one
             if shard.linked <= self._met <= version:
                 shard.linked = 0
             if shard.grant is not None and shard.grant.version == version:
                 shard.grant.over = True
             self._changed.notify_all()
 
-    # ---- from the thread that looks at the device ------------------------------------------------------
+    # ---- from the thread that polls the device ---------------------------------------------------------
 
     def landed(self, version: int, rank: int) -> None:
-        """All bytes of a version's tensor area are in the slot of `take`."""
+        """Record that all bytes of a version's tensor area are in the slot from `take`."""
         with self._changed:
             shard = self._shards[rank]
             for grant in shard.writing:
@@ -254,12 +295,12 @@ class SlotPrefetch:
             self._changed.notify_all()
 
     def failed(self, *, drained: bool) -> None:
-        """The device writes nothing more of what has not landed; drained False: it may."""
+        """Record that bytes that have not arrived never will. If not `drained`, the device may still write."""
         with self._changed:
             self._lost = True
             for rank, shard in self._shards.items():
                 if rank == self._me.rank:
-                    continue  # the own copy needs no other rank: it ends by itself
+                    continue  # the own copy needs no other rank, so it ends by itself
                 for grant in shard.writing:
                     grant.over = True
                 if drained:
@@ -269,13 +310,16 @@ class SlotPrefetch:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Nobody waits any more."""
+        """End all waits."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def close(self, *, drained: bool) -> None:
-        """After `end`. drained False: the device may still write, so the memory stays pinned."""
+        """Join the thread and unpin the memory, after `end`.
+
+        If not `drained`, the device may still write, so the memory stays pinned.
+        """
         if self._thread is not None:
             self._thread.join(1.0)
         if drained:
@@ -296,7 +340,7 @@ class SlotPrefetch:
                     self._changed.wait(_SOON_S if missing else _LATER_S)
 
     def _ask(self, rank: int, keeper: Keeper) -> bool:
-        """Whether a slot is still missing."""
+        """Request the slot of the wanted version if possible. Return whether a slot is still missing."""
         shard, memory, page = self._shards[rank], keeper.shard, self._client.page
         with self._changed:
             version = self._wanted
@@ -307,7 +351,7 @@ class SlotPrefetch:
             if not self._free(shard, version):
                 return True
             stale = shard.grant if shard.grant is not None and self._outgrown(shard, shard.grant) else None
-        if stale is not None:  # the agent may have meant the larger slots already
+        if stale is not None:  # the agent may have meant the larger slots
             self._return(rank, stale.version, stale.index)
             with self._changed:
                 shard.grant = None if shard.grant is stale else shard.grant
@@ -333,11 +377,16 @@ class SlotPrefetch:
         return False
 
     def _return(self, rank: int, version: int, index: int) -> None:
-        """A slot that was given out is not filled. Raises AgentLost, AgentRefused."""
+        """Return a granted slot unfilled to the agent.
+
+        Raises:
+            AgentLost: If the agent is gone.
+            AgentRefused: If the agent refuses.
+        """
         self._client.request(local.Abort(set=self._me.set, rank=rank, version=version, slot=index))
 
     def _free(self, shard: _Shard, version: int) -> bool:
-        """Whether asking for a slot takes none away from a version that is still on its way."""
+        """Return whether a request takes no slot away from a version still in transfer."""
         grant = shard.grant
         if shard.busy:
             return False
@@ -347,6 +396,6 @@ class SlotPrefetch:
             return False
         if (self._me.epoch, grant.version) <= self._gate.sealed:
             return True
-        # one that is on its way must not lose its slot to the next, or none would ever be complete again
+        # a version in transfer must not lose its slot to the next, or none would ever be complete again
         alone_s = clock.monotonic() - grant.landed_at if grant.landed else 0.0
         return alone_s > HEAD_LATE_S or (grant.version < self._reached and (not grant.handed or alone_s > HEAD_S))

@@ -1,4 +1,4 @@
-"""The bytes of a shard's tensor area, chunk by chunk, from the training's tensors."""
+"""Source of the bytes of a shard's tensor area, read chunk by chunk from the training's tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from gemini_hpc.train.device.interface import Event, Stream
 
 
 class Piece(NamedTuple):
-    """Where a tensor's bytes are in the area."""
+    """A tensor and the offset of its bytes in the area."""
 
     at: int
     view: torch.Tensor
 
 
 class Tensors:
-    """Pieces in order of their places, without overlap. A view whose elements are not in one run of memory is staged:
-    it needs device memory of its size, and `stage` must be called for each version."""
+    """The pieces of a tensor area, in order of their offsets and without overlap.
+
+    A view that is not contiguous in memory is staged. Staging needs device memory of the view's size, and `stage`
+    must be called for each version.
+    """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces: list[tuple[int, torch.Tensor]] = []
@@ -41,21 +44,23 @@ class Tensors:
         self._starts = [at for at, _ in self._pieces]
 
     def stage(self, stream: Stream) -> None:
-        """Enqueue the copies of views that are not in one run of memory; who reads them waits for that."""
+        """Enqueue the copies of non-contiguous views; `put` waits for them."""
         for stage, view in self._staged:
             stream.copy(stage, view)
         self._ready = stream.record() if self._staged else None
 
     def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
-        """Enqueue copies of all that lies in bytes offset..offset+len(into) of the area; what is between pieces is
-        left as it is."""
+        """Enqueue copies of all pieces in bytes offset..offset+len(into) of the area.
+
+        Bytes between pieces are left as they are.
+        """
         if self._ready is not None:
             stream.wait(self._ready)
         for start, part in self.within(offset, offset + into.numel()):
             stream.copy(into[start - offset : start - offset + part.numel()], part)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(place in the area, bytes) of each piece, or part of one, in start..stop."""
+        """Yield (offset in the area, bytes) of each piece, or part of one, in start..stop."""
         for at, flat in self._pieces[max(0, bisect_right(self._starts, start) - 1) :]:
             if at >= stop:
                 return

@@ -1,4 +1,4 @@
-"""The sub-buffers in device memory through which chunks go (GEMINI paper, section 5.2, Figure 5d)."""
+"""Sub-buffers in device memory through which chunks travel (GEMINI paper, section 5.2, Figure 5d)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from gemini_hpc.train.device.interface import Device, Event, Stream
 
 @dataclass
 class Part:
-    """One sub-buffer. free: the mark behind its last use; set by whoever takes the bytes out."""
+    """A sub-buffer.
+
+    Attributes:
+        bytes: Its memory.
+        free: Event behind its last use; set by the code that takes the bytes out.
+    """
 
     bytes: torch.Tensor
     free: Event | None = None
 
 
 class Parts:
-    """p of them, used in turn. The host never waits for one: the stream that fills it does."""
+    """A ring of p sub-buffers. The host never waits for one: the stream that fills it does."""
 
     def __init__(self, device: Device, p: int, part_bytes: int) -> None:
         if p < 1 or part_bytes < 1:
@@ -28,7 +33,7 @@ class Parts:
         self._next = 0
 
     def take(self, stream: Stream) -> Part:
-        """The next one; what is enqueued on `stream` from now on begins when its last use is over."""
+        """Return the next sub-buffer. Work enqueued on `stream` from now on begins after its last use."""
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)
         if part.free is not None:

@@ -1,8 +1,8 @@
-"""The threads that save and receive versions of which the device brings the tensors.
+"""Threads that save and receive versions whose tensors the device transfers.
 
-Of such a version only what is before and behind the tensor area goes over the link: header, manifest and small state,
-and the digest over all of it, made of the own slot. The receiving agent verifies that digest over what the device
-has written, so a copy that was torn on any way is no copy.
+Of such a version only the bytes before and behind the tensor area go over the link: header, manifest and small state.
+The digest over the whole version, made from the own slot, follows. The receiving agent verifies this digest over what
+the device has written. A copy that was torn on any path is therefore never accepted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from gemini_hpc.train.state.capture import Job
 from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 
-QUIET_S = 2.0  # how long a version that goes another way waits for the device to be done with its slots
+QUIET_S = 2.0  # longest wait of a version that does not go over NCCL until the device has left its slots
 
 
 class StreamedReplicator(Replicator):
-    """Takes jobs as ever, and of each what the driver carries."""
+    """A replicator whose versions may be carried by the driver."""
 
     def __init__(self, *args: Any, driver: Driver, **more: Any) -> None:
         super().__init__(*args, **more)
         self._driver = driver
-        self._apart = False  # the tensors of the version in work come to the holders by themselves
+        self._apart = False  # NCCL brings the present version's tensors to the holders
 
     def _save(self, job: Job) -> None:
         carried = self._driver.carried(job.version)
@@ -53,7 +53,7 @@ class StreamedReplicator(Replicator):
             desk.over(me, job.version)
 
     def _lacking(self, job: Job) -> str:
-        """Why this rank has nothing of a version that the others send over NCCL."""
+        """Return the reason why this rank has nothing of a version that the others send over NCCL."""
         if len(job.small) > self._layout.small_capacity:
             try:
                 self._grow(len(job.small))
@@ -65,8 +65,10 @@ class StreamedReplicator(Replicator):
         return "no slot was free in time"
 
     def _announce(self, version: int) -> None:
-        """Holders learn of the larger slots now, and not with the head of the next version: the device would bring
-        its tensors into slots that are no longer the right ones."""
+        """Announce the larger slots to the holders now, instead of with the head of the next version.
+
+        Otherwise the device would write the tensors into slots that are no longer the right ones.
+        """
         for rank, box in list(self._outboxes.items()):
             try:
                 box.offer(Head(version, 0, self._layout.total, ()))
@@ -84,13 +86,13 @@ class StreamedReplicator(Replicator):
         return granted, slot
 
     def _finish(self, job: Job, carried: Carried) -> None:
-        """What the host has to do for a version: when its tensors are in the own slot."""
+        """Complete a version on the host, once its tensors are in the own slot."""
         grant, layout = carried.grant, self._layout
         slot = grant.slot
         began = clock.monotonic()
         if not self._driver.filled(carried):
             return self._skip(job, "the device has not filled this rank's own slot")
-        if self.shard is None or slot not in self.shard.slots:  # they were made while it was on its way
+        if self.shard is None or slot not in self.shard.slots:  # larger slots were made during the transfer
             return self._skip(job, "larger slots have replaced this version's slot")
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         self._pacer.copies.append((began, clock.monotonic(), layout.tensor_bytes))
@@ -141,7 +143,7 @@ class StreamedReplicator(Replicator):
 
 
 class StreamedReceiver(Receiver):
-    """Takes versions as ever, and of those over NCCL what does not come that way."""
+    """A receiver of versions, some of whose bytes come over NCCL instead of the link."""
 
     def __init__(self, *args: Any, driver: Driver, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -163,7 +165,7 @@ class StreamedReceiver(Receiver):
             desk.over(self.rank, head.version)
 
     def _prepare(self, head: Head) -> None:
-        """Nothing comes; larger slots are wanted from the next version on."""
+        """Enlarge the slots from the next version on; no bytes follow this head."""
         if self.shard is not None and head.total_bytes != self.shard.total_bytes:
             try:
                 self._enlarge(head.total_bytes)
@@ -178,7 +180,7 @@ class StreamedReceiver(Receiver):
         return granted
 
     def _complete(self, head: Head) -> None:
-        """The tensors come by themselves, all else comes now."""
+        """Receive everything but the tensors, which come over NCCL."""
         desk, offset, length = self._driver.desk, *head.apart
         fits = (offset, length) == self._driver.area(self.rank) and self.shard is not None
         if fits and self.shard is not None and head.total_bytes != self.shard.total_bytes:
@@ -210,5 +212,5 @@ class StreamedReceiver(Receiver):
             self._move_on(head.version)
 
     def _move_on(self, version: int) -> None:
-        with suppress(AgentLost, AgentRefused):  # an agent that is gone has forgotten what it had begun
+        with suppress(AgentLost, AgentRefused):  # an agent that is gone has forgotten the version
             self._driver.desk.move_on(self.rank, version)

@@ -1,1 +1,1 @@
-"""When versions are taken and chunks go: in the idle spans of the training's own traffic."""
+"""Choice of the versions to save, and of the idle spans of the training's traffic in which their chunks travel."""

@@ -1,10 +1,12 @@
-"""Words that all ranks exchange now and then, without any of them waiting for it.
+"""Collectives that all ranks exchange periodically without waiting for each other.
 
-A round is started by every rank in the `step()` of the same version and read in the next one, an iteration later,
-when it has long been over. What follows from it is therefore the same on all ranks, at the same version. A round that
-is not over then is given what is left of `PATIENCE_S`; after that this rank takes part in no other, and says so. A
-host that runs ahead of its device may be there several iterations before another rank's: then that time begins when
-its own device has caught up, which it does with the others'.
+Every rank starts a round in the `step()` of the same version and reads the result in the next `step()`. By then, one
+iteration later, the round is normally long over. Decisions that follow from a round are therefore the same on all
+ranks, at the same version.
+
+A round that is not over is given the rest of `PATIENCE_S`. After that this rank takes part in no further round, and
+reports so. A host that runs ahead of its device may read several iterations before another rank's host. The time then
+begins when its own device has caught up, which it does together with the other devices.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ _POLL_S = 0.001
 
 
 class CollectivesBroken(Exception):
-    """A round did not end: the ranks can agree on nothing new."""
+    """A round that did not end: the ranks can agree on nothing new."""
 
 
 class AsyncCollectives:
-    """Rounds over a process group of our own, from the training's main thread only. The backend is spoken to
-    directly: hooks on the training's collectives must not see this. follow: tells, in the record that it gives, when
-    what it is told to ask becomes true. (A callback of torch would run in a thread of gloo's, and abort a process
-    that ends meanwhile.) caught_up: whether this rank's device has come to the newest step()."""
+    """The rounds over a process group of our own, used by the training's main thread only.
+
+    The backend is called directly, because the hooks on the training's collectives must not see these rounds.
+    """
 
     def __init__(
         self,
@@ -40,6 +42,14 @@ class AsyncCollectives:
         follow: Callable[[Callable[[], bool]], Record],
         caught_up: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Prepare rounds over a process group.
+
+        Args:
+            group: The process group, used for nothing else.
+            follow: Returns a record whose end is set when the given test becomes true. (A torch callback would run in
+                a gloo thread and abort a process that ends meanwhile.)
+            caught_up: Returns whether this rank's device has reached the newest step().
+        """
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self._world = group.size()
         self._work: dist.Work | None = None
@@ -52,18 +62,26 @@ class AsyncCollectives:
 
     @property
     def sitting(self) -> bool:
-        """A round has been started and not been read."""
+        """Return whether a round has been started and not been read."""
         return self._work is not None
 
     def highest(self, words: Sequence[int]) -> None:
-        """Start a round: of each word the largest of all ranks."""
+        """Start a round that takes the maximum of each number over all ranks."""
         self._mine, self._all = torch.tensor(list(words), dtype=torch.int64, device="cpu"), None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._start(lambda: self._backend.allreduce([self._mine], options))
 
     def everyone(self, blob: bytes, room_bytes: int) -> None:
-        """Start a round: from every rank up to room_bytes - 8 bytes. Raises ValueError for more."""
+        """Start a round that gathers a blob from every rank.
+
+        Args:
+            blob: This rank's data, at most room_bytes - 8 bytes.
+            room_bytes: Bytes reserved for each rank; the same on all ranks.
+
+        Raises:
+            ValueError: If the blob does not fit.
+        """
         if len(blob) > room_bytes - 8:
             raise ValueError(f"{len(blob)} bytes do not go into {room_bytes - 8}")
         mine = torch.zeros(room_bytes, dtype=torch.uint8, device="cpu")
@@ -104,13 +122,29 @@ class AsyncCollectives:
         self.over_at = clock.monotonic() if math.isnan(ended_s) else ended_s
 
     def words(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[int]:
-        """What `highest` came to. waited_s: how long the training has been held up already. Raises CouncilBroken."""
+        """Return the result of `highest`.
+
+        Args:
+            waited_s: Seconds that the training has been held up already.
+            patience_s: Seconds to wait for the round's end; None: what is left of `PATIENCE_S`.
+
+        Raises:
+            CollectivesBroken: If the round does not end in time or fails.
+        """
         self._finish(waited_s, patience_s)
         assert self._mine is not None
         return [int(n) for n in self._mine]
 
     def blobs(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[bytes]:
-        """What `everyone` gave, by rank. Raises CouncilBroken."""
+        """Return the result of `everyone`, by rank.
+
+        Args:
+            waited_s: Seconds that the training has been held up already.
+            patience_s: Seconds to wait for the round's end; None: what is left of `PATIENCE_S`.
+
+        Raises:
+            CollectivesBroken: If the round does not end in time or fails.
+        """
         self._finish(waited_s, patience_s)
         assert self._all is not None
         parts = self._all.view(self._world, -1).numpy()

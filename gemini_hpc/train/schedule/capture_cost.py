@@ -1,4 +1,4 @@
-"""Measure the capture inside step(), which a version costs the training's own thread: it counts for the ceiling."""
+"""Cost of the capture inside step() in the training's own thread, which counts towards the ceiling."""
 
 from __future__ import annotations
 
@@ -13,76 +13,94 @@ from gemini_hpc.train.state import encode, sharded
 from gemini_hpc.train.state.lifted import Lift
 from gemini_hpc.train.state.tree import Stateful
 
-LEAST_S = 0.002  # a shorter one is a part of the iteration: a busy node's processors take as long now and then
-_SURE = 3  # of so many captures the shortest is what one surely costs
+LEAST_S = 0.002  # a shorter capture is negligible: a busy node's processors cause such delays now and then
+_SURE = 3  # the shortest of this many captures is the least cost
 
 
 class CaptureCost:
-    """The captures of one rank, by iteration. An iteration begins with the capture of its step(), if there is one.
-    behind: iterations that a device may be behind its host, and still be told of."""
+    """The capture times of one rank, by iteration.
+
+    An iteration begins with the capture of its step(), if there is one.
+    """
 
     def __init__(self, behind: int) -> None:
+        """Create an empty record of captures.
+
+        Args:
+            behind: Number of iterations that a device may lag behind its host and still be accounted for.
+        """
         self._latest: deque[float] = deque(maxlen=_SURE)
         self._ended: deque[float] = deque([0.0] * behind, maxlen=behind)
         self._begun_s = 0.0
         self._held: deque[float] = deque(maxlen=_SURE)
 
     def captured(self, began: float, mark: Event | None) -> None:
-        """Record a capture since `began` (CLOCK_MONOTONIC). mark: where the training's device was then. A device that
-        has not come there by now had enough to do, and has lost nothing."""
+        """Record a capture that ends now.
+
+        A device that has not reached `mark` by now had enough work, and the capture has cost it nothing.
+
+        Args:
+            began: Time of the capture's beginning (CLOCK_MONOTONIC, seconds).
+            mark: Position of the training's device at that time; None where the training computes on the host.
+        """
         waited = mark is None or mark.query()
         self._begun_s = clock.monotonic() - began if waited else 0.0
         self._latest.append(self._begun_s)
 
     def held(self, seconds: float) -> None:
-        """Record that the optimizer has waited so long for a version's copy."""
+        """Record the seconds that the optimizer has waited for a version's copy."""
         self._held.append(seconds)
 
     @property
     def held_s(self) -> float:
-        """Return the seconds that the optimizer surely waits for a copy now, 0 where they do not count."""
+        """Return the seconds that the optimizer at least waits for a copy; 0 where negligible or unknown."""
         least_s = min(self._held) if len(self._held) == _SURE else 0.0
         return least_s if least_s >= LEAST_S else 0.0
 
     @property
     def whole_s(self) -> float:
-        """Return the seconds that a version surely costs the training's thread, however rarely it is saved."""
+        """Return the seconds of the training's thread that a version costs at least, at any frequency of saving."""
         return self.seconds + self.held_s
 
     @property
     def begun_s(self) -> float:
-        """Return the seconds of the capture in this iteration, as far as they count."""
+        """Return the seconds of the capture in this iteration; 0 where negligible or unknown."""
         return self._begun_s if self.seconds else 0.0
 
     def iteration(self) -> None:
-        """End an iteration, and begin another."""
+        """End an iteration and begin another."""
         self._ended.append(self._begun_s)
         self._begun_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that a capture surely costs now, 0 where they do not count."""
+        """Return the seconds that a capture costs at least; 0 where negligible or unknown."""
         least_s = min(self._latest) if len(self._latest) == _SURE else 0.0
         return least_s if least_s >= LEAST_S else 0.0
 
     @property
     def usual_s(self) -> float:
-        """Return the seconds that a capture takes lately, noise included, 0 where they do not count."""
+        """Return the median seconds of the latest captures, noise included; 0 where negligible or unknown."""
         return median(self._latest) if self.seconds else 0.0
 
     def within(self, ago: int) -> float:
-        """Return the seconds of the capture in the iteration that ended `ago` iterations before the last one, as far
-        as they count."""
+        """Return the seconds of the capture in an iteration that has ended; 0 where negligible or unknown.
+
+        Args:
+            ago: Number of iterations that have ended since.
+        """
         return self._ended[-1 - ago] if self.seconds and ago < len(self._ended) else 0.0
 
 
 def dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:
-    """Return the name of the object that takes more than half of a capture of so many seconds, "" where none does.
-    That takes as long as a capture of these objects."""
+    """Return the name of the object that takes more than half of a capture of `seconds`; "" if none does.
+
+    The measurement takes as long as a capture of these objects.
+    """
     took_s: dict[str, float] = {}
     for name, item in stateful.items():
         began = clock.monotonic()
-        with suppress(Exception):  # of the user's own state_dict()
+        with suppress(Exception):  # the user's own state_dict() may raise
             small = Lift(lambda key, tensor: True).out_of({"stateful": {name: sharded.parts(item.state_dict())}})
             encode.encode(small)
         took_s[name] = clock.monotonic() - began

@@ -1,4 +1,4 @@
-"""From profiles to what one rank's sender follows: which chunk goes in which idle span of which iteration."""
+"""Timetable of one rank's sender, made from profiles: the idle span and iteration of each chunk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from gemini_hpc.core.spans import Profile
 
 
 class Window(NamedTuple):
-    """A stretch of idle network in iteration `iteration` (0 begins with the version's step()): `delay_s` after the
-    first `after` collectives have completed, and, where `gated`, the training has passed the optimizer's pre-hook;
-    for `length_s`."""
+    """A stretch of idle network time in an iteration after a version's step().
+
+    Attributes:
+        iteration: Number of the iteration; 0 begins with the version's step().
+        after: Number of collectives that must have completed before.
+        gated: Whether the training must have passed the optimizer's pre-hook.
+        delay_s: Seconds from the moment that both conditions hold to the window's beginning.
+        length_s: Length in seconds.
+    """
 
     iteration: int
     after: int
@@ -26,9 +32,18 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """Algorithm 2's result for one rank. chunks[r]: for replica r, (window, bytes) of each chunk in order; a window
-    of len(windows) is the infinite one at the end. s: iterations that a version may take; usual_s: how long these and
-    one more take."""
+    """The result of Algorithm 2 for one rank.
+
+    Attributes:
+        windows: The windows of the version, in order.
+        chunks: For each replica, (window, bytes) of each chunk in order. Window number len(windows) is the infinite
+            one at the end.
+        s: Iterations that a version may take.
+        usual_s: Usual seconds of s + 1 iterations.
+        B: Rate of the link, bytes per second.
+        alpha: Startup time of a chunk, seconds.
+        places: Iteration, collectives and gate of each window.
+    """
 
     windows: tuple[Window, ...]
     chunks: tuple[tuple[tuple[int, int], ...], ...]
@@ -50,14 +65,21 @@ class Timetable:
         object.__setattr__(self, "_from", tuple(map(tuple, windows)))
 
     def planned(self, replica: int, at: int) -> int:
-        """The window of a replica's byte `at`. For what finds no place in the plan that of the last which does: the
-        link may be faster than it was when the plan was made."""
+        """Return the number of the window that is planned for byte `at` of a replica.
+
+        Bytes without a place in the plan get the last window that is used before them. The link may be faster now
+        than when the plan was made.
+        """
         if replica >= len(self.chunks):
             return len(self.windows)
         return self._from[replica][bisect_right(self._ends[replica], at)]
 
     def lull(self, seconds: float) -> Window | None:
-        """The first window that is so long, if what lies before it is not needed for the chunks; None: it is."""
+        """Return the first window of at least `seconds` whose time the chunks can spare; None if there is none.
+
+        The windows up to its end must not be needed for the chunks. Windows after the first iteration or behind the
+        gate do not count.
+        """
         spare_s = sum(w.length_s for w in self.windows) - sum(size for c in self.chunks for _, size in c) / self.B
         for window in self.windows:
             if window.iteration or window.gated:
@@ -70,23 +92,32 @@ class Timetable:
         return None
 
     def room(self, seconds: float, backlog_bytes: int) -> int:
-        """Bytes of a chunk that arrives within so long, behind those that are on their way; at most, and 0 or less
-        for none."""
+        """Return the size of the largest chunk that arrives within `seconds`; 0 or less if none does.
+
+        Args:
+            seconds: Time for the chunk and for all bytes in flight before it.
+            backlog_bytes: Bytes in flight before the chunk.
+        """
         return int((seconds - self.alpha) * self.B) - backlog_bytes
 
 
-# From the end of a collective until a chunk is on its way: it is looked for every millisecond, by a thread of Python.
+# Time from the end of a collective until a chunk is sent: a Python thread polls for the end every millisecond.
 REACTION_S = 0.0015
-# After a collective a host that computes is busy first: it copies out what came, and starts the next computation. Who
-# sends beside that takes processors from it, and the interpreter. Nor are three ranks or more done at one moment: who
-# is first would send into the last receives of others, for one step of a ring. So this much of a window's beginning
-# is left out, but no more than a share of it: the first of these with which enough is left.
+# After a collective the host of a training on CPU is busy: it copies out the received data and starts the next
+# computation. A sender would take processors and the interpreter from it. With three or more ranks, the first to
+# finish would also send into the last receives of others, for one step of a ring. Hence this much of a window's
+# beginning is left out, but at most a share of the window: the first of these shares that leaves enough.
 PAUSE_S = 0.009
 PAUSE_SHARES = (1 / 4, 1 / 5, 1 / 6, 1 / 8)
 
 
 def settled(windows: Sequence[spans.Window], share: float) -> tuple[spans.Window, ...]:
-    """The same windows, each from when all are probably done with the collective before it."""
+    """Return the windows without their beginnings, in which some ranks may still be busy with a collective.
+
+    Args:
+        windows: The windows.
+        share: Largest share of a window that is left out, see `PAUSE_SHARES`.
+    """
     cut = []
     for window in windows:
         pause_s = max(0.0, min(PAUSE_S, share * window.length_s) - window.delay_s)
@@ -96,8 +127,19 @@ def settled(windows: Sequence[spans.Window], share: float) -> tuple[spans.Window
 
 @dataclass(frozen=True)
 class Route:
-    """What a rank's checkpoints have to pass through: `windows` of its profile that are idle at both ends, C bytes to
-    each of m - 1 holders, R bytes of buffer in p parts (letters of Algorithm 2)."""
+    """The inputs of Algorithm 2 for one rank's versions, by the letters of the paper.
+
+    Attributes:
+        profile: The rank's profile.
+        windows: Windows of the profile that are idle at both ends.
+        C: Bytes to each holder.
+        m: Number of holders plus 1.
+        R: Bytes of buffer.
+        p: Parts of the buffer.
+        B: Rate of the link, bytes per second.
+        alpha: Startup time of a chunk, seconds.
+        mu: Share of each idle span that is used.
+    """
 
     profile: Profile
     windows: tuple[spans.Window, ...]
@@ -111,8 +153,10 @@ class Route:
 
     @property
     def usable(self) -> tuple[spans.Window, ...]:
-        """The windows from when a sender can have noticed that they have begun, without the startup of their first
-        chunk."""
+        """Return the parts of the windows that a sender can use.
+
+        A window begins when its sender can have noticed it. The startup time of its first chunk is left out.
+        """
         startup_s = self.alpha - self.start_s
         return tuple(
             w._replace(length_s=max(0.0, w.length_s - max(0.0, REACTION_S - w.delay_s) - startup_s))
@@ -121,21 +165,23 @@ class Route:
 
     @property
     def start_s(self) -> float:
-        """What each chunk takes beyond its bytes, Algorithm 2's alpha: with p on their way at a time, one starts
-        while others are sent."""
+        """Return the startup time of each chunk for Algorithm 2 (its alpha), in seconds.
+
+        With p chunks in flight, one chunk starts while others are sent, so the time is alpha / p.
+        """
         return self.alpha / self.p
 
     def plan(self, s: int) -> schedule.Plan:
-        """Algorithm 2 over s iterations."""
+        """Return the result of Algorithm 2 over s iterations."""
         T = spans.timeline(self.usable, s).T
         return schedule.plan(T, self.C, self.m, self.R, self.p, self.B, self.start_s, self.mu)
 
     def late_s(self, s: int) -> float:
-        """How long the training has to wait for a version that may take s iterations."""
+        """Return the seconds that the training waits for a version that may take s iterations."""
         return self.plan(s).late_s
 
     def timetable(self, s: int) -> Timetable:
-        """For the sender."""
+        """Return the timetable for the sender, for versions that may take s iterations."""
         line = spans.timeline(self.windows, s)
         windows = []
         for index in range(len(line.T)):
@@ -151,8 +197,13 @@ class Route:
 
 
 def common(mine: Profile, others: Sequence[tuple[Profile, float]]) -> tuple[spans.Window, ...]:
-    """Where all of these ranks are idle. Each other comes with its shift in seconds, which matters where it launches
-    other operations than mine."""
+    """Return the windows in which all of these ranks are idle.
+
+    Args:
+        mine: This rank's profile.
+        others: Profiles of the other ranks, each with its shift in seconds. The shift matters only where the other
+            rank's operations differ from mine.
+    """
     unlike = [(profile, shift) for profile, shift in others if profile.pattern != mine.pattern]
     alike = [profile for profile, _ in others if profile.pattern == mine.pattern]
     return tuple(spans.capped(mine, spans.intersect(mine, unlike), alike))

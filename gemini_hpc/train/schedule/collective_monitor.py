@@ -1,4 +1,4 @@
-"""Sees every collective of the training, without user code: how many, when, and whether one is on the network now."""
+"""A monitor of the training's collectives, without user code: their number, their times, and those in flight."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from gemini_hpc.train.schedule.launch_count import GroupWeights, LaunchCount
 from gemini_hpc.train.schedule.trace import Iteration, Record
 
 SPAN_POLL_S = 1e-3
-_SURELY = 0.7  # of the time that operations took they will take again
+_SURELY = 0.7  # share of the last duration for which operations are assumed to take again
 _CPU = torch.device("cpu")
-_KINDS = 4096  # of a group; with operations of ever new sizes (experts) they are not all worth remembering
+_KINDS = 4096  # most kinds remembered of a group: with experts, operations may have ever new sizes
 
 
 class _Group:
-    """What is known of a process group."""
+    """The properties of a process group that the monitor needs."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class _Group:
         savers: frozenset[int] | None,
     ) -> None:
         self._names = names
-        self.ref = weakref.ref(group)  # a destroyed group must be free to go
+        self.ref = weakref.ref(group)  # weak, so that a destroyed group can be freed
         try:
             ranks = dist.get_process_group_ranks(group)
-        except (KeyError, ValueError):  # made behind torch.distributed's back
+        except (KeyError, ValueError):  # created without torch.distributed's knowledge
             ranks = []
         self.on_network = on_network(ranks) if ranks else True
         self.weights = GroupWeights(ranks, dist.get_rank() if ranks else 0, savers)
@@ -56,7 +56,10 @@ class _Group:
         self._backends: dict[torch.device, str] = {}
 
     def kind(self, name: str, size_bytes: int) -> int:
-        """The same in every iteration and in every run: of the operation's name, the group's ranks and the bytes."""
+        """Return the kind of an operation: a hash of its name, the group's ranks and the bytes.
+
+        The kind is the same in every iteration and in every run.
+        """
         found = self._kinds.get((name, size_bytes))
         if found is None:
             if len(self._kinds) >= _KINDS:
@@ -76,20 +79,24 @@ class _Group:
 
 
 class CollectiveMonitor:
-    """One per process, from `start()` to `stop()`. Nothing here raises into the training: `problem` says what went
-    wrong first, and the training goes on, unseen if need be.
+    """The monitor of a process, active from `start()` to `stop()`.
+
+    Nothing here raises into the training. `problem` has the first error, and the training goes on, unmonitored if
+    need be.
 
     Operations are numbered from 0 in each iteration, over all process groups, in the order of their launches by this
-    process. Those of a group that does not use the network (`on_network(ranks)` is false) are numbered and kept in
-    the traces, where they end when they start; they are never in flight.
+    process. Operations of a group that does not use the network (`on_network(ranks)` is false) are numbered too.
+    Traces contain them with their end at their start, and they are never in flight.
 
-    Times on CPU (gloo) are the host's, see `in_flight`: an operation is busy from its launch to its completion, also
-    while it waits for a slow peer, and a barrier (0 bytes) likewise. Sends and receives are taken to need
-    bytes / `bytes_per_s`: a send right after its launch, a receive right before its end (a receive for which nobody
-    waited within its iteration counts as no time).
-    With NCCL they are the device's (see `train.device`): what was launched is what the device
-    has come to, it is in flight until the device has ended it, and a trace comes some `mark()`s later (`ago`), as the
-    host runs ahead."""
+    Times on CPU (gloo) are the host's, see `in_flight`. An operation, a barrier (0 bytes) included, is busy from its
+    launch to its completion, even while it waits for a slow peer. Sends and receives are assumed to need bytes /
+    `bytes_per_s`: a send right after its launch, a receive right before its end. A receive for which nothing waited
+    within its iteration counts as no time.
+
+    With NCCL, times are the device's (see `train.device`). `launched` then counts the operations that the device has
+    reached, and an operation is in flight until the device has ended it. A trace comes some `mark()`s later (`ago`),
+    because the host runs ahead.
+    """
 
     def __init__(
         self,
@@ -98,16 +105,23 @@ class CollectiveMonitor:
         device: Callable[[], Device] | None = None,
         savers: frozenset[int] | None = None,
     ) -> None:
-        """bytes_per_s: of one operation at a time; may be set again when it has been measured. device: makes that of
-        a training that does not compute on the host; it is made at the first operation of NCCL otherwise. savers:
-        ranks that save versions of this training; None: all."""
+        """Create a monitor; it watches nothing before `start()`.
+
+        Args:
+            on_network: Returns whether a group of these world ranks uses the network.
+            bytes_per_s: Rate of one operation; may be set again when measured.
+            device: Makes the device of a training that does not compute on the host. Without it the device is made at
+                the first NCCL operation.
+            savers: Ranks that save versions of this training; None: all.
+        """
         self.bytes_per_s = bytes_per_s
         self.count = LaunchCount()
         self._savers = savers
         self.problem = ""
-        self.captured = False  # a CUDA graph has collectives: replays of them are not seen, there are no more traces
-        # Called in the launching thread: with an operation's number right before and right after its launch; after
-        # that with its group, the group's backend and its work (None: it is over, or runs on the current stream).
+        self.captured = False  # a CUDA graph has collectives: its replays are invisible, so traces end
+        # Called in the launching thread: the first two with an operation's number, right before and right after its
+        # launch. Then the third with its group, the group's backend and its work (None: the operation is over, or
+        # runs on the current stream).
         self.before_launch: Callable[[int], None] | None = None
         self.after_launch: Callable[[int], None] | None = None
         self.launched_on: Callable[[Hashable, str, dist.Work | None], None] | None = None
@@ -117,26 +131,26 @@ class CollectiveMonitor:
         self._flight: InFlight | None = None
         self._device: Device | None = device() if device is not None else None
         self._front: Front | None = None
-        self._begins_s: dict[int, float] = {}  # by number of launches: from the iteration's begin to the end of all
+        self._begins_s: dict[int, float] = {}  # by number of launches: from the iteration's start to the end of all
         self.ago = 0  # iterations that have ended since the one that `mark()` returned last
-        self.held_s: float | None = None  # how long the device waited at the gate of that one; None: not known
+        self.held_s: float | None = None  # the device's wait at the gate of that iteration; None: unknown
         self._groups: dict[int, _Group] = {}
-        self.names: dict[int, str] = {}  # of operations, by kind
+        self.names: dict[int, str] = {}  # names of operations, by kind
         self._recording = False
-        self._reached = threading.Event()  # `_launched` has come to `_wanted`, or there is something else to see
+        self._reached = threading.Event()  # `_launched` has reached `_wanted`, or `wake` was called
         self._wanted = sys.maxsize
-        self._took_s: dict[int, float] = {}  # by number of launches: from the last of them to the end of all
+        self._took_s: dict[int, float] = {}  # by number of launches: from the last launch to the end of all
         self._launched_at = 0.0
-        self._launched = self._entering = 0  # the latter: counted, and not yet known to `_flight`
+        self._launched = self._entering = 0  # _entering: counted, and not yet known to `_flight`
         self.launched_before = 0  # operations of the iteration before this one
-        self.newest = ""  # the name of the one launched last
+        self.newest = ""  # name of the operation launched last
         self._iteration = Iteration(False)
-        self._number = 0  # of `mark()`s
+        self._number = 0  # number of `mark()`s
         self._finished: deque[tuple[int, Iteration, Iteration]] = deque()
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Begin to watch. Not while another thread is inside a collective."""
+        """Begin to watch. Not allowed while another thread is inside a collective."""
         if self._flight is not None:
             return
         try:
@@ -149,7 +163,7 @@ class CollectiveMonitor:
             self.stop()
 
     def rest(self) -> None:
-        """Watch nothing, and go on counting launches. Not while another thread is inside a collective."""
+        """Stop watching but go on counting launches. Not allowed while another thread is inside a collective."""
         self._watch_no_more()
         try:
             self._hook()
@@ -170,8 +184,10 @@ class CollectiveMonitor:
             flight.close()
 
     def stop(self) -> None:
-        """Leave nothing behind: collectives take their native way again. Also at exit of Python. Not while another
-        thread is inside a collective."""
+        """Remove all hooks, so that collectives take their native way again. Runs at exit of Python too.
+
+        Not allowed while another thread is inside a collective.
+        """
         if os.getpid() != self._pid:
             return
         dispatch, self._dispatch = self._dispatch, None
@@ -183,8 +199,11 @@ class CollectiveMonitor:
 
     @property
     def recording(self) -> bool:
-        """Whether times are taken. Set it to True right before `mark()`: the iteration that begins there is then the
-        first whole one. Set to False at any time."""
+        """Return whether times are recorded.
+
+        Set it to True right before `mark()`: the iteration that begins there is then the first whole one. It may be
+        set to False at any time.
+        """
         return self._recording
 
     @recording.setter
@@ -197,34 +216,39 @@ class CollectiveMonitor:
 
     @property
     def launched(self) -> int:
-        """Operations of this iteration so far; a receive that waits, with nothing launched behind it, comes yet."""
-        if (front := self._front) is not None:  # which `stop` may take away at any moment
+        """Return the number of operations of this iteration so far.
+
+        A waiting receive is not counted while no operation was launched after it.
+        """
+        if (front := self._front) is not None:  # a local, because `stop` may clear it at any moment
             return front.look().launched
         waiting = self._flight.waiting() if self._flight is not None else 0
         return max(0, self._launched - waiting)
 
     def in_flight(self) -> int:
-        """Operations on the network now."""
-        entering = self._entering  # before the others: what has left this is there
+        """Return the number of operations on the network now."""
+        entering = self._entering  # read first: an operation that has left this count is in the others
         front, flight = self._front, self._flight
         flying = front.look().flying if front is not None else 0
         return flying or (flight.now() or entering if flight is not None else 0)
 
     def place(self) -> Place | None:
-        """Where the training's device is; None: the training computes on the host."""
+        """Return the position of the training's device; None: the training computes on the host."""
         front = self._front
         return front.look() if front is not None else None
 
     def caught_up(self) -> bool:
-        """Whether the training's device has come to the newest `mark()`, if there is one."""
+        """Return whether the training's device, if there is one, has reached the newest `mark()`."""
         front = self._front
         return front is None or front.caught_up()
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
-        """Wait until `launched` has come to `after` and none is in flight. False: that takes too long, or `wake` was
-        called. The launching thread says when enough are launched; then ends are looked for once a millisecond, but
-        not before most of the time that they took the last time has passed. Of a device all is looked for, in the
-        iteration where it is now."""
+        """Wait until `launched` has reached `after` and no operation is in flight.
+
+        Return False on timeout or after `wake`. The launching thread signals the last launch. Ends are then polled
+        once a millisecond, but not before most of the time has passed that they took before. On a device everything
+        is polled, in the device's current iteration.
+        """
         if (front := self._front) is not None:
             return self._wait_front(front, after, timeout_s)
         deadline = clock.monotonic() + timeout_s
@@ -237,7 +261,7 @@ class CollectiveMonitor:
                 soon_s = deadline - now
                 if launched := self._launched >= after:
                     self._wanted = sys.maxsize
-                    # early: a receive comes yet; more than `after`: these take their own time
+                    # early: a receive is still to come; the durations depend on the number of launches
                     usual_s = 0.0 if early else _SURELY * self._took_s.get(self._launched, 0.0)
                     at = max(self._launched_at + usual_s, self._flight.due_s if self._flight is not None else 0.0)
                     soon_s = min(soon_s, max(SPAN_POLL_S, at - now))
@@ -273,23 +297,26 @@ class CollectiveMonitor:
         return False
 
     def _busy(self) -> bool:
-        """Whether any is in flight; in most cases the last one says it."""
+        """Return whether any operation is in flight; the last one alone mostly decides."""
         flight = self._flight
         return flight is not None and (flight.newest_busy() or self.in_flight() > 0)
 
     def wake(self) -> None:
-        """Who waits for a span shall look again."""
+        """Interrupt `wait_span`, so that its caller checks again."""
         self._reached.set()
 
     def follow(self, asked: Callable[[], bool]) -> Record:
-        """Of something else than the training's operations: its end, to the millisecond while times are taken."""
+        """Return a record of something other than the training's operations, such as a round of ours.
+
+        Its end is set when `asked` becomes true, to the millisecond while times are recorded.
+        """
         record = Record(0, 0, clock.monotonic())
         if self._flight is not None:
             self._flight.follow(asked, record)
         return record
 
     def quiet_since(self) -> float:
-        """When the last operation ended, or the iteration began (CLOCK_MONOTONIC)."""
+        """Return when the last operation ended, or the iteration began (CLOCK_MONOTONIC, seconds)."""
         front, flight = self._front, self._flight
         ended_s = flight.ended_s if flight is not None else 0.0
         if front is not None:
@@ -298,7 +325,7 @@ class CollectiveMonitor:
         return max(ended_s, self._iteration.started_s)
 
     def gate(self) -> None:
-        """The optimizer is about to step (the first time in an iteration counts)."""
+        """Record that the optimizer is about to step (only the first call in an iteration counts)."""
         try:
             iteration, event = self._iteration, self._event()
             if self._front is not None and event is not None:
@@ -311,7 +338,7 @@ class CollectiveMonitor:
             self._note(error)
 
     def passed(self) -> None:
-        """What was to be waited for before the optimizer's step is there."""
+        """Record that the wait before the optimizer's step is over."""
         try:
             if self._front is not None and (event := self._event()) is not None:
                 self._front.passed(event)
@@ -327,13 +354,18 @@ class CollectiveMonitor:
 
     @property
     def waited_s(self) -> float | None:
-        """How long the device has waited at the optimizer in the newest iteration that it has ended; None: the
-        training computes on the host, or nothing is known yet."""
+        """Return the seconds that the device waited at the optimizer in the newest iteration that it has ended.
+
+        None: the training computes on the host, or no such iteration is known yet.
+        """
         return self._front.waited_s if self._front is not None else None
 
     def mark(self) -> Trace | None:
-        """An iteration ends and the next begins. Returns the trace of the oldest iteration that was recorded as a
-        whole and not returned before, if all its times are known by now."""
+        """End the current iteration and begin the next. Return a trace if one is ready.
+
+        The trace is that of the oldest whole iteration not yet returned, provided that all its times are known by
+        now.
+        """
         try:
             if self._flight is not None:
                 self._flight.sweep()
@@ -346,7 +378,7 @@ class CollectiveMonitor:
                 elif event is not None and self._flight is not None:
                     self._front = Front(event, clock.monotonic)
             self._number += 1
-            if self._device is not None and event is None:  # a graph is being captured
+            if self._device is not None and event is None:  # a CUDA graph is being captured
                 done.whole = self._iteration.whole = False
             if done.whole:
                 self._finished.append((self._number, done, self._iteration))
@@ -362,7 +394,7 @@ class CollectiveMonitor:
         return None
 
     def _event(self) -> Event | None:
-        """Behind what was launched so far; None where there is no device."""
+        """Return an event behind all launches so far; None where there is no device."""
         if self._device is None or self._flight is None or self._device.capturing():
             return None
         return self._device.here()
@@ -381,7 +413,7 @@ class CollectiveMonitor:
         return found
 
     def _before(self, signature: Signature, args: tuple[Any, ...]) -> Any:
-        """When: on the clock, or on the current stream."""
+        """Return the time of a launch: by the clock, or as an event on the current stream."""
         if self._flight is None or os.getpid() != self._pid:
             return 0.0
         try:
@@ -399,12 +431,12 @@ class CollectiveMonitor:
         return clock.monotonic()
 
     def _after(self, signature: Signature, args: tuple[Any, ...], result: Any, begun: Any) -> None:
-        if os.getpid() != self._pid:  # a fork has the kernels, but neither our thread nor a lock that it can trust
+        if os.getpid() != self._pid:  # a fork has the kernels, but neither our thread nor reliable locks
             return
         group, backend, record, work, ended = None, "", None, None, None
         try:
             tensor = signature.tensor(args)
-            if tensor is not None and tensor.is_meta:  # a compiler looks at the program: nothing was launched
+            if tensor is not None and tensor.is_meta:  # a compiler traces the program: nothing was launched
                 return
             if tensor is not None and tensor.is_cuda and (self._device or Streams()).capturing():
                 self.captured = True
@@ -433,7 +465,7 @@ class CollectiveMonitor:
                 self._time(record, backend, begun, ended)
             if self._front is not None and not isinstance(begun, float):
                 self._front.launched(begun, ended or begun)
-        if number + 1 >= self._wanted:  # before the end of what is waited for here (`InFlight.launched`)
+        if number + 1 >= self._wanted:  # before `InFlight.launched`, which may wait for the operation's end
             self._reached.set()
         try:
             if self.after_launch is not None:
@@ -457,8 +489,10 @@ class CollectiveMonitor:
     def _end(
         self, group: _Group, backend: str, work: dist.Work | None, begun: Any, size: Callable[[], int]
     ) -> Event | None:
-        """A mark at the end of what was just launched; what does not run on the device over the network ends there as
-        it begins. None: there is no device."""
+        """Return an event at the end of the operation just launched; None where there is no device.
+
+        An operation that does not run on the device over the network ends there as it begins.
+        """
         if backend == Streams.backend and self._device is None:
             self._device = Streams()
         if self._device is None or isinstance(begun, float):
@@ -471,11 +505,14 @@ class CollectiveMonitor:
         return After(begun, size() / self.bytes_per_s, clock.monotonic)
 
     def _runs_it(self, backend: str) -> bool:
-        """Whether operations of such a group run on the device."""
+        """Return whether operations of this backend run on the device."""
         return self._device is not None and backend == self._device.backend
 
     def _time(self, record: Record, backend: str, begun: Any, ended: Event | None) -> None:
-        """When it is over; not in iterations that began before it was known that there is a device."""
+        """Record an operation's times on the device.
+
+        Iterations that began before the device was known are not used.
+        """
         if isinstance(begun, float):
             self._iteration.whole = self._iteration.whole and not self._runs_it(backend)
         elif self._iteration.event is None:

@@ -1,4 +1,4 @@
-"""Copies that the device sends by itself, as the interval controller sees them; `train.nccl` has them."""
+"""Interface of copies that the device sends by itself, for the interval controller; `train.nccl` implements it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from gemini_hpc.train.schedule.chunk_schedule import Route
 
 
 class DeviceCopies(Protocol):
-    """What rank-local copies over the devices' own links need to hear, and what they say. See `train.nccl.driver`."""
+    """The interface of one rank's copies over the devices' own links. See `train.nccl.driver`."""
 
     ended: str
 
     @property
     def problem(self) -> str:
-        """Why this rank enqueues nothing any more; '' if all is well."""
+        """Return the reason why this rank enqueues nothing any more; '' if there is none."""
 
     def gate(self) -> None:
-        """Before the first optimizer after step()."""
+        """Prepare for the first optimizer step after step()."""
 
     def follow(self, route: Route | None, s: int, *, active: bool) -> None:
-        """From the next saved version on: under `route` within s iterations; None: all of it before the optimizer."""
+        """Follow `route` within s iterations from the next saved version on; None: send all before the optimizer."""
 
     def words(self) -> list[int]:
-        """What this rank adds to a round of words."""
+        """Return the numbers that this rank adds to a round."""
 
     def hear(self, words: Sequence[int]) -> None:
-        """What came out of a round."""
+        """Process the result of a round."""
 
     def left(self) -> bool:
-        """True once, when all ranks have left these copies."""
+        """Return True once, when all ranks have abandoned these copies."""
 
     def fail(self, reason: str) -> None:
-        """This rank leaves them. From any thread."""
+        """Abandon these copies on this rank. Thread-safe."""

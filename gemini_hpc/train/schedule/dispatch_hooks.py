@@ -1,8 +1,8 @@
-"""Python kernels in front of every operation of torch's process groups, without user code.
+"""Python kernels before every operation of torch's process groups, without user code.
 
-Each call of a `ProcessGroup`, from Python or C++, goes through an operator `c10d::...` of torch's dispatcher, where
-the key BackendSelect is free: a kernel there sees the call and passes it on. Traffic that is handed to a backend
-object (`group._get_backend(device).send(...)`), as ours is, does not come by.
+Each call of a `ProcessGroup`, from Python or C++, goes through an operator `c10d::...` of torch's dispatcher. The key
+BackendSelect is free there: a kernel under this key sees the call and redispatches it. Traffic that is handed to a
+backend object (`group._get_backend(device).send(...)`), as ours is, bypasses these kernels.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _PEERS = ("dst", "src")
 
 
 class Occupied(RuntimeError):
-    """Someone else has kernels there; ours would replace them silently."""
+    """The error for kernels of another library under the same key, which ours would replace silently."""
 
 
 class Signature(NamedTuple):
-    """Where an operator's arguments are. Calls come with trailing arguments dropped that equal their defaults."""
+    """The positions of an operator's arguments; a call may omit trailing arguments that equal their defaults."""
 
     name: str
     group_at: int
     tensors_at: tuple[int, ...]
-    async_at: int | None  # of async_op, which is True by default
-    peer_at: int | None = None  # of the one other rank of a message
+    async_at: int | None  # position of async_op, which is True by default
+    peer_at: int | None = None  # position of the peer rank of a message
 
     def asynchronous(self, args: tuple[Any, ...]) -> bool:
-        """False: the caller waits at once."""
+        """Return whether the call is asynchronous; otherwise the caller waits at once."""
         return self.async_at is None or len(args) <= self.async_at or bool(args[self.async_at])
 
     def tensor(self, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Any of the operation's tensors: all are on one device."""
+        """Return any tensor of the operation (all are on one device), or None."""
         for at in self.tensors_at:
             found = args[at]
             while type(found) is list and found:
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
         return None
 
     def payload_bytes(self, args: tuple[Any, ...]) -> int:
-        """What goes in or what comes out on this rank, whichever is more. A barrier's tensor is none."""
+        """Return the larger of this rank's input and output bytes. A barrier's tensor counts as 0."""
         if "barrier" in self.name:
             return 0
         most = 0
@@ -56,7 +56,7 @@ class Signature(NamedTuple):
 
 
 def _bytes(tensors: Any) -> int:
-    """Of a tensor, or of all in a list, or in lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if type(tensors) is not list:
         return tensors.nbytes  # type: ignore[no-any-return]
     size_bytes = 0
@@ -65,29 +65,40 @@ def _bytes(tensors: Any) -> int:
     return size_bytes
 
 
-# Called before an operation; what it returns is given to the second call.
+# Called before an operation; its result is passed to the After callback.
 Before = Callable[[Signature, tuple[Any, ...]], Any]
-# Called in the same thread as soon as the operation is launched, with its result; not for one that raised.
+# Called in the same thread as soon as the operation is launched, with its result; not if the operation raised.
 After = Callable[[Signature, tuple[Any, ...], Any, Any], None]
 
 
 class Dispatch:
-    """A look at each operation, from here to `remove()`. Neither call may raise: that would end the training's
-    collective. Several looks of one process (two trainings, say) share the kernels.
+    """An observer of each operation, from construction to `remove()`.
 
-    No other thread should be inside a collective while kernels come or go. Raises Occupied."""
+    Neither callback may raise: that would end the training's collective. Several observers of one process (of two
+    trainings, say) share the kernels. No other thread should be inside a collective while kernels are installed or
+    removed.
+    """
 
     def __init__(self, before: Before, after: After) -> None:
+        """Install the kernels if needed, and observe from now on.
+
+        Args:
+            before: Called before each operation.
+            after: Called after each launch.
+
+        Raises:
+            Occupied: If another library has kernels there.
+        """
         self.before, self.after = before, after
         _kernels.add(self)
 
     def remove(self) -> None:
-        """Look no more; without another look all operators are as they were before."""
+        """Stop observing. After the last observer's removal all operators are as they were before."""
         _kernels.remove(self)
 
 
 class _Kernels:
-    """The kernels of this process, while somebody looks."""
+    """The kernels of this process, installed while there is an observer."""
 
     def __init__(self) -> None:
         self.looks: tuple[Dispatch, ...] = ()
@@ -95,14 +106,18 @@ class _Kernels:
         self._lock = threading.Lock()
 
     def add(self, look: Dispatch) -> None:
-        """Raises Occupied."""
+        """Add an observer, and install the kernels before the first.
+
+        Raises:
+            Occupied: If another library has kernels there.
+        """
         with self._lock:
             if not self.looks:
                 self._put()
             self.looks = (*self.looks, look)
 
     def remove(self, look: Dispatch) -> None:
-        """May be called twice."""
+        """Remove an observer; may be called twice."""
         with self._lock:
             self.looks = tuple(other for other in self.looks if other is not look)
             if not self.looks and self._library is not None:
@@ -131,7 +146,10 @@ _kernels = _Kernels()
 
 
 def operators() -> list[tuple[str, Any, Signature]]:
-    """Asked of torch, not listed here: they differ from version to version."""
+    """Return the name, overload and signature of each c10d operator that takes a process group.
+
+    torch is queried because the operators differ from version to version.
+    """
     found = []
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -153,7 +171,7 @@ def operators() -> list[tuple[str, Any, Signature]]:
 
 
 def _element(kind: Any) -> str:
-    """The type of what is in the lists, if it is lists."""
+    """Return the name of a type, or of the element type of nested lists."""
     while kind.kind() == "ListType":
         kind = kind.getElementType()
     return str(kind)
@@ -172,4 +190,4 @@ def _kernel(op: Any, signature: Signature) -> Callable[..., Any]:
         return result
 
     disabled: Callable[..., Any] = torch.compiler.disable(kernel)  # type: ignore[no-untyped-call]
-    return disabled  # also beside compiled code Dynamo traces frames, and warns of what it finds in them
+    return disabled  # Dynamo traces frames beside compiled code as well, and would warn of this one

@@ -1,19 +1,22 @@
-"""The training's operations that are on the network now, and when each of them ended.
+"""The training's operations that are on the network now, and the end times of all.
 
-torch offers callbacks on completion, but gloo's threads would have to take the GIL for them: that holds up the
-training's own wait, and a callback that is due while Python exits aborts the process. So nothing is called back:
-works are asked whether they are complete, by whoever launches, waits or looks next, and by one thread of ours every
-millisecond while times are taken (otherwise every 100 ms, so that nobody's tensors stay longer than that).
-What each work can tell decides how its end is known:
-  caller waits at once (async_op=False)   we wait in its stead; its own wait then returns at once. Exact. Not for
-                                          gloo's reduce_scatter while no times are taken: each wait copies its result
-  asynchronous                            asked as above: late by 1 ms at most
-  gloo's reduce_scatter otherwise         tells nothing, ever: estimated from its bytes
-  send                                    gloo tells only that someone has waited for it: estimated from its bytes
-  receive                                 complete when it was waited for. It may be posted long before anything
-                                          comes: it uses the network for its bytes' time before its end, and does
-                                          not count as being in flight; while nothing was launched behind it, it
-                                          counts as still to come (`waiting`): a pipeline's bubbles are spent so
+torch offers callbacks on completion, but gloo's threads would have to take the GIL for them. That delays the
+training's own wait, and a callback that is due while Python exits aborts the process. Works are therefore polled: by
+every thread that launches, waits or asks, and by one thread of ours. This thread polls every millisecond while times
+are recorded. Otherwise it polls every 100 ms, so that tensors are not kept alive longer.
+
+The end of each work is found according to what the work reports:
+
+    caller waits at once (async_op=False)   we wait first; the caller's own wait then returns at once. Exact. Not done
+                                            for gloo's reduce_scatter while no times are recorded, because each wait
+                                            copies its result
+    asynchronous                            polled as above: late by at most 1 ms
+    gloo's reduce_scatter otherwise         never reports completion: estimated from its bytes
+    send                                    gloo reports only that someone has waited for it: estimated from its bytes
+    receive                                 complete once waited for. It may be posted long before data arrive. It
+                                            uses the network for its bytes' time before its end, and does not count
+                                            as in flight. While nothing was launched after it, it counts as still to
+                                            come (`waiting`), so that the bubbles of a pipeline can be used
 """
 
 from __future__ import annotations
@@ -32,38 +35,42 @@ from gemini_hpc.train.schedule.trace import Record
 _POLL_S, _REST_S = 1e-3, 0.1
 
 
-# Whether it is complete, and who wants to know when.
+# The completion test of a work, and the record for its end time.
 _Asked = tuple[Callable[[], bool], Record | None]
 
 
 class InFlight:
-    """Works from their launch to their end. `launched` is called by the launching threads, all the rest from
-    anywhere."""
+    """The works of the training from their launch to their end.
+
+    Only launching threads call `launched`. The other methods are thread-safe.
+    """
 
     def __init__(self, bytes_per_s: Callable[[], float], note: Callable[[Exception], None]) -> None:
         self._bytes_per_s, self._note = bytes_per_s, note
         self._lock = threading.Lock()
         self._held: list[_Asked] = []
         self._receives: list[_Asked] = []
-        self._last: list[Callable[[], bool]] = []  # receives behind all other operations
+        self._last: list[Callable[[], bool]] = []  # receives launched after all other operations
         self._estimated: list[float] = []
         self._waits = 0
-        self.ended_s = 0.0  # when the last of them was seen to have ended
+        self.ended_s = 0.0  # when the latest end was observed or estimated
         self._mute: dict[tuple[str, str], bool] = {}
         self._turn = threading.Event()
-        self._closing = self._idle = False  # idle: nothing to ask
+        self._closing = self._idle = False  # idle: nothing to poll
         self._poll_s = _REST_S
         self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
         self._thread.start()
 
     def hurry(self, often: bool) -> None:
-        """Whether ends are wanted to the millisecond."""
+        """Poll every millisecond if `often`, else every 100 ms."""
         self._poll_s = _POLL_S if often else _REST_S
         self._turn.set()
 
     def close(self) -> None:
-        """Forget all works. A thread of ours that asks one while Python exits could abort the process: it has ended
-        on return."""
+        """End the polling thread and forget all works.
+
+        The thread has ended on return, because polling a work while Python exits could abort the process.
+        """
         self._closing = True
         self._turn.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -82,13 +89,21 @@ class InFlight:
         record: Record | None,
         ranks: int,
     ) -> None:
-        """An operation was launched by this thread. work: None when it is over; record: gets its end; ranks: in its
-        group."""
+        """Record that the calling thread launched an operation.
+
+        Args:
+            signature: The operation's signature.
+            args: The operation's arguments.
+            work: The operation's work; None if the operation is over.
+            backend: Name of the backend.
+            record: Record that receives the end time; None while no times are recorded.
+            ranks: Number of ranks in the group.
+        """
         asynchronous = signature.asynchronous(args)
         now = clock.monotonic()
         receives = signature.name.startswith("recv")
         if not receives and self._last:
-            # nobody wants to know any more when an earlier one ends, unless it is recorded
+            # the end of an earlier receive matters only if it is recorded
             with self._lock:
                 gone, self._last = (self._receives, self._last), []
                 self._receives = [entry for entry in self._receives if entry[1] is not None]
@@ -105,7 +120,7 @@ class InFlight:
                 self._last.append(asked)
             self._rouse()
         elif self._is_mute(signature, work, backend) and (asynchronous or record is None):
-            # a reduce_scatter of gloo is an all_reduce within: all bytes but this rank's own travel twice
+            # gloo implements reduce_scatter as all_reduce: all bytes but this rank's own travel twice
             rounds = 1 if signature.name == "send" else 2 * (ranks - 1) / ranks
             size_bytes = signature.payload_bytes(args) if record is None else record.bytes
             until = now + rounds * size_bytes / self._bytes_per_s()
@@ -118,7 +133,7 @@ class InFlight:
             with self._lock:
                 self._waits += 1
             try:
-                with suppress(Exception):  # the caller's own wait raises it again
+                with suppress(Exception):  # the caller's own wait raises the error again
                     work.wait()
             finally:
                 with self._lock:
@@ -127,29 +142,29 @@ class InFlight:
             if record is not None:
                 record.end_s = clock.monotonic()
         else:
-            # gloo's future knows first, and keeps no inputs
+            # gloo's future is complete first, and does not keep the inputs alive
             asked = work.get_future().done if backend == "gloo" else work.is_completed
             over: list[_Asked] = []
             with self._lock:
-                # they mostly complete in order, and a launch must not take longer the more are in flight
+                # works mostly complete in order, and a launch must not take longer with more works in flight
                 self._held[:2] = self._sift(self._held[:2], over, now)
                 self._held.append((asked, record))
             over.clear()
             self._rouse()
 
     def follow(self, asked: Callable[[], bool], record: Record) -> None:
-        """Something that does not count as being in flight."""
+        """Poll `asked` until true and set the record's end; the operation does not count as in flight."""
         with self._lock:
             self._receives.append((asked, record))
         self._rouse()
 
     def _rouse(self) -> None:
-        """There is something to ask again, and an answer is wanted soon."""
+        """Wake the polling thread if it is idle and ends are wanted to the millisecond."""
         if self._idle and self._poll_s < _REST_S:
             self._turn.set()
 
     def _is_mute(self, signature: Signature, work: dist.Work, backend: str) -> bool:
-        """True for works that never say that they are complete, unless their caller waits for them."""
+        """Return whether a work never reports its completion unless its caller waits for it."""
         if backend != "gloo":
             return False
         found = self._mute.get((signature.name, backend))
@@ -163,7 +178,7 @@ class InFlight:
         return found
 
     def sweep(self) -> None:
-        """Let go of what is complete. Never raises."""
+        """Release all complete works and set their records' ends. Never raises."""
         if not (self._held or self._receives or self._estimated):
             return
         over: list[_Asked] = []
@@ -177,7 +192,7 @@ class InFlight:
                 over += [(asked, None) for asked in self._last[:at]]
                 del self._last[:at]
             self._estimated = [until for until in self._estimated if until > now]
-        # the last reference to a tensor goes here, outside the lock
+        # this may drop the last reference to a tensor, so it is done outside the lock
         over.clear()
 
     def _sift(self, works: list[_Asked], over: list[_Asked], now: float) -> list[_Asked]:
@@ -199,18 +214,18 @@ class InFlight:
         return left
 
     def now(self) -> int:
-        """How many are in flight."""
+        """Return the number of operations in flight."""
         self.sweep()
         with self._lock:
             return len(self._held) + len(self._estimated) + self._waits
 
     @property
     def due_s(self) -> float:
-        """When the last one of which the end is estimated ends (CLOCK_MONOTONIC)."""
+        """Return the latest estimated end of the operations whose end is estimated (CLOCK_MONOTONIC)."""
         return max(self._estimated, default=0.0)
 
     def newest_busy(self) -> bool:
-        """True: the operation launched last is in flight. False says nothing."""
+        """Return True if the operation launched last is in flight; False is inconclusive."""
         try:
             return not self._held[-1][0]()
         except IndexError:
@@ -220,7 +235,7 @@ class InFlight:
             return False
 
     def waiting(self) -> int:
-        """How many receives at the end of what was launched are not complete."""
+        """Return the number of incomplete receives that were launched after all other operations."""
         if not self._last:
             return 0
         self.sweep()
@@ -229,7 +244,7 @@ class InFlight:
 
     def _run(self) -> None:
         while not self._closing:
-            self._idle = True  # before it looks: what is launched meanwhile ends the wait
+            self._idle = True  # set before the check, so that a launch meanwhile ends the wait
             self._idle = not (self._held or self._receives)
             self._turn.wait(_REST_S if self._idle else self._poll_s)
             self._turn.clear()

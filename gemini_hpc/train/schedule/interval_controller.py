@@ -1,21 +1,26 @@
-"""Which versions are saved, when they must have arrived, and in which idle spans they travel.
+"""Choice of the versions to save, the time they may take, and the idle spans in which they travel.
 
-A training begins in stage `profile`: every version is saved, but its chunks wait until the training waits for them at
-the optimizer; so the collectives of these iterations are timed without any traffic of ours, and protection runs from
-the first step. After enough of them the ranks exchange profiles, each plans on the spans that its holders are idle in
-as well (Algorithm 2), and all take the largest j and s that one of them needs: stage `steady`. There every j-th
-version is saved and may take s iterations. Now and then the ranks exchange a word; one that finds that its profile no
-longer describes the training, or that the overhead is too high, brings all back to `profile`. The same rounds say
-whether the ranks have to deal out the state anew (`Replanning`): then they tell each other how much they have to
-offer, and what (stages `sizes` and `offers`), and begin with `profile` again.
+A training begins in stage `recall`: where the profiles of an earlier incarnation make a plan on all ranks, it goes on
+with stage `agree`. Otherwise it goes on with stage `profile`. There every version is saved, but its chunks wait until
+the training waits for them at the optimizer. The collectives of these iterations are therefore timed without any
+traffic of ours, and protection runs from the first step.
 
-No version costs the training more than the ceiling. All in the training's thread counts: the capture inside step(),
-the copy that the optimizer waits for, and the wait for a seal. `WaitBudget` bounds that wait, so j and s follow from
-the time between step() and seal (`SealLatency`) wherever that is longer than the transfer. Where nothing is sent (one
-replica) they follow from that time alone.
+After enough iterations the ranks exchange profiles (stage `plan`). Each rank plans on the spans in which its holders
+are idle too (Algorithm 2). All ranks take the largest j and s that one of them needs (stage `agree`), and enter stage
+`steady`. There every j-th version is saved and may take s iterations.
 
-All that must be the same on every rank follows from the version's number and from the rounds of `AsyncCollectives`
-only.
+Periodically the ranks run a round. A rank may find that its profile no longer describes the training, or that the
+overhead is too high. The round then brings all ranks back to `profile`. The same rounds show whether the ranks have
+to distribute the state anew (`Replanning`). Then they exchange the size of their offers (stage `sizes`) and the
+offers (stage `offers`), and begin with `profile` again.
+
+No version costs the training more than the ceiling. Everything in the training's thread counts: the capture inside
+step(), the copy that the optimizer waits for, and the wait for a seal. `WaitBudget` bounds that wait. Hence j and s
+follow from the time between step() and seal (`SealLatency`) wherever that is longer than the transfer. Where nothing
+is sent (one replica) they follow from that time alone.
+
+Everything that must be the same on all ranks follows from the version's number and from the rounds of
+`AsyncCollectives` only.
 """
 
 from __future__ import annotations
@@ -58,16 +63,16 @@ from gemini_hpc.wire.traffic import TrafficState
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
 PROFILED_AGAIN = 8
-_OFFERS_S = 10.0  # for what is exchanged before a new plan, which is large where ranks are many
+_OFFERS_S = 10.0  # wait for the offers before a new plan, which are large where ranks are many
 _COUNT_EVERY = 5
-_BEHIND = 16  # iterations that a device may be behind its host, and still be told of
-_RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then not for so many
+_BEHIND = 16  # iterations that a device may lag behind its host and still be accounted for
+_RECORD_EVERY = 50  # times are recorded for `IN_A_ROW` iterations, then not for this many
 _WORD_EVERY_S = 5.0
 _POINT_S = 1e-6
-_TELL_AGAIN = 4  # times as rare
-_TOLD_WAIT_S = 1.0  # of waits for the first versions
-_QUIET = 4  # times the usual time to a seal may pass without anything arriving; as long as that is not known, ...
-_UNKNOWN = 3  # times the user's timeout
+_TELL_AGAIN = 4  # the user is told again when versions are this many times as rare
+_TOLD_WAIT_S = 1.0  # least wait for the first versions that the user is told of
+_QUIET = 4  # times the usual time to a seal: longest time without progress; while that time is unknown, ...
+_UNKNOWN = 3  # ... times the user's timeout
 _RANKS = 1 << 20
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
 
@@ -76,18 +81,24 @@ Stage = Literal["recall", "profile", "plan", "agree", "steady", "sizes", "offers
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do: every j-th version, beginning with `base`, is saved within s iterations."""
+    """The frequency that all ranks follow.
+
+    Attributes:
+        j: Every j-th version is saved.
+        s: Iterations that a version may take.
+        base: The first version that is saved.
+    """
 
     j: int = 1
     s: int = 1
     base: int = 0
 
     def saves(self, version: int) -> bool:
-        """Whether this one is."""
+        """Return whether the version is saved."""
         return version >= self.base and (version - self.base) % self.j == 0
 
     def free(self, version: int) -> int:
-        """The first version from this one on that does not find an earlier one still travelling."""
+        """Return the first version, from `version` on, by which no earlier version is in transfer."""
         if version < self.base:
             return self.base
         last = version - (version - self.base) % self.j
@@ -95,7 +106,7 @@ class Agreed:
 
 
 class IntervalController:
-    """Of one rank; called by the training's thread only. `say(text)` tells the user."""
+    """The controller of one rank's versions, used by the training's thread only."""
 
     def __init__(
         self,
@@ -117,11 +128,26 @@ class IntervalController:
         transport: str,
         dearest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
-        """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; collectives: None where there
-        is no other rank; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
-        state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
-        network; transport: the name of what carries copies otherwise; seal: the last sealed (epoch, version), and
-        when; dearest: of the seconds of a capture, what takes most of them, "" where nothing does."""
+        """Create a controller, recall the profile of an earlier incarnation, and set the pacer.
+
+        Args:
+            traffic: The user's settings.
+            rank: The rank.
+            targets: Ranks that this rank's copies go to.
+            shard_bytes: Bytes of one copy.
+            collectives: Rounds with the other ranks; None where there is no other rank.
+            monitor: Monitor of the training's collectives.
+            pacer: Pacer of the sending thread.
+            reporter: Reporter to the agent.
+            say: Prints a line for the user.
+            planner: Makes the planner.
+            driver: Copies over NCCL, together with a `planner` for them; None: over the host.
+            replanning: Agreement on new plans; None where the state's distribution never changes.
+            copy_bytes: Returns the fewest and the most bytes that one of the last copies took on the network.
+            seal: Returns the last sealed (epoch, version) and its time.
+            transport: Name of the carrier of the copies where `driver` does not carry them.
+            dearest: Returns the object that takes most of a capture of that many seconds; "" if none does.
+        """
         self._traffic, self._rank = traffic, rank
         self._collectives, self._monitor, self._pacer, self._say = collectives, monitor, pacer, say
         self._reporter, self._transport = reporter, transport
@@ -130,7 +156,7 @@ class IntervalController:
         self._driver, self._replanning = driver, replanning
         self._copy_bytes = copy_bytes
         self._offer, self._room_bytes = b"", 0
-        self._compared = 0  # rounds of words since the state was dealt out
+        self._compared = 0  # rounds since the state was distributed
         self._planner = planner(traffic, rank, targets, shard_bytes, pacer.meter, kept)
         self._scheme: Scheme = traffic.scheme
         self._wanted_scheme: Scheme = traffic.scheme
@@ -139,13 +165,13 @@ class IntervalController:
         self._version = 0
         self._dearest = dearest
         self._agreed = self._former = Agreed() if self._sends else Agreed(max(1, traffic.every))
-        self._because = 0  # the rank that needs such a j
+        self._because = 0  # the rank that needs the j in effect
         self._cost = CaptureCost(_BEHIND)
-        self._others_s = 0.0  # what the longest capture of all ranks takes
+        self._others_s = 0.0  # seconds of the longest capture of all ranks
         self._pace = Pace(traffic.overhead)
         self._latency, self._budget = SealLatency(seal), WaitBudget(traffic.overhead)
-        self._waits: deque[float] = deque(maxlen=4)  # for the latest versions
-        self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; 0: it may
+        self._waits: deque[float] = deque(maxlen=4)  # seconds of the waits for the latest versions
+        self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; else 0
         self._reason = ""
         self._waited_for = self._settled = False
         self._wanted = PROFILED
@@ -161,16 +187,16 @@ class IntervalController:
         self._begun_at = clock.monotonic()
         self._told = 1
         self.problem = ""
-        self.unsealed = 0  # versions that were on their way when the training had to go on
+        self.unsealed = 0  # versions that were in transfer when the training had to go on
         if (collectives is not None and self._sends) or monitor.on_device:
             pacer.traffic = monitor
         self._follow()
 
-    # ---- what the checkpointer asks --------------------------------------------------------------------
+    # ---- queries of the checkpointer -------------------------------------------------------------------
 
     @property
     def scheme(self) -> Scheme:
-        """In force."""
+        """Return the scheme in effect. The setter takes effect at the next step()."""
         return self._scheme
 
     @scheme.setter
@@ -178,30 +204,32 @@ class IntervalController:
         self._wanted_scheme = scheme
 
     def saves(self, version: int) -> bool:
-        """Whether this version is saved."""
+        """Return whether this version is saved."""
         if self._scheme == "none":
             return False
         return not self._paced or self._agreed.saves(version)
 
     def due(self, version: int) -> bool:
-        """Whether this version must be sealed before the next optimizer step. Later than at the step for which it was
-        due it is where step() was called without an optimizer step."""
+        """Return whether this version must be sealed before the next optimizer step.
+
+        True may come later than at the due step, if step() was called without an optimizer step.
+        """
         agreed = self._agreed if version >= self._agreed.base else self._former
         return self._version - version + 1 >= (agreed.s if self._paced else 1)
 
     @property
     def agrees(self) -> bool:
-        """Whether the ranks can agree on something new."""
+        """Return whether the ranks can agree on changes."""
         return self._planned
 
     @property
     def repeats(self) -> int:
-        """Steps that a failure may cost now."""
+        """Return the number of steps that a failure may cost now."""
         agreed = self._agreed if self._version >= self._agreed.base else self._former
         return agreed.j + agreed.s - 1 if self._paced else 1
 
     def captured(self, began: float, mark: Event | None, job: Job | None = None) -> None:
-        """Record that a version has been captured in this step(), see `CaptureCost`."""
+        """Record that a version has been captured in this step(); see `CaptureCost`."""
         self._cost.captured(began, mark)
         self._budget.spend(self._cost.seconds)
         if job is not None:
@@ -212,7 +240,7 @@ class IntervalController:
         return self._monitor.count.read()
 
     def gate(self) -> None:
-        """The training has come to the optimizer."""
+        """Record that the training has reached the optimizer."""
         self._pace.gate(clock.monotonic() - self._begun_at)
         self._monitor.gate()
         if self._driver is not None:
@@ -224,18 +252,18 @@ class IntervalController:
         self._latency.due(clock.monotonic())
 
     def held(self, seconds: float) -> None:
-        """Record that the optimizer has waited so long for the newest version's copy."""
+        """Record the seconds that the optimizer has waited for the newest version's copy."""
         if not self._monitor.on_device:
             self._cost.held(seconds)
 
     def waited(self, seconds: float, ours_s: float | None = None) -> None:
-        """Record a wait at the optimizer that is over.
+        """Record a finished wait at the optimizer.
 
         Args:
-            seconds: of the whole wait.
-            ours_s: seconds of these that were not for a node that may be dead; None: all of them.
+            seconds: Seconds of the whole wait.
+            ours_s: Seconds of these that were not spent on a node that may be dead; None: all of them.
         """
-        if self._scheme != "blocking" and not self._monitor.on_device:  # a device tells later what it has lost
+        if self._scheme != "blocking" and not self._monitor.on_device:  # a device's wait is known only later
             self._budget.spend(seconds if ours_s is None else ours_s)
         self._waited_s += seconds
         self._monitor.passed()
@@ -243,29 +271,34 @@ class IntervalController:
 
     @property
     def patience_s(self) -> float:
-        """Return the longest wait at the optimizer for a version that is on its way, in seconds."""
-        if self._scheme == "blocking":  # which is there to show what waiting costs
+        """Return the longest wait at the optimizer for a version in transfer, in seconds."""
+        if self._scheme == "blocking":  # this scheme exists to show the cost of waiting
             return math.inf
-        if not self._latency.whole_s:  # the first version, of which nobody knows how long it takes
+        if not self._latency.whole_s:  # the first version, whose time to the seal is unknown
             return self._budget.left_s
         expected_s = self._plan.late_s if self._plan is not None and self._stage == "steady" else 0.0
         return min(self._budget.left_s, MOST_SAVED_S + 2 * expected_s)
 
     def quiet_s(self, timeout_s: float) -> float:
-        """Return the seconds in which nothing of a healthy version may arrive: digests and votes take time.
+        """Return the longest seconds without progress of a healthy version, as digests and votes take time.
 
         Args:
-            timeout_s: the least, `seal_timeout_s` of the user.
+            timeout_s: The least result, the user's `seal_timeout_s`.
         """
         return max(timeout_s, _QUIET * self._latency.whole_s or _UNKNOWN * timeout_s)
 
     def resize(self, shard_bytes: int, key: str) -> None:
-        """From the next plan on copies are of another size; key: of what the next incarnation may want to know."""
+        """Use another size of copies from the next plan on.
+
+        Args:
+            shard_bytes: Bytes of one copy.
+            key: Key of the profile that is kept for the next incarnation.
+        """
         self._planner.resize(shard_bytes)
         self._reporter.rename(key)
 
     def close(self) -> None:
-        """The training is over."""
+        """Stop the monitor; the training is over."""
         self._monitor.stop()
 
     # ---- each iteration --------------------------------------------------------------------------------
@@ -276,12 +309,16 @@ class IntervalController:
 
     @property
     def _paced(self) -> bool:
-        """Return whether `_agreed` says which versions are saved."""
+        """Return whether `_agreed` decides which versions are saved."""
         return self._planned or not self._sends or self._collectives is None
 
     def step(self, version: int, under_way: bool) -> None:
-        """Number `version` of step() has been reached; under_way: an earlier version is still travelling. Never
-        raises."""
+        """Process the end of an iteration and the beginning of the next. Never raises.
+
+        Args:
+            version: Number of the step() that has been reached.
+            under_way: Whether an earlier version is still in transfer.
+        """
         try:
             stage = self._stage
             self._step(version, under_way)
@@ -306,7 +343,7 @@ class IntervalController:
 
     def _step(self, version: int, under_way: bool) -> None:
         trace = self._monitor.mark() if self._pacer.traffic is not None else None
-        # a device waits less than its host, and tells of it later
+        # a device waits less than its host, and its wait is known later
         device_s, held_s = self._monitor.waited_s, self._monitor.held_s
         if device_s is not None and self._scheme != "blocking":
             self._budget.spend(device_s)
@@ -383,7 +420,10 @@ class IntervalController:
         self._tell(j, self._pace.usual_s)
 
     def _end_first(self) -> None:
-        """Report what the first versions have cost, once a frequency is known that keeps the ceiling."""
+        """End the phase of the first versions, because a frequency is known that keeps the ceiling.
+
+        Report the cost of the first versions to the user, if it was noticeable.
+        """
         if not self._settled and self._budget.first_waited_s >= _TOLD_WAIT_S and self._rank == 0:
             self._say(
                 f"rank 0: the training has waited {self._budget.first_waited_s:.1f} s for the seals of its first "
@@ -393,7 +433,7 @@ class IntervalController:
         self._budget.settle()
 
     def _change(self, j: int, s: int, version: int) -> None:
-        """From this version on, or from the first that finds no earlier one on its way."""
+        """Follow j and s from this version on, or from the first that has no earlier version in transfer."""
         self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.free(version))
 
     def _again(self, wanted: int, version: int) -> None:
@@ -401,7 +441,7 @@ class IntervalController:
         self._waits.clear()
         self._planner.begin()
         self._since, self._next_word = version, version + min(wanted, self._soon())
-        if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would cost more than allowed
+        if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would exceed the ceiling
             self._hasty = self._agreed.s
         self._change(max(1, 2 * self._hasty), max(1, self._hasty), version)
         self._follow()
@@ -417,15 +457,17 @@ class IntervalController:
         return max(1, math.ceil(max(self._latency.whole_s, waits_s) / self._pace.usual_s))
 
     def _hasten(self, iterations: int, version: int) -> None:
-        """Profile beside versions that take so many iterations: the others are without traffic of ours."""
+        """Save one version in 2 * `iterations`, so that half of the profiled iterations have no traffic of ours."""
         if iterations > self._hasty:
             self._hasty = iterations
             self._change(2 * iterations, iterations, version)
             self._follow()
 
     def _soon(self) -> int:
-        """Iterations to the next word of a profile. The first ones come soon: replicas that are not the same for
-        long are mostly different from the beginning."""
+        """Return the number of iterations to the next round while profiling.
+
+        The first rounds come soon, because replicas that differ for long mostly differ from the beginning.
+        """
         return min(_COUNT_EVERY, 1 << self._compared)
 
     def _note(self, trace: Trace, version: int) -> None:
@@ -437,12 +479,12 @@ class IntervalController:
             self._planner.note(self._recorded(version), without_capture(trace, own_s, others_s))
 
     def _recorded(self, version: int) -> int:
-        """The version after whose step() the iteration began that has been recorded; -1: too long ago."""
+        """Return the version after whose step() the recorded iteration began; -1: too long ago."""
         ago = self._monitor.ago
         return version - 1 - ago if ago < _BEHIND else -1
 
     def _watch_over(self, waited_s: float, trace: Trace | None, version: int) -> None:
-        """One iteration under the plan is over."""
+        """Judge an iteration under the plan."""
         length_s = clock.monotonic() - self._begun_at
         seen, j = self._overhead, self._agreed.j
         why = seen.iteration(length_s, waited_s, self._monitor.launched_before, j, self.saves(version))
@@ -465,12 +507,12 @@ class IntervalController:
         if not self._planned or version < self._next_word or collectives.sitting:
             return
         self._planner.own_s = self._cost.whole_s
-        if self._driver is None or self._driver.ended:  # else copies travel while they are made
+        if self._driver is None or self._driver.ended:  # over NCCL, copies travel while they are made
             self._planner.fixed_s = self._latency.fixed_s
         if self._stage == "recall":
             collectives.everyone(self._planner.kept(), BLOB_BYTES)
         elif self._stage == "profile":
-            # there will be no profile where nothing is seen
+            # without a working monitor there will be no profile, so the stage ends
             most = self._wanted if self._monitor.problem else self._planner.clean
             self._round([-most, version - self._since, round(self._cost.usual_s / _POINT_S), self._haste()])
         elif self._stage == "plan":
@@ -492,7 +534,7 @@ class IntervalController:
             self._round([1 if self._renew else 0, *wanted])
 
     def _wish(self, *, fresh: bool) -> tuple[int, int]:
-        """Words of a round: j, together with the rank that wants it, and s."""
+        """Return numbers for a round: j combined with this rank's number, and s."""
         j, s = self._planner.want(self._agreed.j, fresh=fresh)
         return j * _RANKS + _RANKS - 1 - self._rank, s
 
@@ -503,7 +545,7 @@ class IntervalController:
         self._collectives.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
 
     def _hear(self, version: int, waited_s: float) -> None:
-        """The round started at the version before is over."""
+        """Process the round that was started at the version before."""
         collectives = self._collectives
         assert collectives is not None
         if self._stage == "recall":
@@ -558,13 +600,22 @@ class IntervalController:
             self._next_word = version + self._word_every()
 
     def _word_every(self) -> int:
-        """Iterations between two words. The same on all ranks: from what was exchanged only."""
+        """Return the number of iterations between two rounds.
+
+        The number is the same on all ranks, because it follows from exchanged values only.
+        """
         return min(100, max(5, math.ceil(_WORD_EVERY_S / max(self._planner.longest_s, 1e-3))))
 
     # ---- the plan --------------------------------------------------------------------------------------
 
     def _settle(self, wish: int, s: int, version: int) -> None:
-        """wish: the largest j of all ranks, see `_wish`."""
+        """Adopt j and s of all ranks, in stage `steady`.
+
+        Args:
+            wish: The largest j of all ranks, combined with the rank that wants it; see `_wish`.
+            s: Iterations that a version may take.
+            version: Number of this step().
+        """
         j, self._because = wish // _RANKS, _RANKS - 1 - wish % _RANKS
         self._stage, self._since, self._hasty = "steady", version, 0
         self._change(j, s, version)
@@ -581,7 +632,7 @@ class IntervalController:
             self._reporter.keep(keepsake)
 
     def _follow(self) -> None:
-        """The pacer does what stage and scheme say, from the next version on."""
+        """Set monitor, pacer and driver by stage and scheme, from the next version on."""
         pacer, monitor = self._pacer, self._monitor
         if self._planned or (not self._sends and monitor.on_device):
             monitor.start()
@@ -606,17 +657,17 @@ class IntervalController:
 
     @property
     def transport(self) -> str:
-        """What carries the copies now."""
+        """Return the name of the present carrier of the copies."""
         return "nccl" if self._driver is not None and not self._driver.problem else self._transport
 
-    # ---- telling ---------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------
 
     def _why(self, usual_s: float, *, name: bool) -> tuple[str, str]:
-        """Return why one version in several is saved, and what would help.
+        """Return the reason why not every version is saved, and a remedy.
 
         Args:
-            usual_s: seconds of an iteration.
-            name: whether to name the object that costs most; to find it takes as long as a capture.
+            usual_s: Length of an iteration in seconds.
+            name: Whether to name the object that costs most; finding it takes as long as a capture.
         """
         allowed_s, whole = self._traffic.overhead * usual_s, f"in iterations of {usual_s:.2g} s"
         if self._cost.seconds > allowed_s and self._cost.seconds >= self._cost.held_s:
@@ -636,7 +687,13 @@ class IntervalController:
         return why, "a faster network between the agents, or parity in place of whole copies"
 
     def _tell(self, j: int, usual_s: float, *, in_force: bool = True) -> None:
-        """Name the versions that are not saved, or should not be, to the user. usual_s: of an iteration."""
+        """Tell the user which versions are not saved, or should not be.
+
+        Args:
+            j: One version in j is saved, or should be.
+            usual_s: Length of an iteration in seconds.
+            in_force: Whether j is in effect.
+        """
         if self._traffic.every:
             return
         news, mine = j >= _TELL_AGAIN * self._told or self._told <= 1 < j, self._rank == self._because
@@ -655,7 +712,7 @@ class IntervalController:
         self._say(f"rank {self._rank}: {why}: {then}")
 
     def state(self) -> TrafficState:
-        """For the agent."""
+        """Return the state for the agent."""
         meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._overhead
         return stats_messages.traffic(
             scheme=self._scheme,
@@ -690,7 +747,7 @@ class IntervalController:
         )
 
     def report(self) -> dict[str, Any]:
-        """For people and tests."""
+        """Return the state for people and tests."""
         meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
         overlap = self._overhead.pictured.overlap() if self._overhead.pictured is not None else None
         return {

@@ -1,9 +1,9 @@
-"""The moment of a training on this rank: what it has launched since its first `step()` (`core.moments`).
+"""Count of the operations that a training has launched on this rank since its first `step()` (`core.moments`).
 
-Counted are the launches of the thread that calls `step()` and of threads that are not Python's, such as autograd's.
-Those of a program's other threads (a saver, a loader) come at any time between two steps: they say nothing. A message
-that such a thread sends or receives leaves the moment unknown, for its other end may count it. So does a receive from
-any source, of which nobody knows the sender when it is launched.
+The count includes launches by the thread that calls `step()` and by threads that are not Python's, such as
+autograd's. A program's other threads (a saver, a loader) launch at any time between two steps, so their launches are
+not counted. A message that such a thread sends or receives makes the moment unknown, because the peer may count the
+message. A receive from any source does so too, because its sender is unknown at the launch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class GroupWeights:
     """The weights of the launches of one process group on this rank.
 
     Args:
-        ranks: of the group, in its order, by their numbers in the world; empty where they are not known.
-        rank: this rank's number in the world.
-        savers: ranks that save versions of the training; None: all.
+        ranks: World ranks of the group, in its order; empty if unknown.
+        rank: This rank's number in the world.
+        savers: Ranks that save versions of the training; None: all.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, savers: frozenset[int] | None) -> None:
@@ -39,8 +39,8 @@ class GroupWeights:
         """Return the weight of a send to a rank of the group, or of a receive from it.
 
         Args:
-            name: of the operator.
-            peer: its number in the group.
+            name: Name of the operator.
+            peer: The peer's rank in the group.
         """
         found = self._messages.get((name, peer))
         if found is None:
@@ -56,7 +56,7 @@ class GroupWeights:
 
 
 class LaunchCount:
-    """The launches of one rank, made in its first `step()`, in the thread that calls it."""
+    """The count of one rank's launches; created in its first `step()`, in the thread that calls it."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
@@ -84,11 +84,11 @@ class LaunchCount:
             self._operations += 1
 
     def lose(self) -> None:
-        """Record that a launch was not counted: the moment is unknown from now on."""
+        """Record that a launch was not counted; the moment is unknown from now on."""
         self._known = False
 
     def read(self) -> Moment:
-        """Return the moment at a `step()`, in the thread that calls it."""
+        """Return the moment at a `step()`; called in the thread that calls `step()`."""
         if threading.current_thread() is not self._thread:
             self._known = False
         with self._lock:

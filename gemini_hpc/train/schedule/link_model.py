@@ -1,30 +1,35 @@
-"""What a link of the job can do, measured on the job's own chunks: f(s) = alpha + s/B (GEMINI paper, section 5.3)."""
+"""Model of a link of the job, f(s) = alpha + s/B (GEMINI section 5.3), measured on the job's own chunks."""
 
 from __future__ import annotations
 
 from collections import deque
 from statistics import median
 
-_PROBE_BYTES = 16 << 10  # a chunk up to here, alone on its way, shows alpha
-_RATE_BYTES = 64 << 10  # a busy period from here on shows B
-# Of a busy period what counts as sending at least. A probe that had to pass another rank's copies shows an alpha that
-# is too large, and short periods would then show a B that the link does not have.
+_PROBE_BYTES = 16 << 10  # a busy period of at most this many bytes measures alpha
+_RATE_BYTES = 64 << 10  # a busy period of at least this many bytes measures B
+# The least share of a busy period that counts as sending. A probe that queues behind another rank's copies measures
+# too large an alpha. Short periods would then yield a B that the link does not have.
 _LEAST_SHARE = 0.8
 _KEPT = 64
 _ENOUGH = 2
-_SHORT = 0.25  # of the usual period; shorter ones are bursts of some queue
-_LONG = 4  # usual periods: no period counts for more. The rest of a late version, sent in one go, is one among many
+_SHORT = 0.25  # times the median period in bytes; shorter periods are bursts of some queue and are ignored
+_LONG = 4  # times the median period: the most weight of one, as a late version's rest is sent in one long period
 
 
 class LinkMeter:
-    """B and alpha from busy periods: from a chunk that is sent when none is on its way until none is again. Single
-    chunks tell less: acknowledgements come in bunches. Training traffic in the same moment makes a period look
-    slower, so B is taken from the faster part of what was seen, each period counting by its bytes; those known to
-    have had any count only while there are no others."""
+    """The measured B and alpha of a link.
+
+    The meter measures busy periods: from a chunk that is sent while none is in flight until none is in flight again.
+    Single chunks are less reliable, because acknowledgements arrive in bunches.
+
+    Training traffic at the same time makes a period look slower. B is therefore taken from the faster part of the
+    periods, each weighted by its bytes. Periods known to overlap training traffic count only while there are too few
+    others.
+    """
 
     def __init__(self) -> None:
         self._periods: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # (bytes per second, bytes)
-        self._shared: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # the same, beside the training's traffic
+        self._shared: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # the same, overlapping training traffic
         self._alphas: deque[float] = deque(maxlen=_KEPT)
         self._under_way = 0
         self._began = 0.0
@@ -32,26 +37,31 @@ class LinkMeter:
         self._beside = False
 
     def seed(self, B: float, alpha: float) -> None:
-        """What the link could do earlier; what is seen outweighs it soon."""
+        """Start with values that were measured earlier; new measurements soon outweigh them."""
         self._alphas.append(alpha)
         self._periods += [(B, _RATE_BYTES)] * _ENOUGH
 
     def sent(self, at: float, *, beside: bool = False) -> None:
-        """A chunk goes out; beside: the training has traffic. Times in seconds of one clock."""
+        """Record that a chunk is sent.
+
+        Args:
+            at: Time in seconds, by the same clock as in `landed`.
+            beside: Whether the training has traffic in flight.
+        """
         if self._under_way == 0:
             self._began, self._bytes, self._beside = at, 0, False
         self._beside = self._beside or beside
         self._under_way += 1
 
     def landed(self, size: int, at: float) -> None:
-        """A chunk of `size` bytes was acknowledged."""
+        """Record that a chunk of `size` bytes was acknowledged."""
         self._under_way -= 1
         self._bytes += size
         if self._under_way == 0:
             self._over(at - self._began)
 
     def lost(self) -> None:
-        """A chunk will never be acknowledged; the period tells nothing."""
+        """Record that a chunk will never be acknowledged, and discard the period's bytes so far."""
         self._under_way -= 1
         self._bytes = 0
 
@@ -70,17 +80,17 @@ class LinkMeter:
 
     @property
     def known(self) -> bool:
-        """Whether enough was seen for a plan."""
+        """Return whether there are enough measurements for a plan."""
         return len(self._seen) >= _ENOUGH
 
     @property
     def alpha(self) -> float:
-        """Startup time of a chunk, seconds; 0 before it was seen."""
+        """Return the startup time of a chunk in seconds; 0 before it is measured."""
         return min(self._alphas, default=0.0)
 
     @property
     def B(self) -> float:
-        """Bytes per second; 0 before it was seen."""
+        """Return the rate in bytes per second; 0 before it is measured."""
         seen = self._seen
         if not seen:
             return 0.0

@@ -1,4 +1,4 @@
-"""The chunks of one rank that are on their way: sent, and not yet acknowledged."""
+"""The chunks of one rank in flight: sent, but not yet acknowledged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from gemini_hpc.train.transport.base import LinkBroken, Pending
 
 
 class Outstanding:
-    """At most p chunks at a time. A thread of its own waits for the acknowledgements, so that their times are right
-    also while the sender waits for its turn."""
+    """The chunks in flight of one rank, at most p at a time.
+
+    A separate thread waits for the acknowledgements. Their times are therefore right even while the sender waits for
+    its turn.
+    """
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
@@ -25,7 +28,7 @@ class Outstanding:
         self._thread.start()
 
     def add(self, pending: Pending, replica: int, size: int) -> None:
-        """A chunk of a replica has been sent."""
+        """Record that a chunk of a replica has been sent."""
         now = clock.monotonic()
         with self._changed:
             self._count += 1
@@ -34,11 +37,15 @@ class Outstanding:
         self._queue.put((pending, replica, size, now))
 
     def backlog(self) -> int:
-        """Bytes on their way now."""
+        """Return the bytes in flight."""
         return self._backlog_bytes
 
     def room(self, p: int) -> None:
-        """Wait until fewer than p are on their way. Raises LinkBroken if one of them is lost."""
+        """Wait until fewer than p chunks are in flight.
+
+        Raises:
+            LinkBroken: If a chunk in flight is lost; raised once no chunk is in flight any more.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._count < p or self._broken is not None)
             broken = self._broken
@@ -47,17 +54,17 @@ class Outstanding:
             raise broken
 
     def land(self) -> None:
-        """Wait until none is on its way, and forget what broke."""
+        """Wait until no chunk is in flight, and clear the recorded error."""
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0)
             self._broken = None
 
     def stop(self) -> None:
-        """Nothing more will be sent."""
+        """End the thread after the chunks in flight; no more will be sent."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended."""
+        """Wait for the thread's end for `timeout_s` seconds. Return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -69,7 +76,7 @@ class Outstanding:
                 pending.wait()
             except LinkBroken as error:
                 broken = error
-            except Exception as error:  # whatever a transport raises: the chunk has not arrived
+            except Exception as error:  # any error of a transport means that the chunk has not arrived
                 broken = LinkBroken(f"{type(error).__name__}: {error}")
             with self._changed:
                 self._count -= 1

@@ -1,4 +1,4 @@
-"""What a plan really costs, and whether the training is still like its profile."""
+"""Measured cost of a plan, and checks whether the training still matches its profile."""
 
 from __future__ import annotations
 
@@ -12,35 +12,45 @@ from gemini_hpc.core.save_interval import BATCH, Controller, sure_high
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.pacer import Sent
 
-IN_A_ROW = 5  # iterations in a row that are unlike the profile make it out of date
-# Where the training does not even wait for its versions, it may only have become slower by itself: no other profile
-# is made sooner than after so many iterations, ...
+IN_A_ROW = 5  # a profile is out of date after this many consecutive iterations unlike it
+# A training that does not wait for its versions may have become slower by itself. It is then profiled again only
+# after this many iterations, ...
 SETTLED = 250
-# ... or before what was lost beyond the ceiling since the last one comes to so many iterations, which is about what a
-# profile costs; twice as many the next time, and so on.
+# ... or once the time lost beyond the ceiling since the last profile equals this many iterations, which is about the
+# cost of a profile. The limit doubles each time.
 WORTH = 5.0
-# Against a profile of iterations that are so much longer the costs of this training cannot be seen. It is made anew
-# after SETTLED iterations with one, after twice as many the next time, and so on: where profiling itself makes
-# iterations longer, no other profile will do.
+# A profile whose iterations are longer than today's by this share hides the cost of versions. It is renewed after
+# SETTLED iterations, then after twice as many, and so on: where profiling itself makes iterations longer, no new
+# profile helps.
 SHORTER = 0.05
 
 
 @dataclass(frozen=True)
 class Pictured:
-    """One iteration under a plan, as it was: after step() number `version`; its collectives, the chunks sent lately
-    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer, and was in the capture, which the trace
-    contains."""
+    """A recorded iteration under a plan, after step() number `version`.
+
+    Attributes:
+        version: Number of the step() before the iteration.
+        trace: The iteration's collectives; its times include the wait and the capture.
+        chunks: Chunks sent lately, with times of CLOCK_MONOTONIC.
+        copies: Copies into the own slot.
+        waited_s: Seconds that the training waited at the optimizer.
+        own_s: Seconds that the training spent in the capture.
+    """
 
     version: int
     trace: Trace
     chunks: tuple[Sent, ...]
-    copies: tuple[tuple[float, float, int], ...]  # (from, to, bytes) of copies into the own slot
+    copies: tuple[tuple[float, float, int], ...]  # (from, to, bytes) of each
     waited_s: float
     own_s: float = 0.0
 
     def overlap(self) -> tuple[int, float, float]:
-        """Number of the chunks in this iteration; for how many seconds there was at least one on the network, and of
-        these beside a collective."""
+        """Return the number of chunks in this iteration, their seconds, and the seconds beside a collective.
+
+        The second number is the time with at least one chunk on the network. The third is the part of this time in
+        which a collective was on the network too.
+        """
         began, length_s = self.trace.started_s, self.trace.length_s
         chunks = [(c.sent_at - began, c.acked_at - began) for c in self.chunks]
         inside = [(max(0.0, a), min(b, length_s)) for a, b in chunks if b > 0 and a < length_s]
@@ -50,7 +60,7 @@ class Pictured:
 
 
 class OverheadMonitor:
-    """Told of each iteration under a plan."""
+    """A monitor of each iteration under a plan: its cost, and its likeness to the profile."""
 
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
@@ -60,7 +70,7 @@ class OverheadMonitor:
         self._alike: list[Trace] = []
         self._unlike = self._others = 0
         self._age = 0  # iterations since the profile
-        self._trusted = SETTLED  # so long it is not made anew for being of longer iterations
+        self._trusted = SETTLED  # iterations before a profile may be renewed because of its longer iterations
         self._worth = WORTH
         self._waited_s = 0.0  # in this cycle
         self._costs: deque[float] = deque(maxlen=64)
@@ -68,7 +78,7 @@ class OverheadMonitor:
         self.pictured: Pictured | None = None
 
     def begin(self, profile: Profile | None, controller: Controller | None) -> None:
-        """A plan, or another frequency, is followed from here on."""
+        """Follow another plan, or another frequency, from now on."""
         if profile is not self._profile:
             self._costs.clear()
             self._waits.clear()
@@ -79,39 +89,49 @@ class OverheadMonitor:
         self.pause()
 
     def pause(self) -> None:
-        """The iterations since the last version do not count."""
+        """Discard the iterations since the last version."""
         self._cycle.clear()
         self._waited_s = 0.0
 
     @property
     def overhead(self) -> float | None:
-        """Share of the training's time that a version has cost lately; None before the first."""
+        """Return the median share of the training's time that versions have cost lately; None before the first."""
         return median(self._costs) if self._costs else None
 
     @property
     def ceiling(self) -> float:
-        """What may be lost of the training's time."""
+        """Return the share of the training's time that versions may cost."""
         return self._ceiling
 
     @property
     def judged_in(self) -> int:
-        """After so many iterations an overhead above the ceiling makes versions rarer in any case; 0: it does now.
-        Until then only where the training waits for its versions, or where much has been lost (see `WORTH`)."""
+        """Return the iterations until any overhead above the ceiling makes versions rarer; 0: it does now.
+
+        Until then overhead counts only where the training waits for its versions, or where much time has been lost
+        (`WORTH`).
+        """
         return max(0, SETTLED - self._age)
 
     @property
     def _lost(self) -> float:
-        """Iterations that have been lost beyond the ceiling since the profile."""
+        """Return the iterations' worth of time lost beyond the ceiling since the profile."""
         return self._age * (median(self._costs) - self._ceiling)
 
     @property
     def waited_s(self) -> float | None:
-        """Usual wait at the optimizer."""
+        """Return the usual wait at the optimizer in seconds; None where unknown."""
         return median(self._waits) if self._waits else None
 
     def iteration(self, length_s: float, waited_s: float, launched: int, j: int, saved: bool) -> str:
-        """One is over, with so many collectives. j: one version in j is saved; saved: the one that ends it is. Why
-        the training has to be profiled again, or ''."""
+        """Record an iteration. Return the reason to profile the training again, or ''.
+
+        Args:
+            length_s: Length of the iteration in seconds.
+            waited_s: Seconds that the training waited at the optimizer.
+            launched: Number of collectives in the iteration.
+            j: One version in j is saved.
+            saved: Whether the version that ends the iteration is saved.
+        """
         profile, controller = self._profile, self._controller
         if profile is None or controller is None:
             return ""
@@ -131,7 +151,7 @@ class OverheadMonitor:
         self._costs.append(lost_s / usual_s)
         early = not ours and self._age < SETTLED
         before = controller.frequency
-        judge = not early or (controller.forced is None and self._lost >= self._worth)  # a j that is forced stays
+        judge = not early or (controller.forced is None and self._lost >= self._worth)  # a forced j stays
         if controller.observe(lost_s, judge=judge) is not before:
             self._worth *= 1 + early
             cost, allowed = 100 * median(self._costs), 100 * self._ceiling
@@ -144,7 +164,7 @@ class OverheadMonitor:
         return ""
 
     def recorded(self, picture: Pictured) -> str:
-        """An iteration was recorded. Why the training has to be profiled again, or ''."""
+        """Compare a recorded iteration with the profile. Return the reason to profile the training again, or ''."""
         profile, self.pictured = self._profile, picture
         if profile is None:
             return ""
@@ -162,7 +182,7 @@ class OverheadMonitor:
 
 
 def middle(traces: Sequence[Trace]) -> Trace:
-    """An iteration with the median times of several of one pattern."""
+    """Return an iteration with the median times of several iterations of one pattern."""
     ops = tuple(
         same[0]._replace(start_s=median(op.start_s for op in same), end_s=median(op.end_s for op in same))
         for same in zip(*(trace.ops for trace in traces), strict=True)
@@ -172,7 +192,7 @@ def middle(traces: Sequence[Trace]) -> Trace:
 
 
 def without_wait(trace: Trace, waited_s: float) -> Trace:
-    """The iteration as it would have been if the training had not waited at the optimizer."""
+    """Return the iteration as if the training had not waited at the optimizer."""
 
     def earlier(at: float) -> float:
         return max(trace.gate_s, at - waited_s) if at > trace.gate_s else at
@@ -182,8 +202,13 @@ def without_wait(trace: Trace, waited_s: float) -> Trace:
 
 
 def without_capture(trace: Trace, own_s: float, others_s: float = 0.0) -> Trace:
-    """The iteration as it would have been if step() had captured nothing at its beginning, on no rank. others_s: that
-    much longer another one's capture takes, for which the first collective waits."""
+    """Return the iteration as if no rank had captured anything in step() at its beginning.
+
+    Args:
+        trace: The recorded iteration.
+        own_s: Seconds of this rank's capture.
+        others_s: Seconds that another rank's capture takes longer; the first collective waits for it.
+    """
     first = trace.ops[0] if trace.ops else None
     cut_s = min(others_s, first.end_s - first.start_s) if first is not None else 0.0
     end_s = first.end_s if first is not None else 0.0

@@ -1,12 +1,14 @@
-"""When each chunk of a version may go: in the idle spans of the training's own traffic (GEMINI paper, section 5).
+"""Pacing of a version's chunks: they go in the idle spans of the training's own traffic (GEMINI section 5).
 
-The sending thread asks before each chunk. A chunk goes in the window that the timetable gives its first byte, or,
-where that was missed, in a later one that has room; what is left when the version is due goes at once (Algorithm 2's
-infinite last span): then the training waits for it. Where the sizes of chunks need not be said beforehand, a chunk is
-cut to what is left of the window: one that comes late does not hold up all behind it until a window is large enough.
+The sending thread asks before each chunk. A chunk goes in the window that the timetable plans for its first byte. If
+that window was missed, the chunk goes in a later one that has room. Chunks that are left when the version is due go
+at once (the infinite last span of Algorithm 2), while the training waits for them.
 
-Where the training computes on a device, its host runs ahead. What counts is then where the device is
-(`Traffic.place`): also a training that waits at the optimizer waits only from when its device has come there.
+Where the sizes of chunks need not be announced, a chunk is cut to what is left of the window. A late chunk then does
+not delay all later ones until a window is large enough.
+
+Where the training computes on a device, its host runs ahead. The device's position then counts (`Traffic.place`). A
+training that waits at the optimizer therefore counts as waiting only once its device has arrived there.
 """
 
 from __future__ import annotations
@@ -26,43 +28,55 @@ from gemini_hpc.train.schedule.link_model import LinkMeter
 
 Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
-PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
-# A chunk is not cut smaller than the larger of these (a share of what a chunk may have): each takes some 0.3 ms of
-# processors at both ends.
+PROBE_BYTES = 4096  # first chunk of a version without a timetable: it measures the link's startup time
+# A chunk is cut no smaller than LEAST_BYTES, or the largest chunk's bytes / _LEAST_SHARE if that is more: each chunk
+# costs some 0.3 ms of processors at both ends.
 LEAST_BYTES, _LEAST_SHARE = 64 << 10, 16
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
-# A training of whose traffic nothing is seen for longer than two of its usual iterations, and this, pauses
-# (evaluates, for instance). Of the first iteration the length is not known; one with a pause in it is not usual.
+# A training pauses (to evaluate, for instance) if it has no traffic for longer than two usual iterations and than
+# _PAUSE_S. _FIRST_PAUSE_S stands in while no iteration's length is known. The median of the latest _LENGTHS counts,
+# so that an iteration with a pause in it is not taken as usual.
 _PAUSE_S, _FIRST_PAUSE_S, _LENGTHS = 1.0, 5.0, 8
 _JOURNAL, _COPIES = 4096, 64
 
 
 class Traffic(Protocol):
-    """What the pacer sees of the training's collectives in the current iteration."""
+    """The pacer's view of the training's collectives in the current iteration."""
 
     @property
     def launched(self) -> int:
-        """How many so far."""
+        """Return the number of collectives launched so far."""
 
     def in_flight(self) -> int:
-        """Collectives launched and not completed."""
+        """Return the number of collectives launched and not completed."""
 
     def place(self) -> Place | None:
-        """Where the training's device is, of which the other answers are then; None: it computes on the host."""
+        """Return the device's position, to which the other answers then refer; None where the host computes."""
 
     def quiet_since(self) -> float:
-        """When the last one completed, or the iteration began (CLOCK_MONOTONIC)."""
+        """Return when the last collective completed, or the iteration began (CLOCK_MONOTONIC, seconds)."""
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
-        """Wait until `after` collectives of this iteration were launched and none is in flight. False: not yet, or
-        `wake` was called."""
+        """Wait until `after` collectives of this iteration were launched and none is in flight.
+
+        Return False on timeout or after `wake`.
+        """
 
     def wake(self) -> None:
-        """Who waits for a span shall look again."""
+        """Interrupt `wait_span`, so that its caller checks again."""
 
 
 class Sent(NamedTuple):
-    """A chunk that has arrived. Times of CLOCK_MONOTONIC; hurried: the training was waiting for it."""
+    """A chunk that has arrived.
+
+    Attributes:
+        version: The chunk's version.
+        replica: Number of the replica.
+        size: Size in bytes.
+        sent_at: Time of sending (CLOCK_MONOTONIC, seconds).
+        acked_at: Time of the acknowledgement.
+        hurried: Whether the training was waiting for the chunk.
+    """
 
     version: int
     replica: int
@@ -73,9 +87,14 @@ class Sent(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """seconds: until a chunk may go, or it is worth looking again; 0: now, and so many bytes. after: until so many
-    collectives were launched and none is in flight; -1: not that. crowded: what is on its way is in the way; look
-    again when some of it has arrived."""
+    """The result of a check of whether a chunk may go.
+
+    Attributes:
+        seconds: Seconds until a chunk may go or the next check is worthwhile; 0: send now.
+        after: Wait until this many collectives were launched and none is in flight; -1: no such condition.
+        size: Bytes that may go, if `seconds` is 0.
+        crowded: Whether chunks in flight take the room; check again when some have arrived.
+    """
 
     seconds: float
     after: int = -1
@@ -84,37 +103,37 @@ class _Wait(NamedTuple):
 
 
 class Pacer:
-    """For one sending thread; the training's thread tells it of iterations and of the moment when it waits."""
+    """The pacer of one sending thread; the training's thread reports iterations and waits to it."""
 
     def __init__(self, chunk_bytes: int, p: int, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self.chunk_bytes, self.p, self._clock = chunk_bytes, p, clock
         self.traffic: Traffic | None = None
         self.timetable: Timetable | None = None
-        self.deferred = False  # without a timetable: everything waits for `hurry` (profiling)
-        self.unscheduled = False  # everything goes at once, beside the training's traffic
+        self.deferred = False  # without a timetable: all chunks wait for `hurry` (profiling)
+        self.unscheduled = False  # all chunks go at once, beside the training's traffic
         self.meter = LinkMeter()
         self.journal: deque[Sent] = deque(maxlen=_JOURNAL)
         self.copies: deque[tuple[float, float, int]] = deque(maxlen=_COPIES)  # (from, to, bytes) into the own slot
         self._progress_at = self._arrived_at = 0.0
         self._looked_at = -1.0
-        self.spilled_bytes = 0  # of the version on its way: went because it was due
+        self.spilled_bytes = 0  # bytes of the version in transfer that were sent only when it was due
         self._version = 0
         self._now = 0
         self._begun_at = 0.0
         self._lengths: deque[float] = deque(maxlen=_LENGTHS)
         self._stepped_at: float | None = None
-        self.strayed = False  # chunks went into a pause of this iteration, though they were to wait for `hurry`
-        self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and when
+        self.strayed = False  # deferred chunks were sent in a pause of this iteration, without `hurry`
+        self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and the time
         self._hurry = threading.Event()
-        self._asked = False  # the host of the training waits for the version; its device may have long to go
+        self._asked = False  # the host of the training waits for the version; its device may arrive much later
         self._ending = False
-        self._crowded = False  # the sending thread wants to know of the next acknowledgement
+        self._crowded = False  # the sending thread waits for the next acknowledgement
         self._table: Timetable | None = None
 
     # ---- from the training's thread --------------------------------------------------------------------
 
     def iteration(self, version: int) -> None:
-        """The iteration after step() number `version` begins."""
+        """Record that the iteration after step() number `version` begins."""
         now = self._clock()
         if self._stepped_at is not None:
             self._lengths.append(now - self._stepped_at)
@@ -122,16 +141,16 @@ class Pacer:
         self.wake()
 
     def gate(self) -> None:
-        """The training has come to the optimizer, and goes on."""
+        """Record that the training passes the optimizer's hook."""
         self._passed = (self._now, self._clock())
 
     def hurry(self) -> None:
-        """The version on its way goes at once."""
+        """Send the version in transfer at once."""
         self._hurry.set()
         self.wake()
 
     def wait_for(self) -> None:
-        """The training waits for the version on its way, or will when its device has come to where it waits."""
+        """Record that the training waits for the version in transfer, or will once its device has arrived."""
         self._asked, self._looked_at = True, -1.0
         if self._there():
             self.hurry()
@@ -139,16 +158,18 @@ class Pacer:
             self.wake()
 
     def end(self) -> None:
-        """The training is over: everything goes at once from now on."""
+        """Send everything at once from now on, because the training is over."""
         self._ending = True
         self.hurry()
 
     @property
     def arrived_at(self) -> float:
-        """When the training's device has come to where the host waits; now, as long as it has not. 0: it computes on
-        the host."""
+        """Return when the training's device arrived where the host waits; the current time until then.
+
+        Return 0 where the training computes on the host.
+        """
         now = self._clock()
-        if now - self._looked_at >= _SOON_S:  # who waits for a seal asks more often than that
+        if now - self._looked_at >= _SOON_S:  # a wait for a seal polls more often than that
             self._looked_at = now
             if not self._there():
                 self._arrived_at = now
@@ -156,7 +177,7 @@ class Pacer:
 
     @property
     def progress_at(self) -> float:
-        """When something of the version last arrived, or the device came to where the host waits for it."""
+        """Return when something of the version last arrived, or the device arrived where the host waits."""
         return max(self._progress_at, self.arrived_at)
 
     def _there(self) -> bool:
@@ -164,18 +185,22 @@ class Pacer:
         return place is None or place.at_gate
 
     def wake(self) -> None:
-        """Who waits for a span shall look again."""
+        """Interrupt waits for a span, so that the sending thread checks again."""
         if self.traffic is not None:
             self.traffic.wake()
 
     # ---- from the sending thread -----------------------------------------------------------------------
 
     def lull(self, version: int, seconds: float, wanted: Callable[[], bool]) -> None:
-        """Block until the training's processors are probably idle for `seconds`: in the first span that is so long.
-        Not where there is none, or all idle time is needed to send; not when `wanted()` is true and `wake` called
-        (within the milliseconds that are left out of a span, if it has begun).
-        What the training does between collectives right after step() is mostly Python, which runs in one thread at a
-        time."""
+        """Block until the training's processors are probably idle: in the first span of at least `seconds`.
+
+        Return at once where there is no such span, or all idle time is needed to send. Return early once `wanted()`
+        is true and `wake` is called. If the span has begun, this may take the milliseconds that are left out at its
+        beginning.
+
+        Between collectives right after step(), the training mostly runs Python, which executes in one thread at a
+        time.
+        """
         table, traffic = self.timetable, self.traffic
         window = table.lull(seconds) if table is not None and not self._ending else None
         if table is None or window is None or traffic is None:
@@ -190,7 +215,7 @@ class Pacer:
                 return
 
     def begin(self, version: int) -> None:
-        """The chunks of this version come next."""
+        """Prepare to send the chunks of this version."""
         self._version, self._table, self.spilled_bytes = version, self.timetable, 0
         self.moved()
         self._begun_at = self._clock()
@@ -200,11 +225,11 @@ class Pacer:
             self._hurry.set()
 
     def moved(self) -> None:
-        """Something of the version has arrived somewhere: who waits for it need not give up."""
+        """Record that something of the version has arrived, so that a wait for it does not time out."""
         self._progress_at = self._clock()
 
     def sizes(self, replica: int, used_bytes: int) -> tuple[int, ...]:
-        """Sizes of the chunks of `used_bytes` bytes, in order, where they must be said beforehand."""
+        """Return the sizes of the chunks of `used_bytes` bytes in order, for transports that announce them."""
         if self._table is None or replica >= len(self._table.chunks):
             head = min(PROBE_BYTES, used_bytes)
             return tuple(n for n in (head, *(length for _, length in cut(used_bytes - head, self.chunk_bytes))) if n)
@@ -218,12 +243,25 @@ class Pacer:
         return tuple(sizes)
 
     def turn(self, replica: int, at: int, size: int, backlog_bytes: Callable[[], int]) -> None:
-        """Block until the chunk of `size` bytes from byte `at` of a replica may go. backlog_bytes: sent before it and
-        not yet acknowledged, now."""
+        """Block until a chunk of fixed size may go.
+
+        Args:
+            replica: Number of the replica.
+            at: First byte of the chunk.
+            size: Size of the chunk in bytes.
+            backlog_bytes: Returns the bytes that were sent before and are not yet acknowledged.
+        """
         self._grant(replica, at, size, size, backlog_bytes)
 
     def free_turn(self, replica: int, at: int, left: int, backlog_bytes: Callable[[], int]) -> int:
-        """Block until a chunk from byte `at` may go, where `left` bytes are left: of how many bytes."""
+        """Block until a chunk of variable size may go. Return its size in bytes.
+
+        Args:
+            replica: Number of the replica.
+            at: First byte of the chunk.
+            left: Bytes of the replica that are left.
+            backlog_bytes: Returns the bytes that were sent before and are not yet acknowledged.
+        """
         if self._table is None and not at:
             left = min(left, PROBE_BYTES)
         most = min(left, self.chunk_bytes)
@@ -237,7 +275,7 @@ class Pacer:
             if wait.seconds <= 0:
                 return wait.size
             self._crowded = wait.crowded
-            if wait.crowded and backlog_bytes() < backlog:  # meanwhile
+            if wait.crowded and backlog_bytes() < backlog:  # an acknowledgement arrived meanwhile
                 continue
             if wait.after < 0 or self.traffic is None:
                 self._hurry.wait(min(wait.seconds, _SOON_S if self._asked else _LOOK_S))
@@ -252,12 +290,12 @@ class Pacer:
         return self._hurry.is_set()
 
     def sent(self, at: float) -> None:
-        """A chunk goes."""
+        """Record that a chunk is sent."""
         traffic = self.traffic
         self.meter.sent(at, beside=self.unscheduled or (traffic is not None and traffic.in_flight() > 0))
 
     def landed(self, replica: int, size: int, sent_at: float) -> None:
-        """A chunk was acknowledged just now, and is no longer in the backlog."""
+        """Record that a chunk was acknowledged now and is no longer in the backlog."""
         now = self._clock()
         self.meter.landed(size, now)
         self.journal.append(Sent(self._version, replica, size, sent_at, now, self._hurry.is_set()))
@@ -274,8 +312,11 @@ class Pacer:
         return not traffic.in_flight() and self._clock() - traffic.quiet_since() > max(_PAUSE_S, patience_s)
 
     def _place(self, traffic: Traffic) -> tuple[tuple[int, int, bool], float]:
-        """Iteration since the version's step(), collectives launched in it, whether it has passed the gate; and
-        when."""
+        """Return the training's position, and when it passed the gate.
+
+        The position is (iterations since the version's step(), collectives launched in this one, whether past the
+        gate).
+        """
         place = traffic.place()
         if place is None:
             passed, passed_at = self._passed
@@ -286,7 +327,7 @@ class Pacer:
     def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
         if table is None:
-            # the probe disturbs nobody, and shows alpha only where no other rank's copies are on the way
+            # the probe disturbs nothing, and measures alpha only where no other rank's copies are in flight
             probe = not at and most <= PROBE_BYTES and traffic is not None and not traffic.in_flight()
             if not self.deferred or probe:
                 return _Wait(0.0, size=most)
@@ -297,9 +338,9 @@ class Pacer:
             return _Wait(_LOOK_S)
         place, passed_at = self._place(traffic)
         gated = place[2]
-        flying = traffic.in_flight()  # asked last: one that is launched meanwhile is seen
+        flying = traffic.in_flight()  # read last, so that a collective launched meanwhile is counted
         if self._clock() - self._begun_at > table.usual_s and not flying:
-            return _Wait(0.0, size=most)  # the training pauses, or does something else: that may last
+            return _Wait(0.0, size=most)  # the training pauses or does something else, perhaps for long
         here = max(table.planned(replica, at), bisect_left(table.places, place))
         crowded = False
         if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:

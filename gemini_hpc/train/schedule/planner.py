@@ -1,4 +1,4 @@
-"""One rank's plan: from the iterations that it has recorded, what its holders tell of theirs, and its link."""
+"""Plan of one rank, made from its recorded iterations, the profiles of its holders, and its link."""
 
 from __future__ import annotations
 
@@ -21,23 +21,29 @@ from gemini_hpc.train.schedule.traffic import Traffic
 BLOB_BYTES = 16384
 _KEPT_SPANS = 384
 _LEAST_TRACES = 3
-_ROOM = 0.02  # of an iteration
-_SPARE = 1.1  # of a copy must fit where the beginnings of spans are left out
-_RARE = 4  # iterations: where versions are saved so rarely, one more matters less than what is lost in each of them
+_ROOM = 0.02  # share of an iteration
+_SPARE = 1.1  # times a copy must fit where the beginnings of spans are left out
+_RARE = 4  # iterations: from this j on, one iteration more matters less than the disturbance of each version
 _LINK_DRIFT = 0.25
 _SIZE_DRIFT = 0.3
-_COST_DRIFT = 0.5  # of what the capture costs, or of the ceiling
-_CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
+_COST_DRIFT = 0.5  # share of the capture's cost, or of the ceiling
+_CHUNK_S = 0.008  # longest chunk on slow links: others queue less, and both directions interleave better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
-# Where the user does not say, a chunk follows the link. Each costs some 0.3 ms of processors at both ends, whatever
-# its size, so on a fast one it is so large that it takes several times as long. The paper's R is 128 MB in 4 parts.
+# Unless the user sets a size, chunks are fitted to the link. Each costs some 0.3 ms of processors at both ends, at
+# any size. On a fast link a chunk is therefore so large that its transfer takes several times as long. The paper's R
+# is 128 MB in 4 parts.
 LEAST_CHUNK_BYTES, MOST_BYTES = 1 << 20, 128 << 20
 _WORTH_S = 0.0024
 
 
 class _Standing(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others of its iterations. started_s: when the newest of them began, after the end of the
-    ranks' last round; version: its number."""
+    """A rank's message about its iterations.
+
+    Attributes:
+        profile: The rank's profile, if there is one.
+        started_s: Beginning of the newest recorded iteration, in seconds after the end of the ranks' last round.
+        version: Version of that iteration.
+    """
 
     profile: Profile | None = None
     started_s: float = 0.0
@@ -45,7 +51,7 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Planner:
-    """targets: the ranks that this rank's copies go to; shard_bytes: of one copy."""
+    """The planner of one rank's versions: profile, route, j and s."""
 
     def __init__(
         self,
@@ -59,35 +65,52 @@ class Planner:
         whole: bool = False,
         on_host: bool = False,
     ) -> None:
-        """whole: chunks are not made smaller where the link is slow, as each is cut to what is left of its span.
-        on_host: the training computes there, and is not disturbed at the beginning of a span if it can be helped."""
+        """Create a planner.
+
+        Args:
+            traffic: The user's settings.
+            rank: The rank.
+            targets: Ranks that this rank's copies go to.
+            shard_bytes: Bytes of one copy.
+            meter: Meter of the link.
+            kept: Profile and link values of an earlier incarnation.
+            whole: Whether chunks keep their size on a slow link, because each is cut to what is left of its span.
+            on_host: Whether the training computes on the host. The beginnings of spans are then left out if possible,
+                so as not to disturb it.
+        """
         self._whole_chunks = whole
         self._traffic, self._rank, self._targets, self._C = traffic, rank, tuple(targets), shard_bytes
         self._meter, self._kept = meter, kept
         self._clean: dict[int, list[tuple[int, Trace]]] = {}
         self._others: list[tuple[Profile, float]] = []
         self._on_host, self._left_out = on_host, 0.0
-        self._whole = False  # whether all that a plan needs is known
+        self._whole = False  # this rank's and all targets' profiles are known
         self.profile: Profile | None = None
         self.controller: Controller | None = None
         self.longest_s = 1.0  # the longest iteration of all ranks
-        self.own_s = 0.0  # what a version takes of the training's thread
-        self.fixed_s = 0.0  # between step() and seal, when nothing of it travels
-        self.lag_s = 0.0  # by which versions are late lately
+        self.own_s = 0.0  # seconds of the training's thread that a version takes
+        self.fixed_s = 0.0  # seconds between step() and seal in which nothing travels
+        self.lag_s = 0.0  # seconds by which the latest versions are late
         self.seals_late = False  # j follows from the time to the seal more than from what travels
 
     @property
     def meter(self) -> LinkMeter:
-        """Of the link that is planned for."""
+        """Return the meter of the link that is planned for."""
         return self._meter
 
     def resize(self, shard_bytes: int) -> None:
-        """Copies are of another size from now on."""
+        """Plan for copies of `shard_bytes` bytes from now on."""
         self._C = shard_bytes
 
     def measure(self, least: int, most: int) -> bool:
-        """The last copies took `least` to `most` bytes on the network: whether that is so far from what is planned
-        with that it is planned with now. What a holder has already is not sent."""
+        """Compare the sizes of the last copies with the planned size. Return whether the planned size has changed.
+
+        A holder may already have a part of a copy, which is then not sent.
+
+        Args:
+            least: Fewest bytes that one of the last copies took on the network.
+            most: Most bytes; 0 if unknown.
+        """
         if not most or (most >= (1 - _SIZE_DRIFT) * self._C and least <= (1 + _SIZE_DRIFT) * self._C):
             return False
         self._C = max(1, most)
@@ -96,11 +119,11 @@ class Planner:
     # ---- profiling -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Record anew."""
+        """Discard the recorded iterations."""
         self._clean = {}
 
     def note(self, version: int, trace: Trace) -> None:
-        """An iteration without any traffic of ours before the optimizer."""
+        """Record an iteration that had no traffic of ours before the optimizer."""
         self._clean.setdefault(spans.pattern(trace.ops), []).append((version, trace))
 
     @property
@@ -109,17 +132,21 @@ class Planner:
 
     @property
     def clean(self) -> int:
-        """How many are of the usual pattern."""
+        """Return the number of recorded iterations of the usual pattern."""
         return len(self._usual)
 
-    # ---- what ranks exchange ---------------------------------------------------------------------------
+    # ---- exchange between ranks ------------------------------------------------------------------------
 
     def kept(self) -> bytes:
-        """What an earlier incarnation has left, for the others."""
+        """Return the encoded profile of an earlier incarnation, for the other ranks."""
         return msgspec.msgpack.encode(_Standing(None if self._kept is None else self._kept.profile))
 
     def standing(self, over_at: float) -> bytes:
-        """What has been recorded, for the others. over_at: when the ranks' last round ended."""
+        """Make the profile. Return it encoded for the other ranks.
+
+        Args:
+            over_at: Time at which the ranks' last round ended (CLOCK_MONOTONIC).
+        """
         traces = self._usual
         self.profile = None
         if len(traces) >= _LEAST_TRACES:
@@ -130,8 +157,11 @@ class Planner:
         return msgspec.msgpack.encode(_Standing(self.profile, trace.started_s - over_at, version))
 
     def remember(self, blobs: Sequence[bytes]) -> bool:
-        """Whether what earlier incarnations have left makes a plan on all ranks. A rank on a new node has nothing: it
-        takes another's profile, where all of them are of one pattern."""
+        """Take over the profiles of an earlier incarnation. Return whether they make a plan on all ranks.
+
+        A rank on a new node has no profile. It takes another rank's, provided that all known profiles are of one
+        pattern.
+        """
         known = [msgspec.msgpack.decode(blob, type=_Standing).profile for blob in blobs]
         profiles = [profile for profile in known if profile is not None]
         if not profiles or (len(profiles) < len(known) and len({p.pattern for p in profiles}) > 1):
@@ -147,7 +177,7 @@ class Planner:
         return True
 
     def take(self, blobs: Sequence[bytes]) -> None:
-        """What all ranks have recorded."""
+        """Take over what all ranks have recorded."""
         standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
         self._know([s.profile for s in standings if s.profile is not None])
         ranks = {rank: self._as_planned(s) for rank, s in enumerate(standings) if s.profile is not None}
@@ -160,14 +190,17 @@ class Planner:
         for rank, (profile, at, number) in ranks.items():
             apart = (number - version) * self.profile.iteration_s
             shifts[rank] = 0.0 if profile.pattern == self.profile.pattern else at - started_s - apart
-        # nobody's version is sealed before everybody's is: the first rank that waits for one waits for all
+        # no version is sealed before all ranks' are: the first rank that waits for its seal waits for all
         gate_s = min(shifts[rank] + profile.gate_s for rank, (profile, _, _) in ranks.items())
         for rank in self._targets:
             self._others.append((replace(ranks[rank][0], gate_s=gate_s - shifts[rank]), shifts[rank]))
 
     def _as_planned(self, standing: _Standing) -> tuple[Profile, float, int]:
-        """Profile, start and number of its newest iteration, of a rank that does not wait for the others at the
-        optimizer: all take the same time then."""
+        """Return a rank's profile, and its newest iteration's start and number, as if it waited for no other rank.
+
+        All ranks then take the same time: a rank with shorter iterations is taken to wait at the beginning of an
+        iteration instead of at the optimizer.
+        """
         assert standing.profile is not None
         lag_s = self.longest_s - standing.profile.iteration_s
         if lag_s <= _ROOM * self.longest_s:
@@ -178,7 +211,7 @@ class Planner:
         self.longest_s = max((p.iteration_s for p in profiles), default=1.0)
 
     def keepsake(self) -> Kept | None:
-        """For the next incarnation."""
+        """Return what the next incarnation needs; None if the plan or the link is unknown."""
         if self.profile is None or not self._whole or not self._meter.known:
             return None
         return Kept(self.profile, self._others, self._meter.B, self._meter.alpha)
@@ -187,8 +220,10 @@ class Planner:
 
     @property
     def cut(self) -> tuple[int, int]:
-        """Bytes of a chunk at most, and how many buffers of that. On a slow link both change, and the memory, R, is
-        the same."""
+        """Return the largest size of a chunk in bytes, and the number of buffers of that size.
+
+        On a slow link chunks get smaller and buffers more numerous. Their memory, R, stays the same.
+        """
         p, B = self._traffic.buffers, self._meter.B
         size = self._traffic.chunk_bytes or self._following(B, p)
         if self._whole_chunks:
@@ -200,8 +235,12 @@ class Planner:
         return max(1, size // fine), p * fine
 
     def _following(self, B: float, p: int) -> int:
-        """The power of two that is worth its start on a link of B bytes per second, of which p have room in R and are
-        a part of this rank's shard only."""
+        """Return the power of two that is the best size of a chunk, given its startup cost.
+
+        Args:
+            B: Rate of the link, bytes per second.
+            p: Number of chunks that must fit into R, and into a part of this rank's shard.
+        """
         most = max(LEAST_CHUNK_BYTES, min(MOST_BYTES // p, self._C // (2 * p)))
         size = LEAST_CHUNK_BYTES
         while self._meter.known and 2 * size <= min(most, B * _WORTH_S):
@@ -209,7 +248,7 @@ class Planner:
         return size
 
     def route(self, scheme: Scheme) -> Route | None:
-        """What a plan rests on; None where there is no profile, or the link has not been seen yet."""
+        """Return the inputs of a plan; None without a profile or measurements of the link."""
         meter = self._meter
         if self.profile is None or not self._whole or not meter.known:
             return None
@@ -229,12 +268,16 @@ class Planner:
         )
 
     def drifted(self, planned: Route | None) -> bool:
-        """Whether the link has changed so much that a plan is no longer right for it."""
+        """Return whether the link has changed too much for the plan."""
         return planned is not None and not 1 - _LINK_DRIFT < self._meter.B / planned.B < 1 + _LINK_DRIFT
 
     def want(self, j: int, *, fresh: bool) -> tuple[int, int]:
-        """j and s that this rank wants. j: in force; fresh: the profile or the link is another than when this was
-        asked last."""
+        """Return the j and s that this rank needs.
+
+        Args:
+            j: The j in effect.
+            fresh: Whether the profile or the link has changed since the last call.
+        """
         if fresh:
             self._settle()
         route, profile = self.route("gemini"), self.profile
@@ -245,7 +288,7 @@ class Planner:
         self.seals_late = need(1) > max(0.0, _need(route)(1))
         known = self.controller
         if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
-            known = None  # what seemed to be overhead was the training's own change of pace
+            known = None  # the apparent overhead was the training's own change of pace
         if (
             known is not None
             and j > 1
@@ -253,7 +296,7 @@ class Planner:
             and not self._traffic.every
             and not known.extra_s + known.fixed_s
         ):
-            # the link may have been seen at a bad moment: with room to spare, versions are saved more often again
+            # the link may have been measured at a bad moment: with room to spare, save more often again
             roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling, own_s=self.own_s)
             known = None if roomy.j < j else known
         if known is None:
@@ -267,18 +310,20 @@ class Planner:
         return known.frequency.j, known.frequency.s
 
     def _dearer(self, known: Controller) -> bool:
-        """Return whether the capture costs so much more, or less, than planned that a new plan is needed."""
+        """Return whether the capture's cost differs so much from the planned cost that a new plan is needed."""
         most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
         return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
 
     def _slower(self, known: Controller, need: Callable[[int], float]) -> bool:
-        """Return whether seals come so much later than planned that the ceiling is broken."""
+        """Return whether seals come so much later than planned that the ceiling is exceeded."""
         j, s = known.frequency.j, known.frequency.s
         return need(s) - max(0.0, known.need(s)) > self._traffic.overhead * j * known.iteration_s
 
     def _need(self, route: Route, profile: Profile) -> Callable[[int], float]:
-        """Return the seconds by which a version is late, of s iterations: because of what travels in idle windows,
-        or because of all that it takes from step() to seal."""
+        """Return the function that gives the seconds by which a version is late when it may take s iterations.
+
+        The delay comes either from what travels in idle windows, or from the whole time between step() and seal.
+        """
         travels, iteration_s = _need(route), profile.iteration_s
         whole_s = self.fixed_s + seconds(route.C * (route.m - 1), route.B, route.start_s) - profile.gate_s
         known = self.fixed_s > 0
@@ -289,9 +334,11 @@ class Planner:
         return need
 
     def _settle(self) -> None:
-        """Leave out as much of the beginnings of spans as versions can do without: saved as often and as soon, and
-        then still with time to spare: spans vary, and what does not fit is waited for. Where they are saved rarely
-        anyway, it may be one iteration more rarely."""
+        """Choose how much of the beginnings of spans to leave out.
+
+        Versions must remain as frequent and as soon, with time to spare: spans vary, and the training waits for what
+        does not fit. Where versions are rare anyway, j may grow by one iteration.
+        """
         self._left_out = 0.0
         if not self._on_host:
             return

@@ -1,8 +1,10 @@
-"""Planning anew in mid-training: where a large tensor has appeared, or one is no longer the same on all ranks.
+"""Agreement on a new plan in mid-training, after a large tensor has appeared or a replicated one has diverged.
 
-Any rank may want it. All hear so in the same round of words; then they exchange what each of them has, in rounds that
-nobody waits for, and take the new plan with the same version. A version is therefore of one plan on all ranks. A rank
-that misses one of these rounds saves nothing any more: it cannot know which plan the others follow, and without it no
+Any rank may request a new plan. All ranks learn of the request in the same round of the collectives. They then
+exchange their offers in rounds that nobody waits for, and adopt the new plan with the same version. Every version
+therefore follows one plan on all ranks.
+
+A rank that misses one of these rounds stops saving: it cannot know which plan the others follow. Without this rank no
 version is sealed.
 """
 
@@ -15,16 +17,12 @@ import torch
 from gemini_hpc.train.state.divergence import Divergence
 
 _FIRST_PAUSE, _MOST_PAUSE = 8, 1024  # versions
-_NAMES = 3  # of tensors, in a line
+_NAMES = 3  # of tensors, named in a message
 NOT_WANTED, WANTED, CLOSELY = 0, 1, 2
 
 
 class Replanning:
-    """What a rank says about it in rounds of words, and does when they are over. Called by the training's thread.
-
-    offer(closely): what this rank has, as bytes, with fingerprints of a few elements or of whole tensors; adopt: the
-    new plan, from what all have offered; lose: protection ends; tensors: what may have to be compared, by key, now.
-    """
+    """A rank's part in the rounds that agree on a new plan, used by the training's thread."""
 
     def __init__(
         self,
@@ -35,41 +33,54 @@ class Replanning:
         lose: Callable[[str], None],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
+        """Create the rank's part, with no request pending.
+
+        Args:
+            divergence: Comparison of the tensors that are replicated under the current plan.
+            offer: Returns this rank's offer as bytes. Its argument is whether to fingerprint whole tensors instead of
+                a few elements.
+            adopt: Adopts the new plan that follows from the offers of all ranks.
+            lose: Ends the protection, for the given reason.
+            tensors: Returns the tensors that may have to be compared now, by key.
+        """
         self._divergence = divergence
         self._offer, self._adopt, self._lose, self._tensors = offer, adopt, lose, tensors
         self._wanted = NOT_WANTED
         self._next, self._pause = 0, _FIRST_PAUSE
         self.under_way = False
-        self.differed = False  # replicated tensors did, which is why
-        self.closely = False  # a copy did, wherever that was
-        self.reason = ""  # of the last one
+        self.differed = False  # replicated tensors differed in the last round
+        self.closely = False  # a copy differed on some rank: compare whole tensors
+        self.reason = ""  # for the last new plan
 
     def want(self, version: int, *, at_once: bool = False) -> None:
-        """This rank has something that the plan does not know. Not heeded right after the last time, unless at_once:
-        no version can be saved before."""
+        """Request a new plan, because this rank has state that the plan does not cover.
+
+        The request is ignored for some versions after the last new plan. at_once overrides this, for a rank that can
+        save no version before.
+        """
         if at_once or version >= self._next:
             self._wanted = max(self._wanted, WANTED)
 
     def look_closely(self) -> None:
-        """Every byte of what is replicated has to be compared."""
+        """Request a comparison of every byte of the replicated tensors."""
         self._wanted = CLOSELY
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank wants it."""
+        """Return whether this rank requests a new plan."""
         return self._wanted != NOT_WANTED
 
     def words(self) -> list[int]:
-        """For a round."""
+        """Return this rank's numbers for a round."""
         return [self._wanted, *self._divergence.words(self._tensors())]
 
     @property
     def count(self) -> int:
-        """How many words these are; the same on all ranks."""
+        """Return how many numbers `words` has; the same on all ranks."""
         return 1 + self._divergence.count
 
     def hear(self, words: Sequence[int]) -> bool:
-        """What a round came to: whether all ranks plan anew."""
+        """Process the result of a round. Return whether all ranks plan anew."""
         differs = self.differed = Divergence.differs(words[1:])
         self.closely = words[0] >= CLOSELY
         if not differs and not self.closely:
@@ -78,18 +89,24 @@ class Replanning:
         return self.under_way
 
     def offer(self) -> bytes:
-        """For the round of offers."""
+        """Return this rank's offer for the round of offers."""
         return self._offer(self.closely)
 
     def take(self, offers: Sequence[bytes], version: int) -> None:
-        """All offers are here."""
+        """Adopt the plan that follows from all ranks' offers."""
         self._wanted, self.under_way = NOT_WANTED, False
         self._next, self._pause = version + self._pause, min(_MOST_PAUSE, 4 * self._pause)
         self._adopt(offers)
 
     def found(self, apart: Collection[str], *, named: bool) -> None:
-        """What the offers have shown, where ranks differed: keys that are each rank's own from now on. named: they do
-        differ now; else it is not known which of them did."""
+        """Record the reason for the new plan after the offers were compared.
+
+        Nothing is recorded unless tensors or copies had differed.
+
+        Args:
+            apart: Keys of tensors that each rank saves for itself from now on.
+            named: Whether these tensors differ now; else it is unknown which of them differed.
+        """
         if not self.differed and not self.closely:
             return
         if apart:
@@ -101,10 +118,10 @@ class Replanning:
             self.reason = "a copy differed from its home's, but all replicated tensors are the same on all ranks now"
 
     def follow(self, divergence: Divergence) -> None:
-        """Compare what is shared in the new plan."""
+        """Compare the tensors that are replicated under the new plan."""
         self._divergence = divergence
 
     def broken(self, reason: str) -> None:
-        """There are no rounds any more."""
+        """End the protection if a new plan is being agreed on, because there are no more rounds."""
         if self.under_way:
             self._lose(f"the ranks could not agree on a new plan: {reason}")

@@ -1,4 +1,4 @@
-"""Measure the time from step() to seal of each version."""
+"""Measurement of the time from step() to seal of each version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ _MOST_S = 1e5
 
 
 class SealLatency:
-    """The seals of one rank's versions. seal: the last sealed (epoch, version) and its time (CLOCK_MONOTONIC)."""
+    """The times to the seal of one rank's versions."""
 
     def __init__(self, seal: Callable[[], tuple[tuple[int, int], float]]) -> None:
+        """Create an empty measurement.
+
+        Args:
+            seal: Returns the last sealed (epoch, version) and its time (CLOCK_MONOTONIC, seconds).
+        """
         self._seal = seal
         self._job: Job | None = None
         self._epoch: int | None = None
@@ -25,29 +30,31 @@ class SealLatency:
         self._lags: deque[float] = deque(maxlen=_LAGS)
 
     def begin(self, job: Job) -> None:
-        """Measure this version from now on. One before it that is not sealed is as late as it is now."""
+        """Measure this version from now on. An earlier, unsealed version counts as late by its delay so far."""
         self.poll()
         if self._job is not None and self._job.saved and self._due_at:
             self._lags.append(max(0.0, job.taken_at - self._due_at))
         self._job, self._due_at, self._was_due = job, 0.0, False
 
     def due(self, at: float) -> None:
-        """Record that the training wanted the newest version sealed at this moment. The first call counts: a version
-        stays due until the next one begins."""
+        """Record that the training wants the newest version sealed at the moment `at`.
+
+        Only the first call for a version counts: a version stays due until the next one begins.
+        """
         if self._was_due:
             return
         self._was_due = True
-        if self._job is None:  # sealed by the last `poll`, or never to be
+        if self._job is None:  # already sealed, or never to be sealed
             self._lags.append(0.0)
         else:
             self._due_at = at
 
     def follow_plan(self) -> None:
-        """Forget how late versions were under the plan before."""
+        """Forget how late versions were under the former plan."""
         self._lags.clear()
 
     def poll(self) -> None:
-        """Record the seal of the version, if it has come."""
+        """Record the seal of the version, if there is one."""
         job = self._job
         if job is None:
             return
@@ -59,7 +66,7 @@ class SealLatency:
         self._job = None
         whole_s = at - job.taken_at
         if not 0.0 <= whole_s < _MOST_S:
-            return  # of an earlier epoch, or of another clock
+            return  # the seal is of an earlier epoch, or by another clock
         self._whole.append(whole_s)
         if job.copied_at and job.arrived_at:
             self._fixed.append(max(0.0, job.copied_at - job.taken_at) + max(0.0, at - job.arrived_at))
@@ -68,17 +75,19 @@ class SealLatency:
 
     @property
     def whole_s(self) -> float:
-        """Return the seconds from step() to seal that most versions keep below; 0.0: not known."""
+        """Return the seconds from step() to seal below which three quarters of the versions stay; 0.0: unknown."""
         return _usually(self._whole)
 
     @property
     def fixed_s(self) -> float:
-        """Return the seconds of these in which nothing travels: copy, digests, votes; 0.0: not known."""
+        """Return the part of `whole_s` in which nothing travels (copy, digests, votes); 0.0: unknown."""
         return _usually(self._fixed)
 
     def lag_s(self, allowed_s: float) -> float:
-        """Return by how much versions are late, where most of the last ones were later than allowed; else 0.0. The
-        next answer is of other versions."""
+        """Return the median delay of the latest versions, if most exceed `allowed_s`; else 0.0. All in seconds.
+
+        After a delay is returned, the next result is about other versions.
+        """
         if len(self._lags) < _LAGS or sorted(self._lags)[-_LATE] <= allowed_s:
             return 0.0
         lag_s = median(self._lags)

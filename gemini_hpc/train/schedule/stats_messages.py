@@ -1,6 +1,6 @@
-"""What a rank tells its agent of its traffic, made from plain values so that the agent takes it and it fits a packet.
+"""Messages of a rank's traffic to its agent, made from plain values within the agent's bounds and a packet's size.
 
-Nothing here raises for a number that is strange (not finite, below 0, beyond all bounds): it is cut, or left out.
+Nothing here raises for a strange number (not finite, negative, out of bounds): the number is clipped or left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ _MAX_SENTENCE = 300
 
 
 def profile_key(model: str, hosts: Iterable[str]) -> str:
-    """The key of a profile: `model` says, in any words, what is trained and how; `hosts` in the order of ranks."""
+    """Return the key of a profile.
+
+    Args:
+        model: Any text that identifies the model and how it is trained.
+        hosts: Hostnames in the order of ranks.
+    """
     digest = blake2b(digest_size=16)
     for text in (model, *hosts):
         packed = text.encode(errors="surrogatepass")
@@ -51,7 +56,7 @@ def profile_key(model: str, hosts: Iterable[str]) -> str:
 
 
 def kept(set: str, rank: int, key: str, data: bytes) -> local.Keep | None:
-    """For `AgentClient.post`; None for more bytes than an agent keeps."""
+    """Return a message for `AgentClient.post`; None for more bytes than an agent keeps."""
     return local.Keep(set, rank, key, data) if len(data) <= local.MAX_KEPT_BYTES else None
 
 
@@ -88,8 +93,10 @@ def traffic(
     reason: str = "",
     t: float | None = None,
 ) -> TrafficState:
-    """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
-    `planned_spans`."""
+    """Return a summary, with the keys of `TrafficState`.
+
+    `chunk_spans` has, for each chunk of the plan, the number of its span, below `planned_spans`.
+    """
     return TrafficState(
         t=_within(clock.time() if t is None else t, 0.0, 1e11),
         scheme=_word(scheme),
@@ -126,8 +133,10 @@ def traffic(
 
 
 def chunks_per_span(chunk_spans: Iterable[int], spans: int) -> tuple[int, ...]:
-    """How many chunks go in each of these spans, in order; so many neighbours are added up that MAX_PER_SPAN numbers
-    suffice."""
+    """Return the number of chunks in each span, in order.
+
+    Neighbouring spans are added up as far as needed for at most MAX_PER_SPAN numbers.
+    """
     width = max(1, -(-spans // MAX_PER_SPAN))
     counts = [0] * -(-spans // width)
     for span in chunk_spans:
@@ -147,9 +156,20 @@ def timeline(
     waits: Iterable[tuple[float, float]] = (),
     spans: Iterable[tuple[float, float]] = (),
 ) -> TimelineState:
-    """One iteration. Times are seconds from its start, tuples are (name, start, end, bytes), (start, end, bytes,
-    replica), (start, end, bytes), (start, end); what is not within the iteration is cut to it, and what is more than
-    a packet takes is thinned (see `thinned`)."""
+    """Return one iteration, cut to its length and thinned to a packet's size (see `thinned`).
+
+    All times are in seconds from the iteration's start.
+
+    Args:
+        version: Number of the step() before the iteration.
+        iteration_s: Length of the iteration.
+        gate_s: Time of the gate.
+        ops: (name, start, end, bytes) of each operation.
+        chunks: (start, end, bytes, replica) of each chunk.
+        copies: (start, end, bytes) of each copy into the own slot.
+        waits: (start, end) of each wait at the optimizer.
+        spans: (start, end) of each idle span.
+    """
     length_s = _moment(iteration_s, MAX_MOMENT_S)
 
     def cut(start: float, end: float) -> tuple[float, float]:
@@ -175,8 +195,10 @@ def timeline(
 def thinned(
     items: Sequence[T], most: int, merge: Callable[[T, T], T], alike: Callable[[T, T], bool] = lambda a, b: True
 ) -> tuple[T, ...]:
-    """At most `most` of them: neighbours are merged where the least time lies between, those that are not `alike`
-    last. Nothing that was busy becomes idle; the least idle time becomes busy."""
+    """Return at most `most` items, merging neighbours with the least time between them.
+
+    Neighbours that are not `alike` are merged last. Busy time never becomes idle; the least idle time becomes busy.
+    """
     surplus = len(items) - most
     if surplus <= 0:
         return tuple(items)
@@ -247,5 +269,5 @@ def _bytes(value: int) -> int:
 
 @lru_cache(maxsize=256)
 def _word(text: str) -> str:
-    """Letters that JSON takes as they are: a name's room in a packet is known."""
+    """Replace all characters that JSON would escape, so that a name's room in a packet is known."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-.: /") else "?" for c in text[:MAX_NAME])

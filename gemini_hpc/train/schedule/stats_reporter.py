@@ -1,4 +1,4 @@
-"""What a rank tells its agent of its traffic, and the profile that it leaves there for the next incarnation."""
+"""Reports of a rank's traffic to its agent, and the profile that is kept there for the next incarnation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ DRAW_EVERY_S = 30.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What the next incarnation can begin with: the profile, those of the holders with their shifts (see
-    `spans.intersect`), and what the link could do."""
+    """The profile and link values with which the next incarnation can begin.
+
+    Attributes:
+        profile: The rank's profile.
+        others: Profiles of the holders with their shifts in seconds (see `spans.intersect`).
+        B: Rate of the link, bytes per second.
+        alpha: Startup time of a chunk, seconds.
+    """
 
     profile: Profile
     others: list[tuple[Profile, float]]
@@ -32,20 +38,30 @@ class Kept:
 
 
 class StatsReporter:
-    """Of one rank; from the training's thread. Nothing here waits for the agent but `recall`."""
+    """The reporter of one rank's traffic, used by the training's thread.
+
+    Only `recall` waits for the agent.
+    """
 
     def __init__(self, client: AgentClient, set_name: str, rank: int, key: str) -> None:
-        """key: of the profile, see `telling.profile_key`."""
+        """Create a reporter.
+
+        Args:
+            client: Connection to the agent.
+            set_name: Name of the training.
+            rank: The rank.
+            key: Key of the profile, see `stats_messages.profile_key`.
+        """
         self._client, self._set, self._rank, self._key = client, set_name, rank, key
         self._told_at = self._drawn_at = -1e9
         self._drawn: Pictured | None = None
 
     def rename(self, key: str) -> None:
-        """The state is dealt out anew: what is kept from now on is of another profile."""
+        """Use another key from now on, because the state is distributed anew and the profile is another one."""
         self._key = key
 
     def tell(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
-        """A summary, at once or every few seconds."""
+        """Send a summary to the agent, every `TELL_EVERY_S` seconds or, if `now`, at once."""
         at = clock.monotonic()
         if now or at - self._told_at > TELL_EVERY_S:
             self._told_at = at
@@ -54,7 +70,7 @@ class StatsReporter:
     def draw(
         self, picture: Pictured | None, profile: Profile | None, plan: schedule.Plan | None, names: dict[int, str]
     ) -> None:
-        """One iteration with all that was sent in it, every half minute."""
+        """Send one iteration with all its chunks and copies to the agent, every `DRAW_EVERY_S` seconds."""
         at = clock.monotonic()
         if picture is None or picture is self._drawn or at - self._drawn_at < DRAW_EVERY_S:
             return
@@ -79,13 +95,13 @@ class StatsReporter:
         self._client.post(local.Timeline(self._set, self._rank, state))
 
     def keep(self, kept: Kept) -> None:
-        """For the next incarnation."""
+        """Send the profile to the agent, which keeps it for the next incarnation."""
         message = stats_messages.kept(self._set, self._rank, self._key, msgspec.msgpack.encode(kept))
         if message is not None:
             self._client.post(message)
 
     def recall(self) -> Kept | None:
-        """What an earlier incarnation of the same training has left; asks the agent."""
+        """Ask the agent for the profile of an earlier incarnation of the training; None if there is none."""
         data = self._client.recall(self._set, self._rank, self._key)
         if data is None:
             return None

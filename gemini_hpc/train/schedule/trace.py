@@ -1,4 +1,4 @@
-"""One iteration of the training as it is recorded, and what becomes of it: a trace."""
+"""The record of one iteration of the training, and its conversion to a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_hpc.train.device.interface import Event
 
 
 class Record:
-    """One operation. Its times are the monotonic clock's, or two events of the device."""
+    """A recorded operation, timed by the monotonic clock or by two events of the device."""
 
     __slots__ = ("bytes", "end_s", "events", "kind", "receives", "start_s")
 
@@ -23,9 +23,15 @@ class Record:
 
 
 class Iteration:
-    """whole: recorded from its beginning; event: where the device was then, if it is of interest."""
+    """The records of one iteration of the training."""
 
     def __init__(self, whole: bool, event: Event | None = None) -> None:
+        """Begin a record of an iteration.
+
+        Args:
+            whole: Whether the iteration is recorded from its beginning.
+            event: The device's position at the beginning; None where no device is watched.
+        """
         self.started_s = clock.monotonic()
         self.whole, self.event = whole, event
         self.gate_s: float | None = None
@@ -34,14 +40,14 @@ class Iteration:
         self.records: list[Record] = []
 
     def known(self, following: Iteration) -> bool:
-        """False while the device has not come to the end of it."""
+        """Return whether the device has reached the iteration's end, so that all its times are known."""
         events = [record.events[1] for record in self.records if record.events is not None]
         marks = [*events, self.passed_event] if self.passed_event is not None else events
         return not events or (following.event is not None and all(e.query() for e in [*marks, following.event]))
 
     @property
     def held_s(self) -> float | None:
-        """How long the device has waited at the gate; None where that is not known."""
+        """Return the seconds that the device waited at the gate; None where unknown."""
         if self.gate_event is None or self.passed_event is None:
             return None
         return max(0.0, self.passed_event.seconds_since(self.gate_event))
@@ -49,8 +55,16 @@ class Iteration:
     def trace(
         self, following: Iteration, bytes_per_s: float, host_s: Callable[[Event], float] | None = None
     ) -> Trace:
-        """What a receive needs before its end is by `bytes_per_s`; what had not ended is busy until the end. host_s:
-        when the device came to a mark, on the host's clock."""
+        """Return the trace of the iteration.
+
+        A receive counts as busy only for its bytes' time at `bytes_per_s` before its end. Without a recorded end, a
+        receive counts no time, and any other operation is busy until the iteration's end.
+
+        Args:
+            following: The next iteration; its beginning is the end of this one.
+            bytes_per_s: Rate of one operation.
+            host_s: Returns the host clock's time at which the device reached an event.
+        """
         event, on_device = self.event, any(record.events is not None for record in self.records)
         started_s = self.started_s
         length_s = following.started_s - started_s

@@ -1,4 +1,4 @@
-"""How the copies of a training travel, as its user chooses."""
+"""Settings by which the user chooses how the copies of a training travel."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from gemini_hpc.train.schedule.pacer import SCHEMES, Scheme
 
 Kind = Literal["auto", "host", "nccl"]
 
-# Of a chunk over NCCL, where the user does not say: it cannot follow the link, as its sub-buffers are there before.
+# Size of a chunk over NCCL unless the user sets one. It cannot follow the link: the buffers are made before.
 DEVICE_CHUNK_BYTES = 8 << 20
 LEAST_CHUNK_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How the copies of a training travel. The defaults are good for most.
+    """Settings for how the copies of a training travel; the defaults suit most trainings.
 
     Args:
-        transport: what carries them. "host": from agent to agent, out of the slots, with no thread of the training on
-            the network. "nccl": from GPU to GPU; not run between two so far. Where it cannot be had all ranks use
-            "host", and one line on stderr says why. "auto" is "host".
-        every: save each j-th version only; 0: as often as the idle spans allow.
-        overhead: by what share the training may be slowed at most, 0 to 1. Where the idle spans are too small for
-            that, or the capture in step() takes too long, fewer versions are saved (GEMINI paper, section 5.3).
-        mu: the share of each idle span that is planned with, 0 to 1 (Algorithm 2).
-        chunk_bytes: the largest chunk; 0: as large as is good for the link.
-        buffers: chunks that are on their way at a time (p in section 5.2).
-        scheme: "gemini": in the idle spans of the training's own traffic. The others are there for comparison.
+        transport: Carrier of the copies. "host": from agent to agent, out of the slots, with no thread of the
+            training on the network. "nccl": from GPU to GPU; not run between two GPUs so far. Where NCCL is
+            unavailable all ranks use "host", and one line on stderr gives the reason. "auto" is "host".
+        every: Save each j-th version only; 0: as often as the idle spans allow.
+        overhead: Largest share of the training's time that versions may cost, between 0 and 1. Where the idle spans
+            are too small, or the capture in step() takes too long, fewer versions are saved (GEMINI paper, section
+            5.3).
+        mu: Share of each idle span that plans use, 0 to 1 (Algorithm 2).
+        chunk_bytes: Largest chunk in bytes; 0: fitted to the link.
+        buffers: Number of chunks in flight at a time (p in section 5.2).
+        scheme: "gemini": send in the idle spans of the training's own traffic. The other schemes exist for
+            comparison.
 
     Raises:
-        ValueError: for what cannot be.
+        ValueError: If a setting is out of its range or unknown.
     """
 
     transport: Kind = "auto"
@@ -57,11 +59,15 @@ class Traffic:
 
     @property
     def device_chunk_bytes(self) -> int:
-        """Of a chunk over NCCL."""
+        """Return the size of a chunk over NCCL in bytes."""
         return self.chunk_bytes or DEVICE_CHUNK_BYTES
 
 
 def check_scheme(scheme: str) -> None:
-    """Raises ValueError for one that is not known."""
+    """Check that a scheme is known.
+
+    Raises:
+        ValueError: If the scheme is unknown.
+    """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme is {scheme!r}: wanted one of {', '.join(SCHEMES)}")
