@@ -19,10 +19,10 @@ class Registration(Message, frozen=True, tag="register"):
         dead: Nodes that the agent considers dead; None: not reported.
         spares: Number of spare nodes the job was submitted with.
         without: Lost nodes that the job continues without, as all its agents agree.
-        rescuing: Ranks of this node are copying live state whose only copies were on the dead nodes; the job
-            must not end yet.
-        finished: Whether all ranks that train on this node have closed their checkpointers; None: no rank
-            trained here.
+        rescuing: Ranks of this node are copying live state whose only copies were on the dead nodes; the job must not
+            end yet.
+        finished: Whether all ranks that train on this node have closed their checkpointers; None: no rank trained
+            here.
     """
 
     job: Job

@@ -66,8 +66,8 @@ class HeldSlot(msgspec.Struct, frozen=True):
     Attributes:
         state: empty, filling or complete.
         verified: Unix time of the last check.
-        of: The slot holds parity instead of a copy of the rank's shard. Each entry is a rank
-            of the stripe and its home.
+        of: The slot holds parity instead of a copy of the rank's shard. Each entry is a rank of the stripe and its
+            home.
         blocks: Number of parity blocks.
     """
 

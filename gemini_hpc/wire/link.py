@@ -129,8 +129,7 @@ class Link:
         """Send a last message and end this direction of the connection; `receive` still works.
 
         After a close, incoming bytes could reset the connection before the other end reads the message. `is_read`
-        reports
-        that the other end has read the message.
+        reports that the other end has read the message.
         """
         self.send(message)
         if not self.closed:
@@ -232,8 +231,7 @@ async def connect_any(
     """Dial these ports of a host in order; return the first link that succeeds, and its port.
 
     Ports follow from the job's id, so any user on that host can listen on one and stay silent. The next port is
-    therefore
-    tried once this one has been open for `_SILENT_S` without an answer. The last port's failure is raised.
+    therefore tried once this one has been open for `_SILENT_S` without an answer. The last port's failure is raised.
 
     Args:
         address: Host name or address.
@@ -241,8 +239,7 @@ async def connect_any(
         client: Factory of the calling side of a handshake.
         timeout_s: Limit for all ports together, in seconds.
         wordy: Prefer a refusal with a reason over a later port without a listener. Agents of other jobs refuse as
-            well,
-            so to find out whether an agent is alive, leave this off: the last port counts.
+            well, so to find out whether an agent is alive, leave this off: the last port counts.
 
     Raises:
         OSError: The last port could not be connected to.

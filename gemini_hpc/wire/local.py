@@ -1,8 +1,8 @@
 """Messages on the agent's local socket (AF_UNIX, SOCK_SEQPACKET), one JSON object a packet.
 
-A client sends one request and reads one reply, in order. File descriptors travel with the reply (or with
-`HandBack`) as SCM_RIGHTS. Packets hold at most `MAX_PACKET_BYTES`. The agent checks SO_PEERCRED: only the job's owner
-and root are accepted. `page` in `Welcome` is a read-only memory page that the agent writes (`ControlPage`).
+A client sends one request and reads one reply, in order. File descriptors travel with the reply (or with `HandBack`)
+as SCM_RIGHTS. Packets hold at most `MAX_PACKET_BYTES`. The agent checks SO_PEERCRED: only the job's owner and root
+are accepted. `page` in `Welcome` is a read-only memory page that the agent writes (`ControlPage`).
 """
 
 from __future__ import annotations
@@ -154,8 +154,7 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
 
     Attributes:
         attempt: The attempt; -1 before the first one of a job with spares, while the launcher does not know yet
-            whether
-            its node trains.
+            whether its node trains.
         failed: Reason for the end of the rank; all ranks then begin the next attempt.
         done: The rank ended with success.
         over: Reason why the launcher begins no other attempt.
@@ -248,8 +247,7 @@ class Hello(Message, frozen=True, tag="hello"):
         least: Oldest protocol that the rank speaks.
         most: Newest protocol that the rank speaks.
         step: Identity of one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID). A new value on any node starts a
-            new
-            recovery round.
+            new recovery round.
         rejoin: The rank was welcomed before and lost its agent.
         tier: The program's choice.
         restarts: The process that started the rank starts it again if it fails.
@@ -292,8 +290,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
         closed: Version at which all ranks have closed the training before.
         passed: All ranks have closed all trainings of its step as well, and a later step has begun.
         others: If no version is chosen: versions of trainings that are not closed and of which no rank has sent
-            `Hello`
-            here.
+            `Hello` here.
     """
 
     job: int
@@ -324,8 +321,7 @@ class Bequeath(OfRank, frozen=True, tag="bequeath"):
     """A request for the memory of a copy, sent by an agent of the owner's other job on this node.
 
     The sender has no room for a copy of its own. `Copy` answers with the descriptor, and this agent no longer holds
-    the
-    copy.
+    the copy.
     """
 
     heir: Job
@@ -374,8 +370,7 @@ class Fill(OfRank, frozen=True, tag="fill"):
     """A request to fill the rank's own part of `version` into the slot of another rank's shard.
 
     The other rank's agent pushes the shard here. The answer is `Begun`, followed by the rank's `Filled`, or
-    `Refused`. An
-    error that begins with UNLIKE ends all such fills.
+    `Refused`. An error that begins with UNLIKE ends all such fills.
     """
 
     version: Version
@@ -449,11 +444,9 @@ class Copy(Message, frozen=True, tag="copy"):
 class OpenPush(OfRank, frozen=True, tag="push"):
     """A request of a rank that fills its shard's slots to push the versions to this holder (a node rank).
 
-    `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) for the messages of that name below. The agent
-    answers
-    them in order, even if several are in flight. The agent closes the channel if a version is lost that it has begun
-    to
-    send; the rank can open another one.
+    `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) for `PushOffer`, `PushChunk` and `PushDone`. The
+    agent answers them in order, even if several are in flight. The agent closes the channel if a version is lost that
+    it has begun to send; the rank can open another one.
     """
 
     holder: Count
@@ -482,8 +475,7 @@ class Reject(OfRank, frozen=True, tag="reject"):
     """A report that the version which this rank has loaded is bad, with the reason.
 
     The version and all versions that derive from it are never chosen again. The agent answers `Ok` once the rejection
-    is
-    on disk, else `Error` with the reason.
+    is on disk, else `Error` with the reason.
 
     Attributes:
         fresh: The training may begin anew if no other version is left.

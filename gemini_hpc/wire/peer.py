@@ -619,8 +619,7 @@ class Outline(Message, frozen=True, tag="outline"):
     """All of a version except its tensors, sent by a shard's home to nodes that could rebuild the copy.
 
     The ranks of those nodes have the shard's tensors as well, and the nodes hold no copy of it. With the outline such
-    a
-    node can make a copy of its own after the holders have died.
+    a node can make a copy of its own after the holders have died.
 
     Attributes:
         slot_bytes: Size of the slot.
@@ -734,8 +733,7 @@ class PushChunk(Message, frozen=True, tag="chunk"):
     """The header of `length` raw bytes (covered by the digest) for this offset in the slot.
 
     The offset is the end of the previous bytes, or of a `there` range behind them. `PushAck` answers once the bytes
-    have
-    arrived.
+    have arrived.
     """
 
     offset: Bytes

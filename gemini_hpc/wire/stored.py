@@ -29,8 +29,7 @@ class Tier(msgspec.Struct, frozen=True):
     Args:
         directory: Absolute path that all nodes see; "": no choice.
         interval_s: Seconds between the agents' saves; 0: the site's setting; "auto": the interval with the least
-            total
-            cost of saving and of lost work (`core.tier_interval`).
+            total cost of saving and of lost work (`core.tier_interval`).
 
     Raises:
         ValueError: A value is invalid.
