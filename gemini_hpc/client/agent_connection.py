@@ -169,9 +169,7 @@ class AgentClient:
         self._sock: socket.socket | None = None
         self._closed = threading.Event()
         self._hello: local.Hello | None = None
-        self.first: local.Welcome | None = (
-            None  # the first welcome; an agent that comes back must belong to the same round
-        )
+        self.first: local.Welcome | None = None  # an agent that comes back must belong to the same round
         self._page: ControlPage | None = None
         self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
         self._posted: dict[type[Posted], Posted] = {}

@@ -142,8 +142,8 @@ class Keeper(Generic[K]):
     def __init__(self) -> None:
         self.shard: K | None = None
         self.former: list[K] = []
-        # Besides the agent, another thread may write to the shard, but only while it holds `writing` and `grants`
-        # has the value of the agent's permission. A change of memory takes the lock and raises `grants`.
+        # A second thread may write to the shard only while it holds `writing`, and while `grants` still has the value
+        # that it had when the agent granted the slot. New memory is installed with the lock held and `grants` raised.
         self.writing = threading.Lock()
         self.grants = 0
 

@@ -450,9 +450,7 @@ class Session:
                 keeper.grants += 1
                 keeper.writing.release()
                 keeper.release(self.gate.sealed)
-                for (
-                    former
-                ) in keeper.former:  # before the present ones, or the agent would consider them smaller replacements
+                for former in keeper.former:  # first, or the agent would consider them smaller replacements
                     hand_back(former, self.name, exchange, self.epoch, chosen)
                 if not hand_back(keeper.shard, self.name, exchange, self.epoch, chosen):
                     # the agent has its own memory for this shard, because only the connection broke

@@ -48,9 +48,7 @@ def describe(
     elif cause is not Cause.CONSEQUENCE and not killed and not spares:
         kind = f"{words or told} of rank {rank}"
     at = reached.step if reached is not None else "?"
-    key = (
-        f"{kind} at step {at}" if kind and status != TRY_AGAIN_EXIT else ""
-    )  # the next attempt loads another version
+    key = f"{kind} at step {at}" if kind and status != TRY_AGAIN_EXIT else ""  # then another version is loaded
     text = f"rank {rank} ended with {told}{f' ({detail})' if detail else ''}"
     return End(text[:300], cause, rank, min(status, 255), host[:300], key[:300], lacking, clock.time())
 

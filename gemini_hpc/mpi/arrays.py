@@ -72,9 +72,7 @@ class Arrays:
         boxes = [(i, h.offset, _size(h)) for i, h in enumerate(self._held.values())]
         self.manifest = Manifest(rank, world, rows, shard_manifest.place(rows, boxes))
         self.packed = shard_manifest.pack(self.manifest)
-        shard_manifest.unpack(
-            self.packed, self.manifest.tensor_bytes()
-        )  # fails for a part that is no box of its global array
+        shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # rejects a part that is no box of its array
         self.layout = Layout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
 
     def rebind(self, name: str, value: Any) -> None:

@@ -74,9 +74,7 @@ class ControlPage:
     def seal(self) -> tuple[tuple[int, int], float]:
         """Return the newest sealed (epoch, version) and the CLOCK_MONOTONIC seconds of its seal."""
         word, at_ns = self._get(SEALED_AT), self._get(SEALED_NS_AT)
-        if word != self._get(
-            SEALED_AT
-        ):  # a newer seal arrived between the two reads; a second one cannot follow this soon
+        if word != self._get(SEALED_AT):  # a newer seal came between the two reads; no second one follows so soon
             word, at_ns = self._get(SEALED_AT), self._get(SEALED_NS_AT)
         return unpack_seal(word), at_ns * 1e-9
 

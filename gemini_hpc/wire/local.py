@@ -214,7 +214,7 @@ class LaunchState(Message, frozen=True, tag="launch"):
         place: Place of the node, sent in a job with spares once the agents agree on the map.
         done: A rank has ended with success.
         left_out: `over` holds for this node alone and is no failure.
-        check: Command of the site's health check, which tests this node.
+        check: Path of the site's health check program, which tests this node.
     """
 
     attempt: Count
