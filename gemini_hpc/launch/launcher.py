@@ -119,8 +119,8 @@ class Launcher:
     def _wait(self) -> int | None:
         """Wait without a rank until this node trains in another attempt, or none follows.
 
-        This happens in a job with spares.         Signals are for ranks, and the agent reports their effect. Only
-        without an agent does a signal that asks to end end this process.
+        Only jobs with spares have launchers without a rank. Signals are for ranks, and the agent reports their
+        effect. Without an agent, a signal that asks a process to end ends the launcher.
         """
         while True:
             state = self._hear(None)

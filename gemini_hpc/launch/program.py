@@ -73,7 +73,7 @@ class Program:
 def imported(source: bytes) -> dict[str, list[str]]:
     """Return modules that a script imports at its top level, in order.
 
-    Each comes with the names that `from` imports.     Relative imports are not included.
+    Each comes with the names that `from` imports. Relative imports are not included.
     """
     found: dict[str, list[str]] = {}
     for node in ast.parse(source).body:

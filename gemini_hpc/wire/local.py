@@ -553,7 +553,7 @@ class PushDone(Message, frozen=True, tag="done"):
 class LiveOn(OfRank, frozen=True, tag="live-on"):
     """A list of nodes whose ranks also have all tensors of this rank's shard.
 
-    The list holds for every version from the next one on.     An empty list means that no other node has them. `Ok`
+    The list holds for every version from the next one on. An empty list means that no other node has them. `Ok`
     answers.
     """
 
@@ -581,9 +581,8 @@ class Sketched(OfRank, frozen=True, tag="sketched"):
 class OpenRescue(OfRank, frozen=True, tag="rescue"):
     """An offer to copy live tensors into slots of shards whose holders have died.
 
-    The shards are the rank's own and others.     `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) on
-    which the agent sends the requests. The agent sends `Still`, then any number of `CopyLive`, then `Complete` and
-    `GoOn`.
+    The shards are the rank's own and others. `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) on which
+    the agent sends the requests. The agent sends `Still`, then any number of `CopyLive`, then `Complete` and `GoOn`.
     """
 
 
@@ -635,8 +634,8 @@ class Copied(Message, frozen=True, tag="copied"):
 class Complete(Message, frozen=True, tag="complete"):
     """A request to wait until the rank has saved its own shard, or abandoned that save.
 
-    The shard is of the version at which the rank stands.     The wait lasts at most `wait_s` seconds. `Copied`
-    answers, or `Standing` if the rank is still saving.
+    The shard is of the version at which the rank stands. The wait lasts at most `wait_s` seconds. `Copied` answers,
+    or `Standing` if the rank is still saving.
     """
 
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
