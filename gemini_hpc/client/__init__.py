@@ -1,1 +1,1 @@
-"""What every front (torch, MPI) needs of an agent: the connection, the shared memory, the seal. No torch here."""
+"""Parts shared by every frontend (torch, MPI): agent connection, shared memory and seal; no torch here."""

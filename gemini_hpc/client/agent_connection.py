@@ -1,4 +1,4 @@
-"""The connection of one training rank to the agent of its node, and what happens when the agent dies."""
+"""The connection of one training rank to its node's agent, and its renewal after the agent dies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
 REQUEST_TIMEOUT_S = 30.0
-WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards go on behind it
-CONNECT_TIMEOUT_S = 5.0  # for an agent that is being started again just now
+WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards continue after it
+CONNECT_TIMEOUT_S = 5.0  # an agent may just be restarting
 REJOIN_TIMEOUT_S = 30.0
 RECALL_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
-NOT_YET_S = 900.0  # a file system may take so long to fail over
+NOT_YET_S = 900.0  # a file system's failover may take this long
 EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
@@ -35,33 +35,42 @@ Exchange = Callable[..., Reply]
 
 
 class AgentLost(ConnectionError):
-    """There is no agent at the other end now."""
+    """An error: no agent is at the other end now."""
 
 
 class AgentRefused(RuntimeError):
-    """The agent answered with an error."""
+    """An error: the agent answered with a refusal."""
 
 
 class NotYet(AgentRefused):
-    """What was asked for may be had later."""
+    """A refusal of a request that may succeed later."""
 
 
 class AgentSocket(socket.socket):
-    """A socket whose other end may be gone: that is an error, also where the script has given SIGPIPE its default
-    effect, which ends the process."""
+    """A socket that reports a closed other end as an error.
+
+    The error comes even if the script has reset SIGPIPE to its default effect, which ends the process.
+    """
 
     def send(self, data: Any, flags: int = 0, /) -> int:
+        """Send data without raising SIGPIPE."""
         return super().send(data, flags | socket.MSG_NOSIGNAL)
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
+        """Send all data without raising SIGPIPE."""
         super().sendall(data, flags | socket.MSG_NOSIGNAL)
 
     def sendmsg(self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None, /) -> int:
+        """Send buffers and ancillary data without raising SIGPIPE."""
         return super().sendmsg(buffers, ancillary, flags | socket.MSG_NOSIGNAL, address)
 
 
 def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
-    """One request on a connection of its own. Raises AgentLost."""
+    """Send one request on a connection of its own and return the reply.
+
+    Raises:
+        AgentLost: No agent answers.
+    """
     sock = connect(path, timeout_s)
     try:
         reply, fds = _exchange(sock, message, timeout_s, ())
@@ -73,7 +82,7 @@ def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply
 
 
 def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
-    """What the node's agent knows of the job's nodes; None where no agent answers."""
+    """Return the agent's view of the job's nodes, or None if no agent answers."""
     try:
         reply = ask_once(path, local.VerdictRequest(), timeout_s)
     except AgentLost:
@@ -82,7 +91,11 @@ def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
 
 
 def connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
-    """To the agent that listens there. Raises AgentLost."""
+    """Connect to the agent that listens at `path`.
+
+    Raises:
+        AgentLost: No agent listens there.
+    """
     sock = AgentSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
@@ -126,10 +139,10 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class AgentClient:
-    """Requests to the agent, from any thread; one at a time.
+    """A rank's connection to the agent; any thread may send requests, one at a time.
 
-    A watcher sees the agent's death at once: `lost` becomes true, requests raise AgentLost, and it reconnects in the
-    background for ever. `rejoin` then hands the memory back over the new connection and says whether to go on.
+    A watcher thread notices the agent's death at once: `lost` becomes true and requests raise AgentLost. The watcher
+    then reconnects in the background without a time limit.
     """
 
     def __init__(
@@ -140,14 +153,23 @@ class AgentClient:
         say: Callable[[str], None] = lambda note: None,
         progress: OwnProgress | None = None,
     ) -> None:
-        """progress: goes to the agent beside each `Hello`, and is written while there is one."""
+        """Create a client; `hello` connects it.
+
+        Args:
+            path: Path of the agent's socket.
+            rejoin: Called after a reconnect to hand the memory back over the new connection; returns whether to go
+                on.
+            lost: Called when the agent is lost.
+            say: Called with lines for the user.
+            progress: Page that is sent with each `Hello` and written as long as it exists.
+        """
         self._path, self._rejoin, self._on_lost, self._say = path, rejoin, lost, say
         self._progress = progress
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._closed = threading.Event()
         self._hello: local.Hello | None = None
-        self.first: local.Welcome | None = None  # the welcome; an agent that comes back must be of the same round
+        self.first: local.Welcome | None = None  # an agent that comes back must belong to the same round
         self._page: ControlPage | None = None
         self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
         self._posted: dict[type[Posted], Posted] = {}
@@ -156,8 +178,10 @@ class AgentClient:
         _clients.add(self)
 
     def forget(self) -> None:
-        """Give the connection up in a process that was forked: it is the parent's. Takes none of the locks, which
-        threads of the parent may have held."""
+        """Abandon the connection in a forked process, because it belongs to the parent.
+
+        The function takes no lock, because threads of the parent may have held them at the fork.
+        """
         sock, self._sock = self._sock, None
         self._lock, self._events_changed = threading.Lock(), threading.Condition()
         self._closed = threading.Event()
@@ -167,20 +191,28 @@ class AgentClient:
 
     @property
     def lost(self) -> bool:
-        """There is no usable connection now."""
+        """Return whether there is no usable connection now."""
         return self._sock is None
 
     @property
     def page(self) -> ControlPage | None:
-        """The control page of the current agent; None before the welcome."""
+        """Return the control page of the current agent, or None before the welcome."""
         return self._page
 
     def hello(self, hello: local.Hello, waiting: Callable[[float, str], None]) -> local.Welcome:
-        """Join the training; `waiting(seconds, why)` is called now and then meanwhile. Bounded by WELCOME_TIMEOUT_S,
-        and by NOT_YET_S where the agent says why it takes so long. An agent that dies over it is asked again: its
-        supervisor starts another.
+        """Join the training and return the welcome.
 
-        Raises AgentLost, AgentRefused and NotYet.
+        The wait is limited to WELCOME_TIMEOUT_S, and to NOT_YET_S if the agent explains the delay. If the agent dies
+        meanwhile, the request is sent again, because the agent's supervisor starts another one.
+
+        Args:
+            hello: Greeting of this rank.
+            waiting: Called from time to time with the seconds waited and the agent's reason for the delay.
+
+        Raises:
+            AgentLost: No agent answers within the limit.
+            AgentRefused: The agent refuses this rank.
+            NotYet: The agent still asks for patience after NOT_YET_S.
         """
         first, why = clock.monotonic(), ""
         while True:
@@ -254,8 +286,12 @@ class AgentClient:
                 os.close(fd)
 
     def request(self, message: local.Message, *, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
-        """The reply to `message` and the descriptors beside it (the caller's to close). Raises AgentLost and
-        AgentRefused."""
+        """Send a message and return the reply with its descriptors, which the caller closes.
+
+        Raises:
+            AgentLost: There is no agent, or it does not answer within `timeout_s` seconds.
+            AgentRefused: The agent answered with an error.
+        """
         if not self._lock.acquire(timeout=timeout_s):
             raise AgentLost("the agent has not answered an earlier request")
         try:
@@ -265,7 +301,7 @@ class AgentClient:
             try:
                 reply, fds = _exchange(sock, message, timeout_s, ())
             except AgentLost:
-                # a late answer would be taken for the next one's: this connection is done
+                # a late answer would be read as the next request's, so end this connection
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
                 raise
@@ -280,23 +316,31 @@ class AgentClient:
         return reply, fds
 
     def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
-        """Put something into the event log: later, and never waited for. The oldest is dropped where the agent is
-        slower than the events; silently nothing where there is no agent."""
+        """Queue an entry for the event log without waiting for its transmission.
+
+        The oldest entry is dropped if the agent is slower than the events. Without an agent the entry is dropped
+        silently.
+        """
         event = local.Event(name=name, version=version, t=clock.time() if t is None else t, detail=detail)
         with self._events_changed:
             self._events.append(event)
             self._events_changed.notify_all()
 
     def post(self, message: Posted) -> None:
-        """Tell the agent: later, and never waited for. Of each kind only the newest is sent; silently nothing where
-        there is no agent, where it is of a version that does not know this, or where it does not fit a packet."""
+        """Queue a message to the agent without waiting for its transmission.
+
+        Only the newest message of each type is sent. A message is dropped silently if there is no agent, if the
+        agent's version does not know the type, or if the message exceeds a packet.
+        """
         with self._events_changed:
             self._posted[type(message)] = message
             self._events_changed.notify_all()
 
     def recall(self, set: str, rank: int, key: str) -> bytes | None:
-        """What this rank gave to the agent to keep with this key (`local.Keep`); None where there is nothing, or no
-        agent that knows this."""
+        """Return the bytes that this rank gave to the agent under this key (`local.Keep`).
+
+        Returns None if there are none, or no agent that knows the request.
+        """
         try:
             reply, fds = self.request(local.Recall(set, rank, key), timeout_s=RECALL_TIMEOUT_S)
         except (AgentLost, AgentRefused):
@@ -315,7 +359,7 @@ class AgentClient:
                     return
                 message = self._events.popleft() if self._events else self._posted.pop(next(iter(self._posted)))
                 self._sending_event = True
-            # What does not fit a packet would end the connection.
+            # A message larger than a packet would end the connection.
             if isinstance(message, local.Event) or len(local.encode(message)) <= local.MAX_PACKET_BYTES:
                 with suppress(AgentLost, AgentRefused):
                     self.request(message)
@@ -325,7 +369,7 @@ class AgentClient:
         return bool(self._events or self._posted)
 
     def flush(self) -> None:
-        """Wait, for FLUSH_TIMEOUT_S at most, until the events, and what was posted, are sent."""
+        """Wait, for at most FLUSH_TIMEOUT_S, until all events and posted messages are sent."""
         with self._events_changed:
             if not self.lost:
                 self._events_changed.wait_for(
@@ -333,7 +377,7 @@ class AgentClient:
                 )
 
     def close(self) -> None:
-        """End the connection and the threads; what events there are is sent first (see `flush`)."""
+        """Send the remaining events (see `flush`), then end the connection and the threads."""
         self.flush()
         with self._events_changed:
             self._closed.set()
@@ -348,7 +392,7 @@ class AgentClient:
             sock = self._sock
             assert sock is not None
             poll = select.poll()
-            poll.register(sock, select.POLLRDHUP)  # data is for the requesting thread, the end is for us
+            poll.register(sock, select.POLLRDHUP)  # data belongs to the requesting thread; watch only for the end
             while not self._closed.is_set() and not poll.poll(1000):
                 if self._progress is not None:
                     self._progress.beat()
@@ -361,7 +405,7 @@ class AgentClient:
                 return
 
     def _reconnect(self) -> bool:
-        """True once connected again; False when closed, or when the agent belongs to another incarnation."""
+        """Return True once connected again, False if closed or the agent belongs to another incarnation."""
         assert self._hello is not None
         started = clock.monotonic()
         while not self._closed.is_set():

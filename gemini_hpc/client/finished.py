@@ -1,4 +1,4 @@
-"""Count the trainings that this process has closed: the next one of the name is another one."""
+"""A count of the trainings that this process has closed, to number later trainings of the same name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _closed: Counter[tuple[str, ...]] = Counter()
 
 
 def nth(name: str) -> int:
-    """Return the number of the training of this name that comes now, from 1."""
+    """Return the number of the current training of this name, counted from 1."""
     return _closed[_key(name)] + 1
 
 
@@ -19,5 +19,5 @@ def count(name: str) -> None:
 
 
 def _key(name: str) -> tuple[str, ...]:
-    """Return the name with the launch and the job: a process of another one begins anew."""
+    """Return the name with launch and job, so that a process of another launch or job counts from 1 again."""
     return (name, *(os.environ.get(key, "") for key in ("GEMINI_SOCKET", "GEMINI_STEP", "SLURM_STEP_ID")))

@@ -1,4 +1,4 @@
-"""Giving the memory of a dead agent to the one that was started after it."""
+"""Hand-back of replica memory from a rank to the agent that replaces a dead one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ K = TypeVar("K", bound=Shard[Any])
 
 
 def hand_back(shard: Shard[Any], set_name: str, exchange: Exchange, epoch: int, chosen: tuple[int, int]) -> bool:
-    """True if the agent took both slots. epoch: of this launch; chosen: the (epoch, version) that it resumed from."""
+    """Hand both slots of a shard to the agent and return whether it accepted both.
+
+    Args:
+        shard: Shard whose memory this rank holds.
+        set_name: Name of the training.
+        exchange: Sends a message with descriptors on the new connection.
+        epoch: Epoch of this launch.
+        chosen: The (epoch, version) that this launch resumed from.
+    """
     for index, slot in enumerate(shard.slots):
         content = slot.known()
         if content.epoch != epoch and (content.epoch, content.version) != chosen:
-            content = Content()  # of an earlier launch, and what its round has not chosen it has voided (R4)
+            content = Content()  # a version of an earlier launch; the round voided all that it did not choose (R4)
         reply, _ = exchange(
             local.HandBack(
                 set=set_name,
@@ -41,7 +49,11 @@ def hand_back(shard: Shard[Any], set_name: str, exchange: Exchange, epoch: int, 
 
 
 def same_or_new(shard: K, set_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
-    """The shard as the agent has it: this one, or what `make` maps from its two descriptors. Raises AgentRefused."""
+    """Return the shard in the agent's memory: this one, or a new one that `make` maps from two descriptors.
+
+    Raises:
+        AgentRefused: The agent has no memory of this size for the shard.
+    """
     reply, fds = exchange(
         local.Register(
             set=set_name,

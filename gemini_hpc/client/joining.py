@@ -1,4 +1,4 @@
-"""How the ranks of a program join: each greets its agent, then all compare what they were told."""
+"""Joining of a program's ranks: each greets its agent, then all compare the agents' answers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
-SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
-UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # by the plugin, where the prolog has said why the job has none
-STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
-SPARES_ENV = "GEMINI_SPARES"  # nodes of the job that wait until another one is lost
-ATTEMPT_ENV = "GEMINI_ATTEMPT"  # by a launcher (`gemini_hpc.launch`) that has started this rank again
-# by `gemini-hpc run`, which starts the step again when a rank fails: what these steps have in common
+SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin if the job has an agent
+UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # set by the plugin to the prolog's reason if the job has none
+STEP_ENV = "GEMINI_STEP"  # names this launch if Slurm's step id does not
+SPARES_ENV = "GEMINI_SPARES"  # number of nodes that wait to replace a lost one
+ATTEMPT_ENV = "GEMINI_ATTEMPT"  # set by a launcher (`gemini_hpc.launch`) that restarted this rank
+# set by `gemini-hpc run`, which restarts the step when a rank fails: a value common to these steps
 RESTARTS_ENV = "GEMINI_RESTARTS_STEP"
-TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
+TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` restarts the step
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from;
-    later: with a problem, that there may be something which cannot be seen now. holders: the nodes that keep this
-    one's shards, itself the first. nth: which training of its name this is, in this process. told: sentences that are
-    said once, whatever number of ranks have them."""
+    """A rank's message to the other ranks when they join.
+
+    Attributes:
+        chosen: Epoch, version and number of ranks of the version to resume from.
+        problem: Reason why the rank cannot be protected.
+        later: With a problem: a version may exist that cannot be seen now.
+        holders: Nodes that keep this node's shards, this node first.
+        nth: Number of this training among those of its name in this process.
+        told: Sentences that are printed once, however many ranks have them.
+    """
 
     node_rank: int = -1
     replicas: int = 0
@@ -43,12 +49,12 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def redundancy(self) -> Redundancy:
-        """How shards survive a loss of nodes."""
+        """Return the scheme by which shards survive a loss of nodes."""
         return Redundancy(self.nodes, self.replicas, self.parity)
 
     @classmethod
     def of(cls, welcome: local.Welcome) -> Notice:
-        """What the agent has said."""
+        """Return the notice for the agent's welcome."""
         return cls(
             node_rank=welcome.node_rank,
             replicas=welcome.replicas,
@@ -61,13 +67,13 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def no_agent() -> str:
-    """Why there is no agent for this process, as far as the plugin has been told."""
+    """Return why this process has no agent, as far as the plugin knows."""
     why = os.environ.get(UNPROTECTED_ENV, "")
     return f"no agent here ({why[:300] or f'{SOCKET_ENV} is not set'})"
 
 
 def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
-    """The greeting of this process."""
+    """Return the greeting of this process."""
     step, pid = step_name(os.environ), os.getpid()
     return local.hello(
         set=set_name,
@@ -84,7 +90,7 @@ def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> 
 
 
 def step_name(environ: Mapping[str, str]) -> str:
-    """This launch of the training, the same on all its ranks."""
+    """Return the name of this launch of the training, the same on all its ranks."""
     return environ.get(STEP_ENV) or f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
 
 
@@ -95,7 +101,12 @@ def series(environ: Mapping[str, str]) -> str:
 
 
 def waiting(waited_s: float, why: str) -> str:
-    """What the user hears of a welcome that takes so long, if the agent has said `why`; "" for nothing."""
+    """Return a line for the user about a slow welcome, or "" for none.
+
+    Args:
+        waited_s: Seconds waited so far.
+        why: The agent's reason, "" if it gave none.
+    """
     if why:
         return f"waiting: {why}"
     return "waiting for the agents of all nodes to agree on what to resume from" if waited_s > 5 else ""
@@ -109,13 +120,16 @@ def _holders(welcome: local.Welcome) -> tuple[int, ...]:
 
 
 def keepers(notices: Sequence[Notice]) -> placement.Keepers:
-    """By node rank, the nodes that keep its shards; with parity those of its group."""
+    """Return, by node rank, the nodes that keep its shards; with parity the nodes of its group."""
     return {n.node_rank: n.holders for n in sorted(notices, key=lambda n: n.node_rank)}
 
 
 def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
-    """For each rank those to whose nodes its shard goes, in the order of sending. Raises ValueError for ranks that
-    cannot have parity."""
+    """Return for each rank the ranks to whose nodes its shard goes, in the order of sending.
+
+    Raises:
+        ValueError: These ranks cannot have parity.
+    """
     homes, found = [n.node_rank for n in notices], keepers(notices)
     if not mine.redundancy.parity:
         return placement.targets(homes, found)
@@ -123,7 +137,7 @@ def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
 
 
 def unclosed(notices: Sequence[Notice]) -> str:
-    """Return which ranks have not closed the training before this one, "" where all have, or none."""
+    """Return which ranks have not closed the previous training; "" if all have, or none."""
     most = max(n.nth for n in notices)
     behind = [str(rank) for rank, n in enumerate(notices) if n.nth < most]
     if not behind:
@@ -135,7 +149,13 @@ def unclosed(notices: Sequence[Notice]) -> str:
 
 
 def problem(notices: Sequence[Notice], mine: Notice, *, with_parity: bool = False) -> str:
-    """Why this program cannot be protected; "" where it can. with_parity: whether it can do with that."""
+    """Return why this program cannot be protected, or "" if it can.
+
+    Args:
+        notices: Notices of all ranks.
+        mine: Notice of this rank.
+        with_parity: The program supports parity.
+    """
     found = next((n.problem for n in notices if n.problem), "")
     if found:
         return found
@@ -162,6 +182,6 @@ def problem(notices: Sequence[Notice], mine: Notice, *, with_parity: bool = Fals
 
 
 def place(welcome: local.Welcome) -> str:
-    """Where the version to resume from is."""
+    """Return where the version to resume from is stored."""
     where = "the tier" if welcome.stored else "memory"
     return f"{where} of job {welcome.after}" if welcome.after else where

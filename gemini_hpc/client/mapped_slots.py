@@ -1,4 +1,4 @@
-"""Replica memory as seen by a process of the job: the two slots of one shard, mapped."""
+"""Replica memory in a process of the job: the two slots of one shard, mapped."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(mapping: mmap.mmap) -> None:
-    """Make a mapping's pages present, so that no later copy pays for page faults. The GIL is free meanwhile. A kernel
-    that cannot (before 5.14) leaves it to the first copy."""
+    """Fault in all pages of a mapping, so that later copies pay for no page faults.
+
+    The GIL is free meanwhile. Kernels before 5.14 cannot do this and leave it to the first copy.
+    """
     start, total = ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping)
     for at in range(0, total, _POPULATE_STEP_BYTES):
         if _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
@@ -29,7 +31,7 @@ def populate(mapping: mmap.mmap) -> None:
 
 @dataclass
 class Content:
-    """What is known of a slot. digest empty: nothing complete."""
+    """The known content of a slot; an empty digest means nothing complete."""
 
     epoch: int = 0
     version: int = 0
@@ -38,9 +40,10 @@ class Content:
 
 
 class Slot:
-    """One mapped buffer. Takes `fd`, and keeps it for handing the memory back to a new agent."""
+    """A mapped slot."""
 
     def __init__(self, fd: int, total_bytes: int) -> None:
+        """Map a slot and take ownership of `fd`, which is needed to hand the memory to a new agent."""
         self.fd = fd
         self._map = mmap.mmap(fd, total_bytes)
         self.size_bytes = total_bytes
@@ -48,7 +51,7 @@ class Slot:
         self.has_manifest = False
 
     def known(self) -> Content:
-        """What is complete in here: by what this process knows, else by what the agent has committed."""
+        """Return the complete content: by this process's record, else by the agent's commit record."""
         if self.content.digest:
             return self.content
         try:
@@ -58,15 +61,15 @@ class Slot:
         return Content(*found.stamp, found.used_bytes, found.digest) if found is not None else Content()
 
     def populate(self) -> None:
-        """See `populate`."""
+        """Fault in all pages (see `populate`)."""
         populate(self._map)
 
     def put(self, at: int, data: bytes | bytearray) -> None:
-        """Write small bytes."""
+        """Write a few bytes at an offset."""
         self._map[at : at + len(data)] = data
 
     def view(self) -> memoryview:
-        """All bytes."""
+        """Return a view of all bytes."""
         return memoryview(self._map)
 
 
@@ -74,7 +77,7 @@ S = TypeVar("S", bound=Slot)
 
 
 class Shard(Generic[S]):
-    """Both slots of the shard of training rank `rank`, whose home is node rank `home`. pushed: agents fill them."""
+    """Both slots of the shard of training rank `rank`, whose home is node rank `home`."""
 
     def __init__(
         self,
@@ -87,7 +90,20 @@ class Shard(Generic[S]):
         *,
         pushed: bool = False,
     ) -> None:
-        """Takes the descriptors. slot: maps one of so many bytes."""
+        """Map both slots and take ownership of the descriptors.
+
+        Args:
+            rank: Training rank whose shard it is.
+            world: Number of training ranks.
+            home: Node rank of the shard's home.
+            total_bytes: Size of a slot in bytes.
+            fds: Descriptors of the two slots.
+            slot: Maps a slot from a descriptor and a size in bytes.
+            pushed: Agents fill the slots.
+
+        Raises:
+            ValueError: There are not exactly two descriptors.
+        """
         if len(fds) != 2:
             for fd in fds:
                 os.close(fd)
@@ -97,16 +113,16 @@ class Shard(Generic[S]):
         self.slots = [slot(fd, total_bytes) for fd in fds]
 
     def of(self, fds: list[int]) -> Any:
-        """The same shard in other memory."""
+        """Return the same shard in other memory."""
         return Shard(self.rank, self.world, self.home, self.total_bytes, fds, self._slot, pushed=self.pushed)
 
     def populate(self) -> None:
-        """See `Slot.populate`."""
+        """Fault in all pages of both slots (see `Slot.populate`)."""
         for slot in self.slots:
             slot.populate()
 
     def close(self) -> None:
-        """Give the descriptors up; the mappings end with the last tensor that views them."""
+        """Close the descriptors; the mappings end with the last tensor that views them."""
         for slot in self.slots:
             if slot.fd >= 0:
                 os.close(slot.fd)
@@ -117,26 +133,32 @@ K = TypeVar("K", bound=Shard[Any])
 
 
 class Keeper(Generic[K]):
-    """The shard that one thread fills; where larger slots took its place, also the former ones, until a version in
-    the new ones is sealed: until then the former hold the newest sealed version, which an agent that dies has to be
-    given back."""
+    """The shard that one thread fills, and its former slots if larger ones replaced them.
+
+    The former slots hold the newest sealed version until a version in the new slots is sealed. A new agent must get
+    them back until then.
+    """
 
     def __init__(self) -> None:
         self.shard: K | None = None
         self.former: list[K] = []
-        # Beside the agent itself another thread may write to the shard: only while it has `writing`, and `grants` is
-        # what it was when the agent allowed it. Memory changes hands with both.
+        # A second thread may write to the shard only while it holds `writing`, and while `grants` still has the value
+        # that it had when the agent granted the slot. New memory is installed with the lock held and `grants` raised.
         self.writing = threading.Lock()
         self.grants = 0
 
     def outgrow(self, shard: K) -> None:
-        """Fill `shard` from now on."""
+        """Fill `shard` from now on and keep the present one as a former shard."""
         if self.shard is not None:
             self.former = [*self.former, self.shard]
         self.shard = shard
 
     def release(self, sealed: tuple[int, int]) -> None:
-        """Give the former slots up if they are no longer needed. sealed: the newest sealed (epoch, version)."""
+        """Close the former slots if they are no longer needed.
+
+        Args:
+            sealed: Newest sealed (epoch, version).
+        """
         if not self.former or self.shard is None:
             return
         contents = [slot.known() for slot in self.shard.slots]
@@ -146,7 +168,10 @@ class Keeper(Generic[K]):
                 shard.close()
 
     def close(self) -> None:
-        """The training is over. A process that goes on after it (an evaluation) must not keep the node's memory."""
+        """Close all shards at the end of the training.
+
+        A process that goes on afterwards (an evaluation) must not keep the node's memory.
+        """
         shards = [*self.former, *([] if self.shard is None else [self.shard])]
         self.shard, self.former = None, []
         for shard in shards:

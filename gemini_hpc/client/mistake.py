@@ -1,4 +1,4 @@
-"""Describe an exception that ends a script: its kind, its place in the user's own code, its traceback."""
+"""Descriptions of an exception that ends a script: its kind, its place in the user's code, its traceback."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gemini_hpc import lines
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LAUNCHER = os.path.join(_OURS, "launch")
-_STARTS = frozenset((runpy.__file__, "<frozen runpy>"))  # between our frames and the script's
+_STARTS = frozenset((runpy.__file__, "<frozen runpy>"))  # their frames lie between ours and the script's
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MEMORY = frozenset(("MemoryError", "OutOfMemoryError"))
 
 
 def in_words(error: BaseException) -> str:
-    """Return the kind of an exception, and where in the user's code it came: "ValueError at train.py:12"."""
+    """Return the kind of an exception and its place in the user's code: "ValueError at train.py:12"."""
     kind = f"exit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
     return f"{kind[:80]} at {_place(error)}"
 
@@ -42,12 +42,12 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Return whether memory was wanting, the machine's or a device's."""
+    """Return whether memory ran out, the machine's or a device's."""
     return any(cls.__name__ in _MEMORY for cls in type(error).__mro__)
 
 
 class _Kept(io.StringIO):
-    """Keeps what is written, but for lines of ours: those are for now."""
+    """A buffer that keeps written text, except our own lines, which are printed at once."""
 
     def __init__(self, through: TextIO) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Kept(io.StringIO):
 
 
 def shown(error: BaseException) -> str:
-    """Return what `sys.excepthook` prints of an exception."""
+    """Return the text that `sys.excepthook` prints for an exception."""
     kept = _Kept(sys.stderr)
     with contextlib.redirect_stderr(kept):
         show(error)
@@ -69,13 +69,13 @@ def shown(error: BaseException) -> str:
 
 
 def show(error: BaseException) -> None:
-    """Have `sys.excepthook` print an exception, without the frames that are not its user's."""
-    error.__traceback__ = _below_us(error.__traceback__)  # hooks look there
+    """Print an exception through `sys.excepthook`, without frames that are not its user's."""
+    error.__traceback__ = _below_us(error.__traceback__)  # hooks read the traceback from there
     sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the script's first frame on; nothing where it could not even begin."""
+    """Return the traceback from the script's first frame on, or None if the script could not even begin."""
     at, path = trace, ""
     while at is not None:
         path = at.tb_frame.f_code.co_filename

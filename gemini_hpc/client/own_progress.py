@@ -1,4 +1,4 @@
-"""What this rank shows of its progress: to its agent, in shared memory, once a second, and without being asked."""
+"""The progress page that this rank writes to shared memory once a second for its agent, unasked."""
 
 from __future__ import annotations
 
@@ -12,17 +12,28 @@ from contextlib import suppress
 from gemini_hpc.wire import progress_page
 from gemini_hpc.wire.progress_page import Progress
 
-# Of the real-time signals one that debuggers, profilers and runtimes leave alone.
+# A real-time signal that debuggers, profilers and runtimes do not use.
 _STACK_SIGNAL = signal.SIGRTMIN + 12
-_answering = threading.Lock()  # held by the page behind which this process's stacks come
+_answering = threading.Lock()  # held by the page whose file receives this process's stacks
 
 
 class OwnProgress:
-    """One rank's page. look: what it says, but for `beats` and `signal`; called from another thread than the
-    training's, which may stand still. fd: of the page."""
+    """A rank's progress page.
+
+    Attributes:
+        fd: Descriptor of the page.
+    """
 
     def __init__(self, look: Callable[[], Progress]) -> None:
-        """Raises OSError."""
+        """Create the page and write it once.
+
+        Args:
+            look: Returns the page's content except `beats` and `signal`. Called from another thread than the
+                training's, which may hang.
+
+        Raises:
+            OSError: The memory for the page could not be made.
+        """
         self._look, self._beats, self._lock = look, 0, threading.Lock()
         self.fd = os.memfd_create("gemini:progress", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, progress_page.STACKS_AT)
@@ -31,8 +42,11 @@ class OwnProgress:
         self.beat()
 
     def _answer(self) -> int:
-        """Have a signal answered with the main thread's Python stack, also while that thread is in C code for good.
-        Where the program has use for the signal itself, there are no stacks."""
+        """Register a signal that writes the main thread's Python stack; return its number, or 0 for none.
+
+        The signal works even if that thread never returns from C code. If the program uses the signal itself, no
+        stacks are available.
+        """
         if signal.getsignal(_STACK_SIGNAL) != signal.SIG_DFL or not _answering.acquire(blocking=False):
             return 0
         with suppress(ValueError, OSError, RuntimeError):
@@ -43,13 +57,13 @@ class OwnProgress:
 
     def beat(self) -> None:
         """Write the page. Never raises."""
-        with suppress(Exception), self._lock:  # our own failure must not reach the training
+        with suppress(Exception), self._lock:  # a failure of ours must not reach the training
             self._beats += 1
             told = self._look()._replace(beats=self._beats, signal=self._signal)
             os.pwrite(self.fd, progress_page.pack(told), 0)
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Unregister the signal and close the page."""
         with self._lock:
             if self._signal:
                 faulthandler.unregister(self._signal)

@@ -1,7 +1,7 @@
-"""RANK and its companions where nobody has set them, from what Slurm says of the step.
+"""RANK and its companions, derived from Slurm's description of the step if nothing else has set them.
 
 The plugin exports them in protected jobs (`slurm/ranks.c`), and torchrun to its own ranks. `set_ranks` serves all
-other starts, so that one script serves them all.
+other starts, so one script works with all of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from gemini_hpc.core import hostlist
 from gemini_hpc.wire import ports
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANKS_OF_ENV = "GEMINI_RANKS_OF"  # "job.restart.step" for which they were set: a nested srun inherits them
-# Of a rank of mpirun: Slurm's variables speak of the daemon that has started it.
+RANKS_OF_ENV = "GEMINI_RANKS_OF"  # "job.restart.step" that they were set for, because a nested srun inherits them
+# Set in ranks of mpirun, where Slurm's variables describe the daemon that started the rank.
 MPIRUN_ENV = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
-_OTHERS_ENV = ("PMI_SIZE", "PMIX_RANK")  # outside of Slurm: somebody has started several
-_MOST_STEPS = 0xFFFFFFF0  # Slurm's numbers for batch scripts and interactive shells lie above
+_OTHERS_ENV = ("PMI_SIZE", "PMIX_RANK")  # outside of Slurm: some launcher has started several processes
+_MOST_STEPS = 0xFFFFFFF0  # Slurm's step numbers for batch scripts and interactive shells are higher
 _TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?")
-# With port 0 the kernel chooses one; nobody else has to know it.
+# With port 0 the kernel chooses a port; no other process has to know it.
 _ALONE = dict(zip(NAMES, ("0", "1", "0", "1", "127.0.0.1", "0"), strict=True))
 
 
 def set_ranks() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, each where it is not set.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT where they are unset.
 
-    Call it before `torch.distributed.init_process_group`, or before whatever else reads these variables. In a Slurm
-    step the ranks are SLURM_PROCID, and the step's first host is the master. A process that nobody has started beside
-    others becomes a world of one. Nothing changes where the plugin or a launcher has set them, where RANK or
-    WORLD_SIZE are set to something else, and under mpirun, of whose ranks Slurm does not know.
+    Call it before `torch.distributed.init_process_group`, or before any other reader of these variables. In a Slurm
+    step the ranks are SLURM_PROCID, and the step's first host is the master. A process started alone becomes a world
+    of one.
+
+    Nothing changes if the plugin or a launcher has set the variables, or if RANK or WORLD_SIZE have other values.
+    Nothing changes under mpirun either, because Slurm does not know its ranks.
     """
     environ, step = os.environ, _step(os.environ)
     if environ.get(RANKS_OF_ENV, step) != step:
@@ -48,8 +50,11 @@ def set_ranks() -> None:
 
 
 def ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what `set_ranks` sets in this environment. Nothing where Slurm's variables do not fit together, and in
-    heterogeneous jobs; no master in a step with an arbitrary distribution, where task 0 may be on any host."""
+    """Return the variables that `set_ranks` sets in this environment.
+
+    The result is empty if Slurm's variables contradict each other, and in heterogeneous jobs. The master is missing
+    in a step with an arbitrary distribution, where task 0 may be on any host.
+    """
     if not _step(environ):
         return {} if any(name in environ for name in _OTHERS_ENV) else _ALONE
     rank, world = (number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
@@ -68,12 +73,12 @@ def ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def number(text: str, otherwise: int = 0) -> int:
-    """Return a number of Slurm's, or `otherwise` for anything else."""
+    """Return one of Slurm's numbers, or `otherwise` for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else otherwise
 
 
 def _step(environ: Mapping[str, str]) -> str:
-    """Return "job.restart.step" of the srun that has started this process; "" where none has."""
+    """Return "job.restart.step" of the srun that started this process, or "" if none did."""
     step = number(environ.get("SLURM_STEP_ID", ""), -1)
     if not 0 <= step <= _MOST_STEPS or "SLURM_STEP_NUM_TASKS" not in environ:
         return ""
@@ -81,7 +86,10 @@ def _step(environ: Mapping[str, str]) -> str:
 
 
 def _tasks_of(node: int, text: str) -> int:
-    """Return the tasks of a node, from Slurm's list: "2(x3),1" is 2 for the first three; 0 where it has none."""
+    """Return the number of tasks of a node from Slurm's list, or 0 if the list lacks the node.
+
+    "2(x3),1" means 2 tasks on each of the first three nodes.
+    """
     for part in text.split(","):
         found = _TASKS.fullmatch(part)
         if found is None or node < 0:

@@ -1,8 +1,9 @@
-"""How often `gemini-hpc run` and `gemini_hpc.launch` start again: pure rules over what each attempt has reached.
+"""Restart limits of `gemini-hpc run` and `gemini_hpc.launch`: pure rules over each attempt's progress.
 
-A step that has made progress (a newer version is sealed than when it began) may fail again, at most `most` times
-in a row. One without progress is started again once. What ends twice in the same way, at the same step, is a mistake
-in the program, and not started a third time. Progress cures no lack of memory: a leak makes progress each time.
+A step is restarted at most `most` times in a row. Progress resets this count: a newer version is sealed than at the
+start of the attempt. A step known to make no progress is restarted once. Two equal ends at the same step are a
+mistake in the program, and the step is not started a third time. Progress does not reset the count of restarts for
+lack of memory, because a leak makes progress each time.
 """
 
 from __future__ import annotations
@@ -14,35 +15,56 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What the agent knows at one moment. sealed: newest sealed [epoch, version], (0, 0) without one; begun: newest
-    version that a rank of this launch has begun to save here, 0 without one."""
+    """The agent's knowledge at one moment.
+
+    Attributes:
+        sealed: Newest sealed [epoch, version]; (0, 0): none.
+        begun: Newest version that a rank of this launch has begun to save here; 0: none.
+    """
 
     sealed: Stamp = (0, 0)
     begun: int = 0
 
     @property
     def step(self) -> int:
-        """Return the newest version of which the ranks know. An attempt that fails in its first step has begun
-        nothing: then it is at what it resumed from."""
+        """Return the newest version that the ranks know of.
+
+        An attempt that fails in its first step has begun no save. The result is then the version that it resumed
+        from.
+        """
         return max(self.begun, self.sealed[1])
 
 
 class RestartLimit:
-    """The attempts of one incarnation. most: how often a step is started again without progress being known."""
+    """The attempts of one incarnation, counted against a limit."""
 
     def __init__(self, most: int) -> None:
+        """Create the count.
+
+        Args:
+            most: Restarts of a step without known progress.
+        """
         self._most = most
         self._start: Reached | None = None
         self._barren = self._memory = 0
         self.restarts = 0
 
     def begin(self, reached: Reached | None) -> None:
-        """A step is started; what is sealed now, None where no agent answers."""
+        """Record the start of a step.
+
+        Args:
+            reached: State at the start; None: no agent answers.
+        """
         self._start = reached
 
     def failed(self, reached: Reached | None, *, again: bool = False, memory: bool = False) -> str:
-        """Return why the step, which has failed, is not started again; "" if it is. again: it has failed so before,
-        at this step; memory: for want of memory."""
+        """Return why the failed step is not restarted, or "" if it is.
+
+        Args:
+            reached: State at the failure; None: no agent answers.
+            again: The step has failed in the same way before, at this step.
+            memory: The step failed for lack of memory.
+        """
         progress: bool | None = None
         if self._start is not None and reached is not None:
             progress = reached.sealed > self._start.sealed
@@ -64,7 +86,7 @@ class RestartLimit:
 
 
 def each_time(reached: Reached | None) -> str:
-    """Return what is said of a step that fails again where it did before."""
+    """Return the description of a step that fails again at the same place."""
     if reached is None:
         return "fails in the same way each time"
     place = f"at step {reached.step + 1}" if reached.step else "before its first step is saved"

@@ -1,4 +1,4 @@
-"""Waiting for a version to be sealed: bounded, and given up at once when there is nothing to wait for."""
+"""Bounded waits for the seal of a version, which end at once if waiting is pointless."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPa
 _POLL_S = 0.0003
 _PROBE_S = 0.25
 _RAREST_PROBE = 64
-_STOPPED_S = 1.0  # a poll that took so long: this process was stopped (a suspended job), and so were its peers
+_STOPPED_S = 1.0  # a longer poll means that this process was stopped (a suspended job), and so were its peers
 
 
 class SealGate:
-    """Waits on the control page. Once a wait has run out, there is no more waiting until a seal appears that is newer
-    than what was sealed then: only the 1st, 3rd, 7th, 15th ... time a short one, without which ranks that wait and
-    ranks that do not would save different versions, and none be sealed again."""
+    """A waiting point on the control page for seals.
+
+    After a wait has timed out, no further wait takes place until a seal appears that is newer than the newest one of
+    that time. The exceptions are short waits at the 1st, 3rd, 7th, 15th ... call. Without them, waiting and
+    non-waiting ranks could save different versions, and none would ever be sealed again.
+    """
 
     def __init__(
         self,
@@ -30,14 +33,24 @@ class SealGate:
         restored: Callable[[int], None],
         lost_s: float = 0.0,
     ) -> None:
-        """lost_s: how long an agent that is gone is waited for, another one or the end of this process."""
+        """Create a gate.
+
+        Args:
+            page: Returns the current control page.
+            lost: Returns whether the agent is lost.
+            epoch: Epoch of this launch.
+            timeout_s: Longest wait for a seal, in seconds.
+            degraded: Called with the reason when waits end.
+            restored: Called with the sealed version when a newer seal ends that state.
+            lost_s: Seconds to wait for a replacement of a lost agent, or for the end of this process.
+        """
         self._lost_s = lost_s
         self._page, self._lost, self._epoch, self._timeout_s = page, lost, epoch, timeout_s
         self._on_degraded, self._on_restored = degraded, restored
         self._degraded_at: tuple[int, int] | None = None
         self._degradings = 0
         self._until_probe = self._probe_gap = 1
-        self._patient = False  # the next wait is a long one all the same
+        self._patient = False  # the next wait is a long one nevertheless
         self._newest = (0, 0)
         self._missed: tuple[tuple[int, int], float] | None = None
         self._lock = threading.Lock()
@@ -45,7 +58,7 @@ class SealGate:
 
     @property
     def sealed(self) -> tuple[int, int]:
-        """The newest (epoch, version) seen sealed."""
+        """Return the newest sealed (epoch, version) seen so far."""
         page = self._page()
         if page is not None:
             self._newest = max(self._newest, page.sealed)
@@ -59,12 +72,12 @@ class SealGate:
 
     @property
     def patient(self) -> bool:
-        """Whether an agent that is gone is waited for."""
+        """Return whether the gate waits for a lost agent."""
         return self._lost_s > 0
 
     @property
     def degraded(self) -> bool:
-        """True while there is no waiting; a newer seal ends it."""
+        """Return True while the gate does not wait; a newer seal ends this."""
         if self._degraded_at is not None and not self._lost() and self.sealed > self._degraded_at:
             with self._lock:
                 was, self._degraded_at = self._degraded_at, None
@@ -73,9 +86,14 @@ class SealGate:
         return self._degraded_at is not None
 
     def degrade(self, reason: str, *, gone: bool = False) -> None:
-        """Stop waiting until a newer seal appears. gone: another rank does not answer any more. It may be dead, and
-        then a step completed now would be one more that is repeated: who waits goes on, and who does not will, once,
-        until Slurm has ended the job or the patience is over."""
+        """Stop waiting until a newer seal appears.
+
+        Args:
+            reason: Reason for the user.
+            gone: Another rank no longer answers and may be dead. A step completed now would then be one more to
+                repeat. A wait in progress therefore continues, else the next wait is a long one, once. Such a wait
+                ends when Slurm ends the job or the time is over.
+        """
         newest = self.sealed
         with self._lock:
             first, self._degraded_at, self._missed = self._degraded_at is None, newest, None
@@ -88,14 +106,19 @@ class SealGate:
             self._on_degraded(reason)
 
     def abandoned(self, version: int) -> bool:
-        """Return whether the agents have given this version up; the rank that could not take it has reported why."""
+        """Return whether the agents have abandoned this version.
+
+        The rank that could not save it has reported the reason.
+        """
         page = self._page()
         return page is not None and page.abandoned >= (self._epoch, version)
 
     def missed(self, version: int) -> None:
-        """The training went on without this version, though nobody said that none can be sealed. One such is nothing;
-        where a later one is missed as well, longer than the timeout after it, and no seal has come between them,
-        protection is degraded."""
+        """Record that the training went on without this version.
+
+        No agent has reported that seals are impossible. A single miss has no effect. Protection is degraded if a
+        later version is missed too, longer than the timeout after the first, with no seal in between.
+        """
         newest, now = self.sealed, clock.monotonic()
         with self._lock:
             if self._missed is None or newest >= self._missed[0]:
@@ -113,13 +136,18 @@ class SealGate:
         began_at: Callable[[], float] = lambda: 0.0,
         quiet_s: float = 0.0,
     ) -> bool:
-        """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer).
+        """Return True once `version` of this epoch is sealed, or False when further waiting is pointless.
 
-        moved_at: when something of the version last arrived somewhere (CLOCK_MONOTONIC): the timeout counts from
-        there. After patience_s it returns False, and nothing is degraded: the version is only late. (Where a node may
-        be dead the timeout counts alone: the next step would be repeated.)
-        began_at: from when that counts, if later than the call: a device may not have come to where its host waits.
-        quiet_s: nothing may arrive for so long, where that is more than the timeout: digests and votes take time.
+        Args:
+            version: Version to wait for.
+            hopeless: Returns whether waiting is pointless.
+            moved_at: Returns when data of the version last arrived anywhere (CLOCK_MONOTONIC seconds). The timeout
+                counts from there.
+            patience_s: Seconds after which the result is False without degradation, because the version is only late.
+                If a node may be dead, only the timeout counts, because the next step would be repeated.
+            began_at: Returns the start of the patience if later than the call: a device may lag behind its host.
+            quiet_s: Seconds for which no data need arrive, if more than the timeout, because digests and votes take
+                time.
         """
         return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s, began_at, quiet_s)
 
@@ -132,7 +160,7 @@ class SealGate:
         began_at: Callable[[], float] = lambda: 0.0,
         quiet_s: float = 0.0,
     ) -> bool:
-        """The same for any (epoch, version)."""
+        """Wait as `wait` does, for any (epoch, version)."""
         limit_s = self._timeout_s
         if self.degraded:
             with self._lock:
@@ -162,7 +190,7 @@ class SealGate:
                         return False
                     clock.sleep(_POLL_S)
                     continue
-                # A node may be dead: a step completed now would be one more that is repeated. Or an agent comes back.
+                # A node may be dead, and a step completed now would be one more to repeat. Or an agent comes back.
                 stuck = page.state in (STATE_FROZEN, STATE_DEGRADED)
                 begun = started + stopped_s
                 since, most_s = (begun, limit_s) if stuck else (max(begun, moved_at()), quiet_s)
@@ -180,7 +208,7 @@ class SealGate:
             self.waited_s += clock.monotonic() - started
 
     def _probes(self) -> bool:
-        """Whether this time it waits although it is degraded."""
+        """Return whether this call waits although the gate is degraded."""
         if self._lost():
             return False
         self._until_probe -= 1

@@ -1,4 +1,4 @@
-"""One rank's place among the ranks and agents of its program: it joins, loses and finds its agent, and says so."""
+"""A rank's session with the other ranks and its agent: joining, losing and regaining the agent."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
 from gemini_hpc.wire.stored import Tier
 
-FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network
+FETCH_TIMEOUT_S = 600.0  # for a pull of a large shard from a peer over a slow network
 FINISHED_TIMEOUT_S = 10.0
 _WRITING_S = 10.0
 _FINDINGS = 100
-# In a job with spares the agent hangs up when another node is lost; the launcher ends this process a moment later.
+# In a job with spares the agent hangs up after another node is lost, and the launcher soon ends this process.
 _LOST_S = 3.0
 
 
 class Ranks(Protocol):
-    """All ranks of the program, as torch.distributed or MPI has them."""
+    """All ranks of the program, as torch.distributed or MPI provides them."""
 
     rank: int
     world: int
 
     def all(self, data: bytes) -> list[bytes]:
-        """Collective: what every rank gave, by rank."""
+        """Return the data of every rank, by rank (collective)."""
 
 
 def _exit(status: int) -> NoReturn:
@@ -48,13 +48,16 @@ def _exit(status: int) -> NoReturn:
 
 
 class Session:
-    """See the module. What only a protected program has (`gate`, `guard`, `homes`, ...) is there after a `join` that
-    ends in `verdict.protected`.
+    """A rank's session, with reports to the user and the event log.
 
-    collectives: tells, from any thread, what the program has launched since its last `step()`.
-    what: "training" or "program", for sentences. keepers: those that have memory of the agent's, which a new agent is
-    to be given back, while `handing` is held. on_lost: called with the reason, once, when protection ends for good.
-    on_rejoin: called with a way to ask a new agent, from its thread, when that has its memory back.
+    Attributes that only a protected program has (`gate`, `guard`, `homes`, ...) exist after a `join` that leaves
+    `verdict.protected` true.
+
+    Attributes:
+        collectives: Returns, on any thread, what the program has launched since its last `step()`.
+        keepers: Returns the holders of agent memory, which a new agent gets back while `handing` is held.
+        on_lost: Called once with the reason when protection ends for good.
+        on_rejoin: Called from the client's thread with an exchange function, after a new agent has its memory back.
     """
 
     def __init__(
@@ -73,9 +76,24 @@ class Session:
         handing: AbstractContextManager[Any] | None = None,
         parity: bool = False,
     ) -> None:
-        """parity: this program can do with parity in place of copies."""
+        """Create a session; `join` connects it.
+
+        Args:
+            ranks: All ranks of the program.
+            name: Name of the training.
+            tier: The program's choice of a tier.
+            seal_timeout_s: Longest wait for a seal, in seconds.
+            hold_s: Longest wait for the end of a dead node's job, in seconds.
+            what: "training" or "program", for sentences.
+            local_rank: Number of this rank on its node.
+            imported_at: Unix time at which the imports were done; None: not reported.
+            say: Prints a line for the user.
+            leave: Ends the process with a status.
+            handing: Held while memory is handed back.
+            parity: This program supports parity in place of copies.
+        """
         self.ranks, self.title, self.tier = ranks, name, tier
-        self.name = name  # as the agents call it, with its place among the job's trainings of that title
+        self.name = name  # the agents' name, with the training's place among the job's trainings of that title
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
@@ -108,19 +126,22 @@ class Session:
         self.guard: StepGuard
         self._waiting_said = ""
 
-    # ---- saying ----------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """One line for the user."""
+        """Print a line for the user."""
         self._print(text)
 
     def say_once(self, text: str) -> None:
-        """One line of all ranks: rank 0's."""
+        """Print a line for the user once, on rank 0, for all ranks."""
         if self.rank == 0:
             self.say(text)
 
     def tell_closed(self) -> None:
-        """Say that what was resumed from is an end: a script that leaves out what is done gets another's."""
+        """Report that the resumed version is the end of a closed training.
+
+        A script that skips finished work could otherwise resume the end of another training.
+        """
         closed = self.welcome.closed
         if closed and self.version <= closed:
             self.say_once(
@@ -129,8 +150,10 @@ class Session:
             )
 
     def leave_what_is_done(self) -> None:
-        """End a start of a closed training whose last version has gone, on every rank alike. The script must not go
-        on with the weights of a beginning."""
+        """End the start of a closed training whose last version is gone, on every rank alike.
+
+        The script must not continue with freshly initialized weights.
+        """
         welcome = self.welcome
         if not welcome.closed or welcome.chosen_version:
             return
@@ -149,8 +172,10 @@ class Session:
         self._leave(0 if welcome.passed else 1)
 
     def tell_others(self) -> None:
-        """Say what else there is to resume from, where nothing is of this training: its name may change with each
-        start."""
+        """Report other trainings to resume from if this training has nothing.
+
+        The name of this training may change with each start.
+        """
         welcome = self.welcome
         if welcome.others and not (welcome.chosen_version or welcome.closed or welcome.lost):
             self.say_once(
@@ -159,8 +184,13 @@ class Session:
             )
 
     def say_shared(self, told: Sequence[Sequence[str]]) -> None:
-        """Say what several ranks may have to say once: the lowest one says it, with the numbers of all. Each notes
-        its own for the report. told: sentences of every rank, by rank."""
+        """Print sentences that several ranks share once, with all rank numbers, on the lowest such rank.
+
+        Each rank records its own sentences for the report.
+
+        Args:
+            told: Sentences of every rank, by rank.
+        """
         for sentence in dict.fromkeys(told[self.rank]):
             self.find(sentence)
             ranks = [rank for rank, sentences in enumerate(told) if sentence in sentences]
@@ -168,22 +198,22 @@ class Session:
                 self.say(f"{name_ranks(ranks)}: {sentence}")
 
     def find(self, text: str) -> None:
-        """For the report."""
+        """Record a finding for the report."""
         self.findings.append(text)
 
     def event(self, name: str, detail: str, version: int | None = None) -> None:
-        """For the event log, where there is an agent."""
+        """Send an entry to the event log if there is an agent."""
         if self.client is not None and not self.client.lost:
             self.client.event(name, self.version if version is None else version, detail)
 
     def note(self, name: str, version: int, reason: str) -> None:
-        """From any thread: something happened to a version. Each kind of it is said once."""
+        """Record an incident of a version, and print each kind of incident once. Any thread may call this."""
         key = f"{name}: {reason}"
         if key not in self.findings:
             if len(self.findings) < _FINDINGS:
                 self.findings.append(key)
             if self.ending:
-                pass  # the last links break when the ranks do not leave together
+                pass  # the last links break if the ranks do not leave together
             elif name in ("degraded", "void") or not self.unsaved.get(name):
                 self.say(f"rank {self.rank}: version {version} {name}: {reason}")
         self.count(name)
@@ -191,35 +221,39 @@ class Session:
             self.client.event(name, version, f"rank {self.rank}: {reason}")
 
     def count(self, name: str) -> None:
-        """One more version that was not saved, for this reason."""
+        """Count one more version that was not saved for this reason."""
         self.unsaved[name] = self.unsaved.get(name, 0) + 1
 
     # ---- joining ---------------------------------------------------------------------------------------
 
     @property
     def forked(self) -> bool:
-        """Return whether this process was forked from the rank, and is none."""
+        """Return whether this process was forked from the rank and is therefore no rank."""
         return os.getpid() != self._pid
 
     @property
     def protected(self) -> bool:
-        """Whether copies are made, as far as this rank knows."""
+        """Return whether copies are made, as far as this rank knows."""
         return self.verdict.protected
 
     def all(self, data: bytes) -> list[bytes]:
-        """Collective: what every rank gave, by rank."""
+        """Return the data of every rank, by rank (collective)."""
         return self.ranks.all(data) if self.world > 1 else [data]
 
     def agreed(self, mine: bool) -> bool:
-        """Collective: whether it is so on all ranks."""
+        """Return whether `mine` is true on all ranks (collective)."""
         return all(word == b"1" for word in self.all(b"1" if mine else b"0"))
 
     def join(self, problem: str = "", told: Iterable[str] = ()) -> None:
-        """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected. told:
-        what this rank has to say where it is, as `say_shared` says it."""
+        """Find the agent and agree with the other ranks (collective).
+
+        Args:
+            problem: Reason why this rank cannot be protected.
+            told: Sentences of this rank, printed as `say_shared` does.
+        """
         notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title), told=tuple(told))
         notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
-        if problem := joining.unclosed(notices):  # what one of them was told is not this training's
+        if problem := joining.unclosed(notices):  # some ranks' answers belong to another training
             self.say_once(f"this {self._what} is not protected: {problem}")
             return
         problem = joining.problem(notices, notice, with_parity=self._parity)
@@ -262,10 +296,10 @@ class Session:
         self.say_shared([n.told for n in notices])
 
     def join_anew(self, problem: str = "") -> None:
-        """Collective: say hello once more; the agents verify what they hold, and choose anew."""
+        """Send `Hello` once more, so that the agents verify their copies and choose again (collective)."""
         if self.client is not None:
             self.client.close()
-        self.all(b"")  # nobody says hello before everyone has hung up
+        self.all(b"")  # no rank sends `Hello` before all ranks have hung up
         self.verdict.withdraw()
         self.join(problem)
 
@@ -285,7 +319,7 @@ class Session:
             self.client = None
             self._hide()
             return Notice(problem=str(error), later=isinstance(error, NotYet))
-        if self._imported_at is not None:  # a rank that was started again had it all imported
+        if self._imported_at is not None:  # a restarted rank had everything imported already
             self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
         self.name = self.welcome.set or self.title
         return Notice.of(self.welcome)
@@ -309,15 +343,17 @@ class Session:
             self.say_once(said)
 
     def try_again(self, why: str) -> NoReturn:
-        """On every rank alike: there is a version, and this launch cannot have it. Beginning anew would replace it by
-        something worse, so this launch ends; the copies stay for the next one."""
+        """End this launch, on every rank alike, because a version exists that this launch cannot load.
+
+        Beginning anew would replace that version by a worse one. The copies stay for the next launch.
+        """
         self.say_once(f"{why}; ending with {TRY_AGAIN_EXIT} so that a new launch can load it")
         if self.client is not None:
             self.client.close()
         self._leave(TRY_AGAIN_EXIT)
 
     def begun_without_resume(self) -> None:
-        """Leave the version to resume from as it is, at the first `step()`, on every rank alike."""
+        """End protection at a first `step()` without `resume()`, on every rank alike, to keep the version."""
         version = self.welcome.chosen_version if self.protected else 0
         if not version:
             return
@@ -337,14 +373,27 @@ class Session:
     # ---- what the agent has ----------------------------------------------------------------------------
 
     def agent(self) -> AgentClient:
-        """Raises AgentLost where protection has ended."""
+        """Return the agent's client.
+
+        Raises:
+            AgentLost: Protection has ended.
+        """
         if self.client is None or not self.protected:
             raise AgentLost(self.findings[-1] if self.findings else "the agent is gone")
         return self.client
 
     def fetch(self, rank: int) -> tuple[local.Copy, int]:
-        """A copy of this rank's shard, of the version that was chosen, and a descriptor of its memory, for the
-        caller to close. Raises AgentLost, AgentRefused."""
+        """Return a copy of a shard's chosen version, and a descriptor of its memory.
+
+        The caller closes the descriptor.
+
+        Args:
+            rank: Training rank whose shard is fetched.
+
+        Raises:
+            AgentLost: There is no agent.
+            AgentRefused: The agent has no copy.
+        """
         assert self.client is not None
         reply, fds = self.client.request(local.Fetch(set=self.name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
         if not isinstance(reply, local.Copy) or len(fds) != 1:
@@ -354,7 +403,11 @@ class Session:
         return reply, fds[0]
 
     def finish(self, *, success: bool) -> None:
-        """Hang up. success: the copies are no longer needed."""
+        """End the connection.
+
+        Args:
+            success: The training succeeded, so the copies are no longer needed.
+        """
         if self.forked:
             return
         if success:
@@ -378,7 +431,7 @@ class Session:
             self.gate.degrade("the agent is gone")
 
     def _rejoin(self, welcome: local.Welcome, exchange: Exchange) -> bool:
-        """From the client's thread, after a new agent has welcomed us: hand the memory back."""
+        """Hand the memory back to a new agent that has welcomed this rank (on the client's thread)."""
         first = self.client.first if self.client is not None else None
         if first is None or (welcome.epoch, welcome.restart) != (first.epoch, first.restart):
             self.lose(
@@ -397,10 +450,10 @@ class Session:
                 keeper.grants += 1
                 keeper.writing.release()
                 keeper.release(self.gate.sealed)
-                for former in keeper.former:  # first, or the agent would take them for smaller replacements
+                for former in keeper.former:  # first, or the agent would consider them smaller replacements
                     hand_back(former, self.name, exchange, self.epoch, chosen)
                 if not hand_back(keeper.shard, self.name, exchange, self.epoch, chosen):
-                    # the agent has memory of its own for this shard (it had not died, only the connection had)
+                    # the agent has its own memory for this shard, because only the connection broke
                     keeper.shard = same_or_new(keeper.shard, self.name, exchange, keeper.shard.of)
         for told in self.on_rejoin:
             told(exchange)
@@ -410,7 +463,7 @@ class Session:
     def _on_degraded(self, reason: str) -> None:
         self.state = "degraded"
         if self.ending:
-            return  # the last links break when the ranks do not leave together
+            return  # the last links break if the ranks do not leave together
         self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._what} goes on")
         self.event("degraded", reason)
 
@@ -419,8 +472,11 @@ class Session:
         self.say(f"rank {self.rank}: protected again, version {version} is sealed")
 
     def lose(self, reason: str) -> None:
-        """Protection ends for good; the program goes on. From any thread. While the ranks have no common verdict yet,
-        the others hear of it in the next step, and this rank goes there as they do."""
+        """End protection for good while the program goes on. Any thread may call this.
+
+        While the ranks have no common verdict yet, this rank still takes part in the next step's collective. The
+        other ranks learn of the loss there.
+        """
         if not self.verdict.lose():
             return
         self.state = "unprotected"

@@ -1,12 +1,12 @@
-"""Not completing a step that a node's death would have repeated, or that the job's leaving a node would repeat.
+"""Guard against completing a step that would be repeated after a node's death or a planned move.
 
-When a node dies after an iteration's last collective, the survivors can still complete its optimizer step, and only
-the next collective stops them. Where the version before that step is not sealed, the job comes back one version
-earlier, and has two steps to repeat. So a training stops before such a step while the agents say that a node is dead,
-or have to find out: it ends anyway, as soon as Slurm knows.
+If a node dies after an iteration's last collective, the survivors can still complete its optimizer step. Only the
+next collective stops them. If the version before that step is not sealed, the job restarts one version earlier and
+repeats two steps. A training therefore stops before such a step while the agents report a dead node, or are still
+finding out. The job ends anyway, as soon as Slurm notices.
 
-A job leaves a node on purpose right after a seal. The root has told all agents before (`wire.peer.HoldDown`), so no
-rank sees that seal without the word that it is the last one here, and none makes another step.
+A job leaves a node on purpose right after a seal. The root informs all agents beforehand (`wire.peer.HoldDown`). Each
+rank that sees the seal therefore also sees that it is the last one here, and makes no further step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Callable
 from gemini_hpc import clock
 from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
-LEAVES_S = 10.0  # longer than agents keep ranks from going on
-SUSPECT_S = 3.0  # longer than the agents take to find out whether a silent node is dead
+LEAVES_S = 10.0  # longer than agents hold ranks
+SUSPECT_S = 3.0  # longer than the agents need to find out whether a silent node is dead
 _POLL_S = 0.005
 
 
 class StepGuard:
-    """Of one rank. Once for each time that nodes are missing: when that has cost as much as it may, training goes on,
-    until all are there again."""
+    """A rank's guard, which holds the rank once each time nodes are missing.
+
+    After the longest permitted wait the training goes on, and is not held again until all nodes are back.
+    """
 
     def __init__(
         self,
@@ -36,8 +38,17 @@ class StepGuard:
         clock: Callable[[], float] = clock.monotonic,
         sleep: Callable[[float], None] = clock.sleep,
     ) -> None:
-        """page: the agent's; lost: whether it is gone, which says nothing of other nodes; hold_s: longest wait for a
-        dead node's job to end; epoch: the rank's, not 0."""
+        """Create a guard.
+
+        Args:
+            page: Returns the agent's control page.
+            lost: Returns whether the agent is lost, which tells nothing about other nodes.
+            hold_s: Longest wait for the end of a dead node's job, in seconds.
+            say: Called with lines for the user.
+            epoch: Epoch of the rank, not 0.
+            clock: Returns monotonic seconds.
+            sleep: Sleeps for a number of seconds.
+        """
         self._epoch = epoch
         self._page, self._lost, self._hold_s, self._say = page, lost, hold_s, say
         self._clock, self._sleep = clock, sleep
@@ -47,16 +58,24 @@ class StepGuard:
         self.waited_s = 0.0
 
     def hold(self, wanted: tuple[int, int]) -> None:
-        """Block while (epoch, version) `wanted` is not sealed and a node is dead (at most hold_s) or silent (at most
-        SUSPECT_S)."""
+        """Block while `wanted` is not sealed and a node is dead or silent.
+
+        The wait lasts at most hold_s for a dead node and at most SUSPECT_S for a silent one.
+
+        Args:
+            wanted: The (epoch, version) whose seal ends the wait.
+        """
         began = self._clock()
         while self._stays(wanted):
             self._sleep(_POLL_S)
         self.waited_s += self._clock() - began
 
     def leaving(self) -> bool:
-        """Whether the job is about to leave a node, and that has been waited for less than LEAVES_S. An agent that is
-        lost meanwhile has most likely gone on without the node, and the launcher is about to end this rank."""
+        """Return whether the job is about to leave a node, for less than LEAVES_S so far.
+
+        An agent lost meanwhile has most likely continued without the node, and the launcher is about to end this
+        rank.
+        """
         page = self._page()
         if page is None or not page.held or page.held < self._epoch:
             self._leaving_since = None
@@ -67,7 +86,7 @@ class StepGuard:
         return now - self._leaving_since < LEAVES_S
 
     def stand_by(self) -> None:
-        """Block while it is."""
+        """Block while the job is about to leave a node (see `leaving`)."""
         began = self._clock()
         while self.leaving():
             self._sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Whether a training is protected: the verdict of all its ranks, and what one may learn before they have it."""
+"""The ranks' verdict on whether a training is protected, and each rank's state before the verdict."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import threading
 
 
 class Verdict:
-    """Of one rank. While it is `awaited` the ranks still have to agree, in a collective of each step, and this rank
-    goes there as all others do, whatever has become of its own part; afterwards each falls out by itself."""
+    """A rank's view of the verdict.
+
+    While the verdict is `awaited`, the ranks still have to agree in a collective of each step. This rank takes part
+    even if its own protection has failed. Afterwards each rank loses protection by itself.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # for whoever must not be overtaken by the end of protection
+        self.lock = threading.Lock()  # held by code that the end of protection must not overtake
         self.protected = False
         self.awaited = False
-        self.ready = False  # this rank could begin
+        self.ready = False  # this rank is able to begin
         self.refused = False  # this rank will not take part
 
     def hope(self) -> None:
-        """The agents have taken this rank in."""
+        """Record that the agents accept this rank."""
         self.protected = self.awaited = True
 
     def withdraw(self) -> None:
-        """There is nothing to agree on any more, nor any protection, until the next `hope`."""
+        """End protection and the wait for a verdict until the next `hope`."""
         self.protected = self.awaited = False
 
     def lose(self) -> bool:
-        """Protection is to end. False where that is known."""
+        """End protection; return False if it had ended already."""
         with self.lock:
             if not self.protected or self.refused:
                 return False
@@ -36,12 +39,15 @@ class Verdict:
             return True
 
     def prepared(self) -> None:
-        """This rank could begin, unless it has refused meanwhile."""
+        """Record that this rank is able to begin, unless it has refused meanwhile."""
         with self.lock:
             self.ready = self.ready or not self.refused
 
     def settle(self) -> bool:
-        """All ranks could begin; whether this one still can: what went wrong since then ends protection here only."""
+        """Record that all ranks are able to begin; return whether this one still is.
+
+        A failure of this rank since its last vote ends protection on this rank only.
+        """
         with self.lock:
             self.awaited = False
             self.protected, self.ready = not self.refused, True
@@ -49,17 +55,17 @@ class Verdict:
             return self.protected
 
     def fall_back(self) -> None:
-        """The ranks could not even talk about it: each for itself from now on."""
+        """Decide for this rank alone, because the ranks could not even exchange their votes."""
         with self.lock:
             self.awaited, self.protected = False, not self.refused
 
     @property
     def word(self) -> int:
-        """What this rank tells the others: 1: it could begin, 0: not yet, -1: it will not."""
+        """Return this rank's vote: 1: able to begin, 0: not yet, -1: refused."""
         return -1 if self.refused else int(self.ready)
 
     def reject(self) -> bool:
-        """A rank has refused, so nobody is protected; whether this one did."""
+        """Record that a rank has refused, so no rank is protected; return whether this rank did."""
         with self.lock:
             self.awaited = self.protected = False
             mine, self.refused = self.refused, True

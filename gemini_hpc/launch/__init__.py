@@ -1,1 +1,1 @@
-"""A launcher for each rank of a step, which starts the rank again in seconds when any rank of the step has failed."""
+"""A launcher for each rank of a step, which restarts the rank in seconds after any rank of the step fails."""

@@ -1,4 +1,4 @@
-"""`python -m gemini_hpc.launch SCRIPT ...`: see `main`."""
+"""Command line of `python -m gemini_hpc.launch SCRIPT ...` (see `main`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ABOUT = (
 
 
 def main(words: list[str]) -> program.Program | int:
-    """What this process is to run now, or its exit status."""
+    """Return the program that this process must run now, or its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m gemini_hpc.launch",
         description=_ABOUT,

@@ -1,7 +1,8 @@
-"""What a rank imports after its script's first lines (torch does much of it at first use), told to its launcher.
+"""A log of a rank's late imports, sent to its launcher.
 
-The rank writes each name into a pipe before the module is looked for. The launcher imports the same when the rank has
-long been at work, so that the next attempt finds it there.
+A rank imports more after its script's first lines; torch does much of its importing at first use. The rank writes
+each name into a pipe before Python looks for the module. The launcher imports the same modules once the rank has long
+been at work, so that the next attempt finds them imported.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from types import ModuleType
 from gemini_hpc import clock
 from gemini_hpc.launch.program import get
 
-QUIET_S = 2.0  # without a further name: then the rank is at work
+QUIET_S = 2.0  # seconds without a new name after which the rank is at work
 MOST = 20_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
 _PART_BYTES = 1 << 16
 
 
 class ImportLog:
-    """Both ends: one for all attempts."""
+    """Both ends of the pipe of import names, one for all attempts."""
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -33,22 +34,25 @@ class ImportLog:
         self._names: deque[str] = deque()
         self._heard_at = clock.monotonic()
 
-    # ---- the rank's --------------------------------------------------------------------------------------
+    # ---- in the rank -------------------------------------------------------------------------------------
 
     def record(self) -> None:
-        """In the rank's process, from now on."""
+        """Start recording imports, in the rank's process."""
         os.close(self.fd)
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Called by the import system; finds nothing. A name is lost where the pipe is full."""
+        """Record a name for the launcher and find nothing; called by the import system.
+
+        The name is lost if the pipe is full.
+        """
         with suppress(OSError, UnicodeError):
             os.write(self._write, name.encode("ascii") + b"\n")
 
-    # ---- the launcher's ----------------------------------------------------------------------------------
+    # ---- in the launcher ---------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Take what names there are."""
+        """Read the available names from the pipe."""
         with suppress(BlockingIOError):
             while part := os.read(self.fd, _PART_BYTES):
                 *lines, self._rest = (self._rest + part).split(b"\n")
@@ -61,7 +65,7 @@ class ImportLog:
         self._heard_at = clock.monotonic()
 
     def due_s(self) -> float | None:
-        """After how many seconds there is something to import; None: there is nothing."""
+        """Return the seconds until there is a module to import, or None if there is none."""
         return max(0.0, self._heard_at + QUIET_S - clock.monotonic()) if self._names else None
 
     def take_one(self) -> None:

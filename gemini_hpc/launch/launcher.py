@@ -1,9 +1,9 @@
-"""Keep one rank running: start it again, with all others of its step, when any of them has failed.
+"""The launcher, which keeps one rank running and restarts it with all ranks of its step when any has failed.
 
-The launcher asks the node's agent in which attempt the ranks of the step are to be (`local.LaunchRequest`), and waits
-for that and for its rank's end, whatever comes first. A rank that fails ends the attempt for all: each launcher kills
-its own rank, and forks the next one. The agents agree on what that resumes from, as for any launch. While a node is
-dead or silent nobody begins another attempt: then Slurm requeues the job.
+The launcher asks the node's agent for the attempt in which the ranks of the step belong (`local.LaunchRequest`). It
+waits for the answer and for its rank's end, whichever comes first. A failed rank ends the attempt for all: each
+launcher kills its own rank and forks the next one. The agents agree on the version to resume from, as for any launch.
+While a node is dead or silent no launcher begins another attempt, because Slurm then requeues the job.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from gemini_hpc.wire import local, ports
 
 WAIT_S = 20.0
 RETRY_S = 0.2
-LATER_S = 0.5  # until a signal that was sent to all processes of the step is here, too
-TOLD_S = 2.0  # for the last word to the agent
+LATER_S = 0.5  # by then a signal sent to all processes of the step has arrived here as well
+TOLD_S = 2.0  # for the last message to the agent
 HEALTHY_LOOK_S = 0.1
-LEAVE_S = 0.5  # until the job has gone on without this node, if it does
-SUSPECT_S = 30.0  # until a silent node is known to be dead, or is back
+LEAVE_S = 0.5  # for the job to continue without this node, if it does
+SUSPECT_S = 30.0  # by then a silent node is declared dead, or is back
 
 
 class Launcher:
-    """Of one rank. start: begins a rank with this environment; it raises `Forked` in the new process."""
+    """The launcher of one rank."""
 
     def __init__(
         self,
@@ -52,6 +52,15 @@ class Launcher:
         start: Callable[[Mapping[str, str]], RankProcess],
         imports: ImportLog,
     ) -> None:
+        """Create a launcher.
+
+        Args:
+            path: Path of the agent's socket.
+            environ: Environment of the step.
+            most: Restarts without a newer sealed version.
+            start: Starts a rank with these variables; raises `Forked` in the new process.
+            imports: Log of the rank's imports.
+        """
         self._path, self._environ, self._start, self._imports = path, environ, start, imports
         self._step = step_name(environ)
         self._rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
@@ -60,7 +69,7 @@ class Launcher:
         self._spares = spares(environ) > 0
         self._attempt = -1 if self._spares else 0
         self._place: local.Place | None = None
-        self._status = 0  # of the last rank
+        self._status = 0  # exit status of the last rank
         self._memory = OutOfMemory()
         self._report = Report(self._named, _say)
         self._signals = Signals()
@@ -71,7 +80,7 @@ class Launcher:
     # ---- life ------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Until the rank has ended with success, or is not to be started again; the exit status."""
+        """Run until the rank has succeeded or must not be restarted; return the exit status."""
         self._signals.begin()
         try:
             while True:
@@ -85,12 +94,15 @@ class Launcher:
                     self._report.flush(wait=True)
                     self._signals.end()
                     return status
-        finally:  # in the new process, too: it has no part in this connection
+        finally:  # also in the new process, which must not share this connection
             self._hang_up()
             self._signals.close()
 
     def _environment(self) -> dict[str, str]:
-        """Of this attempt. The ranks of the one before may still be there for a moment: they meet elsewhere."""
+        """Return the environment of this attempt.
+
+        Ranks of the previous attempt may still exist for a moment, so this attempt's ranks meet at another port.
+        """
         env = rank_environment(self._environ, self._place) if self._place is not None else {}
         self._rank = env.get("RANK", self._rank)
         if not self._attempt:
@@ -105,9 +117,10 @@ class Launcher:
         return self._place is not None and self._place.node_rank >= 0
 
     def _wait(self) -> int | None:
-        """Wait, in a job with spares and without a rank, until this node trains in another attempt, or none follows.
+        """Wait without a rank until this node trains in another attempt, or none follows.
 
-        Signals are for ranks, and what they make of them the agent tells. Without an agent one that asks to end does.
+        Only jobs with spares have launchers without a rank. Signals are for ranks, and the agent reports their
+        effect. Without an agent, a signal that asks a process to end ends the launcher.
         """
         while True:
             state = self._hear(None)
@@ -124,7 +137,7 @@ class Launcher:
                 return None
 
     def _attend(self, rank: RankProcess) -> int | None:
-        """Until this attempt is over; the exit status, or None where another attempt begins."""
+        """Wait until this attempt is over; return the exit status, or None if another attempt begins."""
         while True:
             state = self._hear(rank)
             self._signals.pass_on(rank.pid)
@@ -140,7 +153,10 @@ class Launcher:
                 return self._next(rank, state)
 
     def _end(self, rank: RankProcess, state: local.LaunchState) -> int:
-        """No other attempt follows. A rank that somebody has sent a signal has a minute to end by itself."""
+        """Wait for the rank's end when no other attempt follows; return the exit status.
+
+        A rank that received a signal has a minute to end by itself.
+        """
         if not state.left_out:
             self._ended_by(LATER_S)
         _say(f"rank {self._rank}: ending: {state.over}")
@@ -154,16 +170,16 @@ class Launcher:
         return 0 if state.left_out else _status(rank, state)
 
     def _next(self, rank: RankProcess, state: local.LaunchState) -> int | None:
-        """Another attempt begins, unless this one shows that it would end in the same way; the exit status then."""
+        """Begin another attempt, or return the exit status if that attempt would end in the same way."""
         rank.kill()
-        end = self._end_of(rank) if rank.raised is not None else NOTHING  # it was about to end by itself
+        end = self._end_of(rank) if rank.raised is not None else NOTHING  # the rank was about to end by itself
         if end.text:
             state = self._ask(self._said(end)) or state
         again, first = end.repeats(state.before), state.first
         if first.cause is Cause.HUNG and first.host == self._environ.get("SLURMD_NODENAME"):
             self._check(state)
         why_not = self._limit.failed(self._reached(), again=again, memory=first.memory)
-        over = bool(why_not) and (again or first.cause is Cause.HUNG)  # no launcher has asked itself that
+        over = bool(why_not) and (again or first.cause is Cause.HUNG)  # no launcher has decided this yet
         if end.text:
             line = f"{end.text}; not starting the ranks again: {why_not}" if over else ""
             self._report.add(self._attempt, end, rank, line)
@@ -193,7 +209,7 @@ class Launcher:
             return status
         reached = self._reached()
         end = self._end_of(rank, reached)
-        # A rank that fails of another one's end is heard after that one, and has nothing to say then.
+        # A rank that fails because of another one reports after that rank, and then has nothing to report.
         wait_s = TOLD_S if end.cause is Cause.CONSEQUENCE else 0.0
         state = self._ask(msgspec.structs.replace(self._said(end), wait_s=wait_s))
         if state is not None and state.over:
@@ -201,7 +217,7 @@ class Launcher:
             return self._end(rank, state)
         begun = state is not None and state.attempt > self._attempt
         again = state is not None and end.repeats(state.before if begun else state.first)
-        if self._spares and begun and not again:  # of a lost node, and a spare is there
+        if self._spares and begun and not again:  # the cause is a lost node, and a spare exists
             self._report.add(self._attempt, end, rank, "")
             self._status, self._place = status, None
             return None
@@ -221,7 +237,7 @@ class Launcher:
             _say(f"{end.text}; not starting the ranks again: no agent answers")
             return status
         self._check(state)
-        if self._spares:  # the place may be another one
+        if self._spares:  # the node's place may have changed
             self._status, self._place = status, None
             return None
         if not follows:
@@ -232,12 +248,12 @@ class Launcher:
         return None
 
     def _end_of(self, rank: RankProcess, reached: Reached | None = None) -> End:
-        """Describe the end of the rank in this attempt."""
+        """Return the evidence of the rank's end in this attempt."""
         host = self._environ.get("SLURMD_NODENAME", "")
         return describe(rank, number(self._rank), host, reached or self._reached(), self._memory, spares=self._spares)
 
     def _named(self, attempt: int) -> tuple[End, End]:
-        """Return how an attempt ended first, as far as the agents know, and how the one before it did."""
+        """Return the first end of an attempt, as the agents know it, and that of the attempt before."""
         state = self._ask(local.LaunchRequest(self._step, attempt))
         if state is None:
             return NOTHING, NOTHING
@@ -246,7 +262,7 @@ class Launcher:
         return ends[back], ends[back + 1]
 
     def _check(self, state: local.LaunchState) -> None:
-        """A rank has failed on this node: is the node healthy? The agents hear of it if it is not."""
+        """Check the node's health after its rank has failed, and report a problem to the agents."""
         if not state.check or state.left_out:
             return
         began = clock.monotonic()
@@ -262,7 +278,10 @@ class Launcher:
         return local.LaunchRequest(self._step, self._attempt, rank=number(self._rank), cause=cause, end=end)
 
     def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
-        """The signal that somebody has ended the step with: this process gets it, too, perhaps a little later."""
+        """Return the signal that ended the step, or None.
+
+        This process receives the signal as well, perhaps a little later.
+        """
         deadline = clock.monotonic() + wait_s
         while self._signals.last is None and clock.monotonic() < deadline:
             clock.sleep(RETRY_S / 10)
@@ -272,7 +291,10 @@ class Launcher:
         return None
 
     def _healthy(self) -> bool:
-        """Wait while a node is silent; False where one is dead, or nobody can tell: then it is not for launchers."""
+        """Wait while a node is silent; return False if a node is dead or no agent can tell.
+
+        Launchers do not restart ranks then.
+        """
         said, began = False, clock.monotonic()
         while not self._signals.asked_since(began) and clock.monotonic() < began + SUSPECT_S:
             verdict = ask_verdict(self._path)
@@ -296,7 +318,7 @@ class Launcher:
     # ---- the agent -------------------------------------------------------------------------------------
 
     def _hear(self, rank: RankProcess | None) -> local.LaunchState | None:
-        """Wait for the rank's end, or for what the agent says of its step."""
+        """Wait for the rank's end or the agent's message about its step; return the message."""
         try:
             sock = self._connected()
             if not self._asked:
@@ -331,7 +353,7 @@ class Launcher:
             if isinstance(reply, local.LaunchState):
                 return reply
         self._hang_up()
-        clock.sleep(RETRY_S)  # an agent that is of another incarnation, or is being started again
+        clock.sleep(RETRY_S)  # the agent belongs to another incarnation or is restarting
         return None
 
     def _connected(self) -> socket.socket:
@@ -354,7 +376,7 @@ class Launcher:
         given_up: bool = True,
         done: bool = False,
     ) -> local.LaunchState | None:
-        """The rank's end, for all; what the agent says, None where none answers in time."""
+        """Report the rank's end to the agents; return the agent's answer, or None without a timely one."""
         said = msgspec.structs.replace(
             self._said(end),
             failed=end.text if failed and end is not None else "",
@@ -366,7 +388,7 @@ class Launcher:
         return self._ask(said)
 
     def _ask(self, message: local.LaunchRequest) -> local.LaunchState | None:
-        """On a connection of its own; None where no agent answers in time."""
+        """Send a request on a connection of its own; return None if no agent answers in time."""
         deadline = clock.monotonic() + TOLD_S
         while True:
             try:
@@ -382,13 +404,15 @@ class Launcher:
 
 
 def _ending(state: local.LaunchState) -> End:
-    """Return how the last attempt ended; another one may have begun before that was judged."""
+    """Return the end of the last attempt; another attempt may have begun before that one was judged."""
     return state.last if state.last.text else state.first
 
 
 def _status(rank: RankProcess, state: local.LaunchState | None) -> int:
-    """The exit status where no other attempt follows: a victim's own one would hide the cause. srun ends who is left
-    with SIGTERM when one has failed."""
+    """Return the exit status if no other attempt follows.
+
+    A victim's own status would hide the cause. srun ends the remaining ranks with SIGTERM after one has failed.
+    """
     status = rank.status or 0
     victim = rank.killed or rank.cause is Cause.CONSEQUENCE or status - 128 in SENT
     first = _ending(state).status if state is not None and victim else 0

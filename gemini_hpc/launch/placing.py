@@ -1,4 +1,4 @@
-"""RANK and its companions in a job with spares, where Slurm's task numbers say nothing of who trains."""
+"""RANK and its companions in a job with spares, where Slurm's task numbers do not show which nodes train."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from gemini_hpc.wire import local, ports
 
 
 class Uneven(ValueError):
-    """The step has not the same number of tasks on each node."""
+    """An error: the step has different numbers of tasks on its nodes."""
 
 
 def tasks_per_node(environ: Mapping[str, str]) -> int:
-    """Of this step, from Slurm's variables: "2(x4)" is 2. Raises `Uneven`."""
+    """Return the number of tasks on each node of this step from Slurm's variables: "2(x4)" is 2.
+
+    Raises:
+        Uneven: The nodes have different numbers of tasks.
+    """
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     counts = {part.partition("(")[0] for part in text.split(",")}
     count = counts.pop()
@@ -25,13 +29,16 @@ def tasks_per_node(environ: Mapping[str, str]) -> int:
 
 
 def spares(environ: Mapping[str, str]) -> int:
-    """Nodes of the job that wait until another one is lost."""
+    """Return the number of the job's nodes that wait to replace a lost one."""
     return number(environ.get(SPARES_ENV, ""))
 
 
 def place_without_agent(environ: Mapping[str, str]) -> local.Place:
-    """This node's place in a job with spares where nobody protects it: by position in Slurm's list. Raises ValueError
-    where Slurm's variables are not there."""
+    """Return this node's place, by position in Slurm's list, in a job with spares that no agent protects.
+
+    Raises:
+        ValueError: Slurm's variables are missing.
+    """
     hosts = hostlist.expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     if not hosts:
         raise ValueError("a job with spares needs Slurm's list of its hosts, and SLURM_JOB_NODELIST is not set")
@@ -41,7 +48,11 @@ def place_without_agent(environ: Mapping[str, str]) -> local.Place:
 
 
 def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str, str]:
-    """What torch.distributed reads, on a node of this place. Raises `Uneven`."""
+    """Return the variables that torch.distributed reads, for a node of this place.
+
+    Raises:
+        Uneven: The nodes have different numbers of tasks.
+    """
     here, local_rank = tasks_per_node(environ), number(environ.get("SLURM_LOCALID", ""))
     return {
         "RANK": str(place.node_rank * here + local_rank),

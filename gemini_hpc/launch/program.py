@@ -1,4 +1,4 @@
-"""The training's script: what it imports is imported once, in the launcher; each attempt is a fork that runs it."""
+"""The training's script: the launcher imports its modules once, and each attempt is a fork that runs it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-# What a training with torch imports only when it runs; torch._dynamo comes with the first optimizer, and takes longer
-# than all the rest. A spare has no earlier attempt from which its launcher could know.
+# Modules that a training with torch imports only when it runs. torch._dynamo comes with the first optimizer and takes
+# longer than all others. The launcher of a spare has no earlier attempt to learn the names from.
 _LATER = ("torch._dynamo", "gemini_hpc.train.checkpointer")
 
 
 @dataclass(frozen=True)
 class Program:
-    """script: a file, or, with `module`, the name of a module; arguments: what follows it."""
+    """The script of a rank and its arguments.
+
+    Attributes:
+        script: A file, or with `module` the name of a module.
+        module: The script is a module's name, as for `python -m`.
+        arguments: Arguments of the script.
+    """
 
     script: str
     module: bool
     arguments: tuple[str, ...]
 
     def argv(self) -> list[str]:
-        """As a command of its own, with the options of this interpreter."""
+        """Return the command that runs the script as a new process, with this interpreter's options."""
         given = sys.orig_argv[1:]
         options = given[: given.index("-m")] if "-m" in given else []
         return [sys.executable, *options, *(["-m"] if self.module else []), self.script, *self.arguments]
 
     def prepare(self) -> None:
-        """Import what the script imports at its top level. What cannot be imported is left to the script."""
+        """Import the modules that the script imports at its top level.
+
+        A module that cannot be imported is left to the script.
+        """
         self._arrive()
         if self.module:
             return
@@ -52,7 +61,7 @@ class Program:
         sys.argv = [self.script, *self.arguments]
 
     def run(self) -> None:
-        """In the process of one attempt. Raises whatever the script raises."""
+        """Run the script in the process of one attempt. Raises whatever the script raises."""
         _as_if_new()
         self._arrive()
         if self.module:
@@ -62,8 +71,10 @@ class Program:
 
 
 def imported(source: bytes) -> dict[str, list[str]]:
-    """Modules that a script imports at its top level, in order, each with the names that `from` takes of it; relative
-    ones are not among them."""
+    """Return modules that a script imports at its top level, in order.
+
+    Each comes with the names that `from` imports. Relative imports are not included.
+    """
     found: dict[str, list[str]] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import):
@@ -75,16 +86,20 @@ def imported(source: bytes) -> dict[str, list[str]]:
 
 
 def get(name: str, taken: Sequence[str] = ()) -> None:
-    """Import a module that the rank imports, and the modules among what it takes of that one. What cannot be imported
-    is none of ours. MPI begins when it is imported, and is the rank's."""
+    """Import a module that the rank imports, and modules among the names imported from it.
+
+    A failed import is ignored. mpi4py is skipped, because MPI starts on import and belongs to the rank.
+    """
     if name.partition(".")[0] != "mpi4py":
         with suppress(Exception, SystemExit):
             __import__(name, fromlist=taken)
 
 
 def unfit() -> str:
-    """Why this process is not to be forked, or "": a child has no thread but the one that forks, and cannot use a
-    device that its parent has opened."""
+    """Return why this process must not be forked, or "".
+
+    A child has only the thread that forks, and cannot use a device that its parent has opened.
+    """
     if threading.active_count() > 1:
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         return f"an import has started a thread ({', '.join(names)[:100]})"
@@ -97,7 +112,7 @@ def unfit() -> str:
 
 
 def _as_if_new() -> None:
-    """What an interpreter draws when it starts is drawn anew."""
+    """Draw anew the random seeds that an interpreter draws at its start."""
     import random
 
     random.seed()

@@ -1,4 +1,4 @@
-"""Describe how a rank has ended: to the agents, and once to the user, for the rank that failed first."""
+"""Descriptions of a rank's end: for the agents, and once for the user for the rank that failed first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from gemini_hpc.core.culprits import Cause
 from gemini_hpc.launch.rank_process import RankProcess
 from gemini_hpc.node.out_of_memory import OutOfMemory
 
-SETTLE_S = 0.3  # ranks that fail of one cause, on whatever node, have been heard of by then
+SETTLE_S = 0.3  # by then all ranks that fail of one cause, on any node, have been reported
 
 
 def describe(
     process: RankProcess, rank: int, host: str, reached: Reached | None, memory: OutOfMemory, *, spares: bool
 ) -> End:
-    """Return what the end of a rank shows: by itself, or by its launcher after an exception of its own.
+    """Return the evidence of a rank's end, by itself or by its launcher after an exception of its own.
 
-    spares: another node may take the place of one that fails: then only what is surely the program's has a key."""
+    Args:
+        process: Process of the rank.
+        rank: Number of the rank.
+        host: Name of this node.
+        reached: The agent's knowledge; None: no agent answers.
+        memory: Observer of out-of-memory kills.
+        spares: Another node may replace a failed one. Only an end that surely is the program's then gets a key.
+    """
     raised = process.raised
     cause = raised if raised is not None else process.cause or Cause.CONSEQUENCE
     status = process.status if process.status and not process.killed else 1
@@ -41,13 +48,17 @@ def describe(
     elif cause is not Cause.CONSEQUENCE and not killed and not spares:
         kind = f"{words or told} of rank {rank}"
     at = reached.step if reached is not None else "?"
-    key = f"{kind} at step {at}" if kind and status != TRY_AGAIN_EXIT else ""  # the next attempt loads something else
+    key = f"{kind} at step {at}" if kind and status != TRY_AGAIN_EXIT else ""  # then another version is loaded
     text = f"rank {rank} ended with {told}{f' ({detail})' if detail else ''}"
     return End(text[:300], cause, rank, min(status, 255), host[:300], key[:300], lacking, clock.time())
 
 
 def in_words(status: int) -> str:
-    """Return an exit status for people, as a shell has it: the name of the signal, if it was one."""
+    """Return an exit status for people: the name of the signal, if any, else the number.
+
+    Args:
+        status: Exit status as a shell reports it.
+    """
     if status > 128:
         with suppress(ValueError):
             return signal.Signals(status - 128).name
@@ -65,35 +76,41 @@ class _Left:
 
 
 class Report:
-    """The lines of one launcher about its ranks' ends.
-
-    named: returns how an attempt ended first, as the agents know it now, and how the one before it did; say: prints a
-    line.
-    """
+    """A launcher's pending lines about the ends of its ranks."""
 
     def __init__(self, named: Callable[[int], tuple[End, End]], say: Callable[[str], None]) -> None:
+        """Create an empty report.
+
+        Args:
+            named: Returns the first end of an attempt, as the agents know it now, and that of the attempt before.
+            say: Prints a line.
+        """
         self._named, self._say = named, say
         self._left: list[_Left] = []
 
     def add(self, attempt: int, end: End, process: RankProcess, line: str) -> None:
-        """Have a line said, and a traceback shown, if this rank turns out to be the one that failed first."""
+        """Queue a line and a traceback, printed only if this rank turns out to have failed first."""
         raised = process.raised is not None
         words, traceback = (process.note.words, process.note.text) if raised else ("", "")
         self._left.append(_Left(clock.monotonic() + SETTLE_S, attempt, end, line, words, traceback))
 
     def due_s(self) -> float | None:
-        """Return after how many seconds there is something to say; None: there is nothing."""
+        """Return the seconds until a line is due, or None if there is none."""
         return max(0.0, self._left[0].due - clock.monotonic()) if self._left else None
 
     def flush(self, *, wait: bool = False) -> None:
-        """Say what is due; wait: all of it, once that is known."""
+        """Print the due lines.
+
+        Args:
+            wait: Wait for all lines to become due and print them.
+        """
         while self._left and (wait or not self.due_s()):
             clock.sleep(self.due_s() or 0.0)
             left = self._left.pop(0)
             named, before = self._named(left.attempt)
             first = not named.text or named.rank == left.end.rank
             victim = left.end.cause is Cause.CONSEQUENCE and not first
-            known = before.text if first else f"{before.text} {named.text}"  # another one has shown it
+            known = before.text if first else f"{before.text} {named.text}"  # another rank has shown the traceback
             if left.traceback and not victim and left.words not in known:
                 lines.put(sys.stderr, left.traceback)
             if first and left.line:

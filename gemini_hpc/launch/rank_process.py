@@ -1,4 +1,4 @@
-"""The process of one rank in one attempt: forked from the launcher, killed with all that it has started."""
+"""The process of one rank in one attempt: forked from the launcher, killed with all its descendants."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _NOTE_BYTES = 1 << 16
 
 
 class _Note:
-    """A rank's note for its launcher, in memory that both have.
+    """A rank's note for its launcher, in shared memory.
 
-    [0] is the cause and 1, [1] whether memory was wanting. Words and a traceback follow, each behind its length.
+    [0] is the cause plus 1, [1] is whether memory ran out. Words and a traceback follow, each preceded by its length.
     """
 
     _WORDS_AT, _TEXT_AT = 2, 1024
@@ -33,13 +33,13 @@ class _Note:
         self._map = mmap.mmap(-1, _NOTE_BYTES)
 
     def write(self, cause: Cause, error: BaseException) -> None:
-        """Leave what an exception shows; the cause last, for it says that the rest is there."""
+        """Write an exception's evidence; the cause comes last, because it marks the note as complete."""
         self._map[1] = mistake.is_memory(error)
         self._put(self._WORDS_AT, mistake.in_words(error), self._TEXT_AT)
         self._map[0] = 1 + cause
 
     def leave(self, text: str) -> None:
-        """Leave a traceback, its beginning and its end where it is too long."""
+        """Write a traceback, shortened to its beginning and end if too long."""
         most = _NOTE_BYTES // 4
         short = text if len(text) <= most // 2 else f"{text[: most // 4]}\n[...]\n{text[-most // 4 :]}"
         self._put(self._TEXT_AT, short, _NOTE_BYTES)
@@ -55,13 +55,13 @@ class _Note:
 
     @property
     def cause(self) -> Cause | None:
-        """Return what an exception shows; None without one."""
+        """Return the cause that an exception shows, or None without one."""
         code = self._map[0]
         return Cause(code - 1) if 0 < code <= len(Cause) else None
 
     @property
     def is_memory(self) -> bool:
-        """Return whether memory was wanting."""
+        """Return whether memory ran out."""
         return bool(self._map[1])
 
     @property
@@ -71,19 +71,19 @@ class _Note:
 
     @property
     def text(self) -> str:
-        """Return its traceback."""
+        """Return the exception's traceback."""
         return self._get(self._TEXT_AT, _NOTE_BYTES)
 
 
-_notes: dict[int, _Note] = {}  # in a rank's process, by its id: where it tells
+_notes: dict[int, _Note] = {}  # in a rank's process: its note, by process id
 
 
 class Forked(Exception):
-    """Raised in the new process: it leaves the launcher's frames, and becomes the rank."""
+    """An exception raised in the new process, which leaves the launcher's frames and becomes the rank."""
 
 
 def adopt_orphans() -> None:
-    """What a rank has started (workers of a data loader, say) becomes this process's child when the rank dies."""
+    """Make this process the parent of a dead rank's children (such as data loader workers)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -92,10 +92,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 class RankProcess:
-    """One. command: what to execute, in place of going on in the fork, where that is not possible."""
+    """A rank's process."""
 
     def __init__(self, env: Mapping[str, str], command: Sequence[str] = ()) -> None:
-        """Raises OSError, and `Forked` in the new process."""
+        """Fork the rank.
+
+        Args:
+            env: Variables to set in the rank.
+            command: Command to execute instead of continuing in the fork, if that is not possible.
+
+        Raises:
+            OSError: The fork failed.
+            Forked: Raised in the new process.
+        """
         self._others = frozenset(_children())
         self.note = _Note()
         lines.settle()
@@ -106,11 +115,11 @@ class RankProcess:
             self._begin(launcher, env, command)
         self.fd = os.pidfd_open(self.pid)
         self.status: int | None = None
-        self.killed = False  # by its launcher
+        self.killed = False  # the launcher has killed it
 
     @staticmethod
     def _begin(launcher: int, env: Mapping[str, str], command: Sequence[str]) -> None:
-        """It ends with its launcher, and takes signals as any process does."""
+        """Prepare the new process: it ends with its launcher and handles signals by default."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
             os._exit(1)
@@ -126,7 +135,7 @@ class RankProcess:
         os._exit(127)
 
     def ended(self) -> bool:
-        """Whether it has ended; `status` is then what a shell would say."""
+        """Return whether the process has ended; `status` is then its exit status as a shell reports it."""
         if self.status is None:
             pid, word = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -137,12 +146,15 @@ class RankProcess:
 
     @property
     def raised(self) -> Cause | None:
-        """What an exception shows that goes through it, or has ended it; known before the process ends."""
+        """Return the cause shown by an exception that passes through the rank or has ended it.
+
+        The cause is known before the process ends.
+        """
         return self.note.cause
 
     @property
     def cause(self) -> Cause | None:
-        """What its end shows, as long as its launcher has not killed it; None without a failure."""
+        """Return the cause of the end, unless the launcher killed the process; None without a failure."""
         if not self.status or self.raised is not None:
             return self.raised
         number = self.status - 128
@@ -153,7 +165,7 @@ class RankProcess:
         return Cause.CRASHED if number > 0 else Cause.RAISED
 
     def kill(self) -> None:
-        """End it at once, and all that it has started. Returns when nothing of that is left, or after 10 s."""
+        """Kill the process and all its descendants, and wait up to 10 s until none is left."""
         deadline = clock.monotonic() + _KILL_S
         self.killed = self.killed or not self.ended()
         while clock.monotonic() < deadline:
@@ -171,15 +183,18 @@ class RankProcess:
 
 
 def note_error(error: BaseException) -> None:
-    """In the rank: this ends the script. Noted at once: whoever handles it may wait, and be killed meanwhile."""
-    note = _notes.get(os.getpid())  # none in what it has forked
+    """Record in the rank that this exception ends the script.
+
+    The note is written at once, because a handler of the exception may wait and be killed meanwhile.
+    """
+    note = _notes.get(os.getpid())  # processes forked by the rank have no note
     if note is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         cause = Cause.DEVICE if is_device_error(error) else Cause.RAISED
         note.write(Cause.CONSEQUENCE if is_communication_error(error) else cause, error)
 
 
 def leave_traceback(error: BaseException) -> None:
-    """Leave the traceback in the rank's note, for the launcher to show; show it here where there is no launcher."""
+    """Write the traceback to the rank's note for the launcher, or print it here without a launcher."""
     note = _notes.get(os.getpid())
     if note is None:
         mistake.show(error)

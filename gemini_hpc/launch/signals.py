@@ -1,8 +1,8 @@
-"""Signals that a batch system or a person sends to a launcher: its rank gets each of them once.
+"""Signals that a batch system or a person sends to a launcher; its rank gets each of them once.
 
-Slurm sends a step's signals to all of its processes or, with `proctrack/cgroup`, to the first process of each task
-alone, and that is the launcher. Nothing in the rank shows which of the two it was. A witness does: a child beside the
-rank that waits for signals. What has reached the witness has reached the rank.
+Slurm sends a step's signals to all of its processes. With `proctrack/cgroup` Slurm sends them only to the first
+process of each task, the launcher. Nothing in the rank shows which of the two happened. A witness does: a child
+beside the rank that waits for signals. A signal that reached the witness has reached the rank.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import NoReturn
 
 from gemini_hpc import clock
 
-# What people and batch systems send.
+# Signals that people and batch systems send.
 SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# These ask a process to end. The others ask for something else, and most programs that get them go on.
+# Signals that ask a process to end. Most programs continue after the others, which ask for something else.
 ENDING = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-# What ends so soon after a signal has ended because of it.
+# A process that ends this soon (seconds) after a signal has ended because of it.
 HEEDED_S = 60.0
-LATER_S = 1.0  # within which a signal to all processes of the step has reached the last of them
+LATER_S = 1.0  # by then a signal to all processes of the step has reached the last one
 _PR_SET_PDEATHSIG = 1
 
 
 def is_heeded(number: signal.Signals, status: int) -> bool:
-    """Return whether an end, as an exit status, may be what a signal was sent for.
+    """Return whether an exit status may be the effect of a signal.
 
-    A signal that asks for something else is not why another one has ended a process.
+    A signal that asks for something else does not explain an end by another signal.
     """
     return number in ENDING or status <= 128 or status == 128 + number
 
@@ -37,7 +37,11 @@ class Witness:
     """A child that reports the signals that reach it, until this process ends."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
+        """Fork the child.
+
+        Raises:
+            OSError: The fork or the pipe failed.
+        """
         self._owner = os.getpid()
         self._got, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._seen: list[int] = []
@@ -48,7 +52,7 @@ class Witness:
 
     @staticmethod
     def _watch(parent: int, told: int) -> NoReturn:
-        """Be the child: it holds nothing of its parent's but the pipe."""
+        """Run as the child, which keeps no descriptor of its parent except the pipe."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             for number in SENT:
@@ -64,7 +68,7 @@ class Witness:
             os._exit(0)
 
     def has_got(self, number: int) -> bool:
-        """Return whether this signal has reached the child; each is reported once."""
+        """Return whether this signal has reached the child; each signal is reported once."""
         with suppress(BlockingIOError):
             self._seen += os.read(self._got, 256)
         if number not in self._seen:
@@ -73,7 +77,7 @@ class Witness:
         return True
 
     def close(self) -> None:
-        """End the child; in a fork of this process only its descriptor is closed."""
+        """End the child; a fork of this process only closes its descriptor."""
         os.close(self._got)
         if os.getpid() == self._owner:
             with suppress(ProcessLookupError):
@@ -83,10 +87,12 @@ class Witness:
 
 
 class Signals:
-    """The signals that a launcher gets, from `begin` on.
+    """The signals that a launcher receives after `begin`.
 
-    last: the newest one and when it came, None before the first; asked: the newest that asks to end, likewise; fd:
-    readable when one has come, -1 before `begin`.
+    Attributes:
+        last: Newest signal and its time (monotonic seconds); None: none yet.
+        asked: Newest signal that asks to end, likewise.
+        fd: Readable if a signal has arrived; -1 before `begin`.
     """
 
     def __init__(self) -> None:
@@ -97,7 +103,11 @@ class Signals:
         self._witness: Witness | None = None
 
     def begin(self) -> None:
-        """Take the signals of this process from now on. Raises OSError."""
+        """Handle the signals of this process from now on.
+
+        Raises:
+            OSError: The pipe or the witness could not be made.
+        """
         self.fd, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._witness = Witness()
         for number in SENT:
@@ -113,14 +123,14 @@ class Signals:
             os.write(self._wake, b"!")
 
     def due_s(self) -> float | None:
-        """Return the seconds until `pass_on` has something to do; None: nothing came."""
+        """Return the seconds until `pass_on` has a signal to send, or None if none arrived."""
         if self.fd >= 0:
             with suppress(BlockingIOError):
                 os.read(self.fd, 256)
         return max(0.0, self._due[0][1] - clock.monotonic()) if self._due else None
 
     def pass_on(self, pid: int) -> None:
-        """Send the rank what has reached this process alone."""
+        """Send the rank each signal that has reached this process but not the rank."""
         now = clock.monotonic()
         while self._due and self._due[0][1] <= now:
             number, _ = self._due.pop(0)
@@ -129,20 +139,23 @@ class Signals:
                     os.kill(pid, number)
 
     def asked_since(self, moment: float) -> bool:
-        """Return whether one that asks to end has come since a moment of the monotonic clock."""
+        """Return whether a signal that asks to end arrived since this moment (monotonic seconds)."""
         return self.asked is not None and self.asked[1] >= moment
 
     def forget(self) -> None:
-        """Pass nothing on of what has come: there is no rank."""
+        """Drop the received signals, because there is no rank to send them to."""
         self._due.clear()
 
     def end(self) -> None:
-        """Ignore what comes now: the exit status is known, and an interpreter that ends has no handlers."""
+        """Ignore signals from now on.
+
+        The exit status is known, and an interpreter that ends has no handlers.
+        """
         for number in SENT:
             signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Have no part in it any more, in a fork of this process, too."""
+        """Close descriptors and the witness; also called in a fork of this process."""
         if self._witness is not None:
             os.close(self.fd)
             os.close(self._wake)

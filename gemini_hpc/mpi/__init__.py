@@ -1,4 +1,4 @@
-"""The front for MPI programs without torch: `Checkpointer` over mpi4py and NumPy."""
+"""Frontend for MPI programs without torch: `Checkpointer` over mpi4py and NumPy."""
 
 from __future__ import annotations
 

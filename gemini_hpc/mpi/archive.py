@@ -1,10 +1,10 @@
-"""The arrays of all ranks in one HDF5 file, which they fill together: parallel HDF5, over MPI-IO.
+"""Archives: the arrays of all ranks in one HDF5 file, filled together through parallel HDF5 over MPI-IO.
 
-For healthy times: everything here is collective, and waits for ever for a rank that has died. Rank 0 makes the file,
-with all datasets in their places, in its own memory, and copies it; then all only write values into it. HDF5 has
-nothing of its own to write then where a disk is full: where it has, and cannot, it ends the program when it closes
-the file (1.10.8: a segmentation fault). So that what fails on one rank is known to all, they compare notes after each
-phase.
+Everything here is collective and waits forever for a dead rank, so use it in healthy times only. Rank 0 makes the
+file with all datasets in their places in its own memory, and copies it to disk. Then all ranks only write values into
+it. HDF5 therefore writes nothing of its own when a disk is full. If HDF5 has to and cannot, it ends the program when
+it closes the file (1.10.8: a segmentation fault). The ranks compare results after each phase, so that all know of a
+failure on any rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ Box = tuple[Shape, Shape]  # offset, size
 
 @dataclass
 class Dataset:
-    """One of the file. boxes: who writes them; what several ranks have comes from the lowest."""
+    """A dataset of the file.
+
+    Attributes:
+        boxes: Writer rank of each box; if several ranks have a box, the lowest writes it.
+    """
 
     name: str
     row: Row
@@ -39,7 +43,22 @@ class Dataset:
 
 
 def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, version: int, info: Any = None) -> None:
-    """Collective. Raises RuntimeError, ValueError, OSError alike on all ranks; see `Checkpointer.archive`."""
+    """Write the archive (collective); see `Checkpointer.archive`.
+
+    Args:
+        comm: Communicator of all ranks.
+        words: The ranks, for short messages.
+        path: Path of the file.
+        arrays: Arrays of this rank.
+        name: Name of the program, for the file's attributes.
+        version: Version of the arrays, for the file's attributes.
+        info: Hints for MPI-IO.
+
+    Raises:
+        RuntimeError: On all ranks, if h5py on any rank is not built with MPI.
+        ValueError: On all ranks, if shapes or types of an array differ between ranks.
+        OSError: On all ranks, if a phase fails on any rank.
+    """
     _agree(words, _lacking(), RuntimeError)
     datasets = plan([msgspec.msgpack.decode(raw, type=Manifest) for raw in words.all(arrays.packed)])
     attributes = {"set": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
@@ -55,7 +74,7 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
     done = False
     try:
         by_first(lambda: _make(temporary, datasets, attributes))
-        # seen before any rank waits for the others in MPI-IO: the path may be one that only the first one's node has
+        # fail before any rank waits for others in MPI-IO: the path may exist on rank 0's node only
         agree(lambda: os.close(os.open(temporary, os.O_RDWR)))
         _fill(agree, temporary, datasets, arrays, words.rank, comm, info)
         by_first(lambda: publish(temporary, directory, last))
@@ -67,8 +86,11 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
 
 
 def plan(manifests: Sequence[Manifest]) -> list[Dataset]:
-    """The datasets of a file, in the same order on all ranks. Raises ValueError where ranks have an array in common
-    whose shape or type is not the same."""
+    """Return the datasets of a file, in the same order on all ranks.
+
+    Raises:
+        ValueError: Ranks share an array whose shape or type differs.
+    """
     from gemini_hpc.tier.hdf5 import link_name
 
     found: dict[str, Dataset] = {}
@@ -90,7 +112,7 @@ def plan(manifests: Sequence[Manifest]) -> list[Dataset]:
 
 
 def _lacking() -> str:
-    """Why this rank's h5py cannot do it; "" where it can."""
+    """Return why this rank's h5py cannot write archives, or "" if it can."""
     try:
         import h5py
     except ImportError as error:
@@ -101,7 +123,7 @@ def _lacking() -> str:
 
 
 def _make(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, Any]) -> None:
-    """All of the file but the values, in the place of what a program left that was ended in the middle."""
+    """Make the file without its values, replacing the remains of a program that was ended in between."""
     from gemini_hpc.tier import hdf5
 
     with suppress(FileNotFoundError):
@@ -122,8 +144,11 @@ def _make(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, 
 
 
 def _reserve(to: int, size: int) -> None:
-    """Blocks for all of it: that a disk is full is better known now than when all ranks write, see `hdf5.put_box`.
-    Not by posix_fallocate, which writes into each block where a file system has no such call."""
+    """Reserve disk blocks for the whole file.
+
+    A full disk is better noticed now than when all ranks write (`hdf5.put_box`). posix_fallocate is no alternative,
+    because it writes into each block if a file system lacks the call.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(to, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
         return
@@ -137,7 +162,7 @@ def _reserve(to: int, size: int) -> None:
 
 
 def _copy(memory: int, to: int) -> None:
-    """What there is, without the holes that values go to."""
+    """Copy the content without the holes that the values fill later."""
     size, at = os.fstat(memory).st_size, 0
     while at < size:
         try:
@@ -172,8 +197,12 @@ def _fill(
 
 
 def _values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -> None:
-    """Write what is this rank's: by itself where it is one stretch of the file on all ranks, else with all of them,
-    also where this one has nothing to write, or has failed before: the others wait for it there."""
+    """Write this rank's values.
+
+    A dataset whose boxes are each one contiguous stretch of the file is written by its owners alone. Any other
+    dataset is written by all ranks together. This rank then takes part even without values or after a failure,
+    because the others wait for it.
+    """
     from gemini_hpc.tier import hdf5
 
     mine = {(piece.row, piece.offset): values for piece, values in arrays.pieces()}
@@ -194,13 +223,16 @@ def _values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -
 
 
 def _one_stretch(size: Shape, shape: Shape) -> bool:
-    """Whether a box is without gaps in its whole: all of it behind the first dimension of which it has several."""
+    """Return whether a box has no gaps in its whole array.
+
+    All dimensions after the first one with more than one element must be complete.
+    """
     several = next((i for i, n in enumerate(size) if n > 1), len(size))
     return size[several + 1 :] == shape[several + 1 :] or not math.prod(size)
 
 
 def _problem(path: str, what: Callable[[], object]) -> str:
-    """Do it; what went wrong, in words."""
+    """Run `what`; return its error in words, or ""."""
     try:
         what()
     except (OSError, RuntimeError, ValueError) as error:
@@ -209,7 +241,7 @@ def _problem(path: str, what: Callable[[], object]) -> str:
 
 
 def _agree(words: MpiRanks, problem: str, kind: type[Exception]) -> None:
-    """Collective: go on where no rank has a problem; else all of them raise that of the first."""
+    """Continue if no rank has a problem, else raise the first rank's problem on all ranks (collective)."""
     found = words.first(problem and f"rank {words.rank}: {problem}")
     if found:
         raise kind(found)

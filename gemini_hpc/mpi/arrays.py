@@ -1,4 +1,4 @@
-"""The arrays of one rank: how they lie in a slot, how they get there and back."""
+"""The arrays of one rank: their layout in a slot, and copies to and from it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """An array that is one rank's box of a global one: where it begins there, and the global shape. Ranks' boxes may
-    overlap where they have the same values."""
+    """An array that is one rank's box of a global array.
+
+    Boxes of different ranks may overlap if they hold the same values.
+
+    Attributes:
+        array: The box.
+        offset: Begin of the box in the global array.
+        shape: Shape of the global array.
+    """
 
     array: Any
     offset: Sequence[int]
@@ -36,9 +43,15 @@ class _Held:
 
 
 class Arrays:
-    """Names and arrays as given. Raises TypeError or ValueError for what cannot be captured."""
+    """The named arrays that one rank passed."""
 
     def __init__(self, given: Mapping[str, Any], rank: int, world: int) -> None:
+        """Check the arrays and plan their layout.
+
+        Raises:
+            TypeError: A value cannot be captured.
+            ValueError: A value cannot be captured, or there are none.
+        """
         if not given:
             raise ValueError("no arrays were given: there is nothing to protect")
         self._held: dict[str, _Held] = {}
@@ -59,11 +72,16 @@ class Arrays:
         boxes = [(i, h.offset, _size(h)) for i, h in enumerate(self._held.values())]
         self.manifest = Manifest(rank, world, rows, shard_manifest.place(rows, boxes))
         self.packed = shard_manifest.pack(self.manifest)
-        shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # a part that is no box of its whole
+        shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # rejects a part that is no box of its array
         self.layout = Layout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
 
     def rebind(self, name: str, value: Any) -> None:
-        """Another array takes the place of one. Raises KeyError, and ValueError for one of other size or type."""
+        """Replace an array by another one.
+
+        Raises:
+            KeyError: The name is unknown.
+            ValueError: The new array has another shape or type.
+        """
         held = self._held[name]
         array = _writable(name, value)
         if (array.shape, array.dtype) != (held.array.shape, held.array.dtype):
@@ -80,7 +98,7 @@ class Arrays:
             np.copyto(target.reshape(held.array.shape), held.array)
 
     def pieces(self) -> list[tuple[Piece, Array]]:
-        """Boxes, and the values of each, in memory without gaps; as bytes where that is how they are kept."""
+        """Return each box with its values, contiguous in memory, as bytes if they are stored as bytes."""
         found = []
         for piece, held in self._pieces():
             values = np.asarray(held.array, order="C")
@@ -93,8 +111,15 @@ class Arrays:
         return [(piece, held[piece.row]) for piece in self.manifest.pieces]
 
     def load(self, shards: Sequence[Saved], same: bool) -> None:
-        """Fill all arrays from the shards of a version, the own one first. same: they are of as many ranks. Raises
-        ValueError where they do not fit; nothing has been changed then."""
+        """Fill all arrays from the shards of a version.
+
+        Args:
+            shards: Shards, this rank's own first.
+            same: The version was saved by as many ranks.
+
+        Raises:
+            ValueError: The shards do not fit; no array has been changed.
+        """
         found = {name: self._find(held, shards, same) for name, held in self._held.items()}
         for name, sources in found.items():
             array = self._held[name].array
@@ -102,7 +127,7 @@ class Arrays:
                 array[into] = values
 
     def _find(self, held: _Held, shards: Sequence[Saved], same: bool) -> list[tuple[Any, Array]]:
-        """(place in the array, values) of all that fills it."""
+        """Return (place in the array, values) for all sources that fill an array."""
         row, have, sources = held.row, np.zeros(_size(held), dtype=bool), []
         for saved in shards if row.shared else shards[: 1 if same else 0]:
             for piece in saved.manifest.pieces:
@@ -133,14 +158,18 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Saved:
-    """One shard of a version, in memory."""
+    """A shard of a version, in memory."""
 
     manifest: Manifest
     area: memoryview
 
     @classmethod
     def read(cls, memory: memoryview, total_bytes: int) -> Saved:
-        """Parse the used bytes of a slot of `total_bytes`. Raises ValueError."""
+        """Parse the used bytes of a slot of `total_bytes`.
+
+        Raises:
+            ValueError: The bytes are no valid shard.
+        """
         header = parse_header(memory[:HEADER_BYTES], total_bytes)
         layout = header.layout
         end = layout.manifest_offset + layout.manifest_bytes
@@ -150,13 +179,13 @@ class Saved:
         return cls(manifest, memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
 
     def values(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
-        """A piece, read in place."""
+        """Return a piece as an array over the shard's memory."""
         data = self.area[piece.at : piece.at + self.manifest.nbytes(piece)]
         return np.frombuffer(data, dtype=dtype).reshape(piece.size)
 
 
 def _writable(name: str, value: Any) -> Array:
-    """An array over the memory of anything that lets its memory be written."""
+    """Return an array over the memory of an object with a writable buffer."""
     if isinstance(value, np.ndarray):
         array = value
     else:
@@ -172,7 +201,7 @@ def _writable(name: str, value: Any) -> Array:
 
 
 def _name(dtype: np.dtype[Any]) -> str | None:
-    """torch's name of a NumPy type, as the manifest has it; None for what is kept as bytes."""
+    """Return the manifest's (torch's) name of a NumPy type, or None for types stored as bytes."""
     return dtype.name if dtype.isnative and dtype.name in ITEM_BYTES else None
 
 
@@ -181,7 +210,7 @@ def _size(held: _Held) -> Shape:
 
 
 def _overlap(a: Shape, a_size: Shape, b: Shape, b_size: Shape) -> tuple[tuple[int, int], ...] | None:
-    """Begin and end in each dimension of what two boxes have in common; None for nothing."""
+    """Return begin and end of two boxes' intersection in each dimension, or None if it is empty."""
     both = tuple((max(x, y), min(x + n, y + k)) for x, n, y, k in zip(a, a_size, b, b_size, strict=True))
     return None if any(begin >= end for begin, end in both) else both
 

@@ -1,5 +1,7 @@
-"""Compare the calls in which the ranks of a program meet: a rank that leaves one out would otherwise meet others in
-another one, whose words mean something else."""
+"""Comparison of the collective calls in which the ranks of a program meet.
+
+Without it, a rank that leaves out a call would meet other ranks in another call, whose messages mean something else.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from gemini_hpc.mpi.collectives import MpiRanks
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """The first word of a rank in a collective call.
+    """A rank's first message in a collective call.
 
     Attributes:
-        name: of the call, with its brackets.
-        made: `step()` calls of this rank, the present one included; 0 where they do not count.
-        ready: this rank has slots for a version.
-        lost: why its protection has ended; "" where it has not.
+        name: Name of the call, with its brackets.
+        made: `step()` calls of this rank, including the present one; 0 if they do not count.
+        ready: This rank has slots for a version.
+        lost: Reason why its protection has ended; "": not ended.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def place(self) -> tuple[str, int]:
-        """Return what has to be the same on all ranks."""
+        """Return the part that must be equal on all ranks."""
         return self.name, self.made
 
 
@@ -37,7 +39,7 @@ class Calls:
     """The collective calls of one rank.
 
     Attributes:
-        apart: the ranks have met in different calls, so no later ones belong together either.
+        apart: The ranks have met in different calls, so later calls no longer match either.
     """
 
     def __init__(self, ranks: MpiRanks, session: Session) -> None:
@@ -45,9 +47,15 @@ class Calls:
         self.apart = False
 
     def meet(self, name: str, *, ready: bool = True, counts: bool = True, lost: str = "") -> list[Call]:
-        """Begin a call: return each rank's. Where they are not of one name, protection ends on all ranks. Collective.
+        """Begin a call and return each rank's message (collective).
 
-        counts: the ranks must have made as many `step()` calls, as long as versions are saved.
+        If the calls' names differ, protection ends on all ranks.
+
+        Args:
+            name: Name of the call.
+            ready: This rank has slots for a version.
+            counts: The ranks must have made equally many `step()` calls, as long as versions are saved.
+            lost: Reason why this rank's protection has ended.
         """
         session = self._session
         made = session.version if counts and session.protected else 0
@@ -59,7 +67,7 @@ class Calls:
         return calls
 
     def differ(self, calls: Sequence[Call]) -> bool:
-        """Return whether the ranks do not mean the same by this version, and say so, once."""
+        """Return whether the ranks disagree about this version, and report the difference once."""
         session, difference = self._session, describe_difference(calls)
         if not difference:
             return False
@@ -76,7 +84,7 @@ class Calls:
 
 
 def describe_difference(calls: Sequence[Call]) -> str:
-    """Return which rank is in which call, where that is not the same on all; else ""."""
+    """Return which rank is in which call if the calls differ, else ""."""
     found: dict[tuple[str, int], list[int]] = {}
     for rank, call in enumerate(calls):
         found.setdefault(call.place, []).append(rank)

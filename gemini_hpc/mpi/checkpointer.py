@@ -1,4 +1,4 @@
-"""The one object that an MPI program talks to."""
+"""The checkpointer, the one object that an MPI program uses."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ from gemini_hpc.wire.stored import Tier
 
 REGISTER_TIMEOUT_S = 120.0
 _CHUNK_BYTES = 1 << 20
-_ROUNDS = 3  # in which the ranks try to load what the agents have chosen
+_ROUNDS = 3  # rounds in which the ranks try to load the agents' chosen version
 
 
 class Checkpointer:
-    """Keeps the arrays of an MPI program in its own nodes' memory, several copies of them, after every `step()`.
+    """A checkpointer that keeps copies of an MPI program's arrays in its nodes' memory after every `step()`.
 
-    Make one on all ranks of `comm` (an mpi4py communicator), call `resume()` before the loop, `step()` at the end of
-    each iteration, `close()` at the end; all of them are collective. Without an agent (no `--gemini-replicas`, not
-    under Slurm) it says so once and does nothing.
+    Create it on all ranks of `comm` (an mpi4py communicator). Call `resume()` before the loop, `step()` at the end of
+    each iteration, and `close()` at the end; all are collective. Without an agent (no `--gemini-replicas`, or not
+    under Slurm) the checkpointer reports this once and does nothing.
 
     Args:
-        arrays: names, and NumPy arrays or anything else whose memory can be written; write into them (`T[:] = new`),
-            or tell `step` of those that were bound anew. A `Part` says where in a global array a rank's own lies:
-            then other numbers of ranks can load it, and the tier shows it whole.
-        name: of this program, where a job runs several.
-        every: save each j-th step only.
-        seal_timeout_s: longest wait, in seconds, for copies that do not get anywhere.
-        chunk_bytes: of one message.
-        tier: the directory where the agents save a version now and then, or a `gemini_hpc.Tier`.
+        comm: An mpi4py communicator.
+        arrays: Names with NumPy arrays or other objects with writable memory. Write into them (`T[:] = new`), or pass
+            newly bound ones to `step`. A `Part` tells where a rank's array lies in a global one. Other numbers of
+            ranks can then load it, and the tier shows the array as a whole.
+        name: Name of this program if a job runs several.
+        every: Save only each j-th step.
+        seal_timeout_s: Longest wait, in seconds, for copies that make no progress.
+        chunk_bytes: Size of one message in bytes.
+        tier: Directory in which the agents save a version from time to time, or a `gemini_hpc.Tier`.
 
-    Its own failures never reach the program: protection ends, with one line on stderr.
+    Failures of the checkpointer never reach the program: protection ends, with one line on stderr.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot work, or differ between the ranks.
+        TypeError, ValueError: An argument is invalid, or differs between the ranks.
     """
 
     def __init__(
@@ -76,13 +77,13 @@ class Checkpointer:
         self._every, self._chunk_bytes = every, chunk_bytes
         self._last = 0
         self._resumed = self._closed = False
-        self._kept: dict[int, Keeper[Shard[Slot]]] = {}  # by rank, its own first
+        self._kept: dict[int, Keeper[Shard[Slot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
         self._begun: dict[int, int] = {}  # slots being filled, by rank
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._said: set[str] = set()
-        self._lost = ""  # why this rank's part has ended, until all ranks have heard of it
+        self._lost = ""  # why this rank's part has ended, until all ranks know it
         self._session = session = Session(
             self._words,
             name,
@@ -110,14 +111,21 @@ class Checkpointer:
         os._exit(status)
 
     def _refuse(self, reason: str) -> None:
-        """From any thread: this rank's part has ended. All hear of it in the next step."""
+        """Record why this rank's part has ended; all ranks learn it in the next step.
+
+        Any thread may call this.
+        """
         self._lost = self._lost or f"rank {self._rank}: {reason}"[:500]
 
     # ---- resuming --------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Bring the arrays back to the newest sealed version; its number, or 0 for a fresh start. Raises ValueError
-        where the saved arrays are not this program's, RuntimeError where other ranks are in another call."""
+        """Restore the arrays to the newest sealed version; return its number, or 0 for a fresh start.
+
+        Raises:
+            ValueError: The saved arrays do not fit this program.
+            RuntimeError: Other ranks are in another call, or `resume` was called before.
+        """
         session = self._session
         if self._resumed or session.version:
             raise RuntimeError("call resume() only once, before the loop")
@@ -167,7 +175,14 @@ class Checkpointer:
             raise ValueError(f"the saved state does not fit this program: {found}")
 
     def _fetch(self, welcome: local.Welcome) -> list[Saved]:
-        """The shards that this rank needs, its own first. Raises AgentLost, AgentRefused, OSError, ValueError."""
+        """Return the shards that this rank needs, its own first.
+
+        Raises:
+            AgentLost: The agent does not answer.
+            AgentRefused: The agent has no copy.
+            OSError: A copy cannot be mapped.
+            ValueError: A copy is malformed.
+        """
         shards = []
         if welcome.chosen_world == self._world:
             shards = [self._fetch_one(self._rank)]
@@ -190,8 +205,11 @@ class Checkpointer:
     # ---- each iteration --------------------------------------------------------------------------------
 
     def step(self, **rebound: Any) -> None:
-        """The arrays of this iteration are complete. rebound: arrays that have taken the place of those given before,
-        by name (as where two are swapped)."""
+        """Save the completed arrays of this iteration.
+
+        Args:
+            rebound: Arrays that replace earlier ones of the same name (for example after a swap).
+        """
         if self._closed:
             raise RuntimeError("step() after close()")
         for name, value in rebound.items():
@@ -204,17 +222,17 @@ class Checkpointer:
         session.version += 1
         if not session.protected or session.version % self._every:
             return
-        # what comes first is collective by itself
+        # registering is collective, so the ranks must agree on the call first
         if not self._kept and self._calls.differ(self._calls.meet("step()")):
             return
         begun: dict[int, int] = {}
         with self._guarded():
             if self._settle() and (self._kept or self._register()):
                 begun = self._begin()
-        # One word of all ranks: what one of them does alone would be waited for by the others, for ever.
+        # Compare all ranks first: if one rank acted alone, the others would wait for it forever.
         calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost)
         lost = next((call.lost for call in calls if call.lost), "")
-        if lost and not session.verdict.reject():  # else this rank has said so itself
+        if lost and not session.verdict.reject():  # else this rank has reported it already
             session.say_once(f"this program is no longer protected: {lost}")
         if self._calls.differ(calls) or lost or not all(call.ready for call in calls):
             self._abort(begun)
@@ -224,14 +242,14 @@ class Checkpointer:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Our own failure must not reach the program: the ranks hear of it at their next word."""
+        """Keep failures of the checkpointer from the program; the ranks learn of them in the next call."""
         try:
             yield
         except Exception as error:
             self._session.lose(f"{type(error).__name__}: {error}")
 
     def _register(self) -> bool:
-        """Collective, at the first step: the memory of this rank's shard, and of those that it keeps for others."""
+        """Reserve memory for this rank's shard and those kept for others, at the first step (collective)."""
         sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
         made: dict[int, Keeper[Shard[Slot]]] = {}
         problem = ""
@@ -270,7 +288,7 @@ class Checkpointer:
         return shard
 
     def _begin(self) -> dict[int, int]:
-        """Slots for this version of all shards that are kept here; nothing where one cannot be had."""
+        """Return slots for this version of all shards kept here, or none if any slot is refused."""
         session = self._session
         assert session.client is not None
         if self._lost:
@@ -297,7 +315,7 @@ class Checkpointer:
                 session.client.request(message)
 
     def _save(self, begun: dict[int, int]) -> None:
-        """All ranks have slots for this version."""
+        """Store the arrays and start the exchange, once all ranks have slots for this version."""
         arrays, layout = self._arrays, self._arrays.layout
         index = begun[self._rank]
         slot = self._shard(self._rank).slots[index]
@@ -310,7 +328,7 @@ class Checkpointer:
         stamp = Stamp(self._session.epoch, self._session.version)
         slot.put(0, pack_header(layout, 0, stamp, self._rank, self._world))
         own = view[: layout.small_offset]
-        checked = digest(own) if self._session.outgoing else ""  # else the agent makes it
+        checked = digest(own) if self._session.outgoing else ""  # without other holders the agent computes the digest
         arrivals = {}
         for rank in self._session.incoming:
             kept = self._shard(rank).slots[begun[rank]]
@@ -325,7 +343,7 @@ class Checkpointer:
             self._wake.notify_all()
 
     def _arrived(self, rank: int, told: str) -> None:
-        """Another rank's shard is whole in its slot."""
+        """Verify and report another rank's shard that is complete in its slot."""
         index = self._begun[rank]
         found = digest(self._shard(rank).slots[index].view()[: self._used[rank]])
         if found != told:
@@ -344,7 +362,10 @@ class Checkpointer:
             session.client.request(message)
 
     def _settle(self) -> bool:
-        """The version before has gone and come: then wait, for a while, for its seal. False while it has not."""
+        """Finish the previous version's exchange, then wait for its seal for a limited time.
+
+        Returns False if the exchange makes no progress in time.
+        """
         if self._exchange is None:
             return True
         patience, moved_at = Patience(), clock.monotonic()
@@ -362,7 +383,7 @@ class Checkpointer:
         return True
 
     def _start_thread(self) -> None:
-        """Move data while the program computes, where MPI may be called by several threads."""
+        """Start a thread that moves data while the program computes, if MPI permits threads."""
         from mpi4py import MPI
 
         if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
@@ -379,15 +400,21 @@ class Checkpointer:
     # ---- the archive -----------------------------------------------------------------------------------
 
     def archive(self, path: str | os.PathLike[str], *, info: Any = None) -> None:
-        """Write the arrays as they are now into one HDF5 file, which all ranks fill together: what one keeps, beside
-        the copies in memory and the tier's versions. Collective; the program waits for it.
+        """Write the current arrays into one HDF5 file that all ranks fill together (collective).
 
-        A `Part` is dataset `/tensors/NAME`, of the global shape; what is a rank's own is `/ranks/RANK/NAME`. Also
-        without an agent. The file has its name when all of it is on disk, and takes the place of one that was there.
-        info: hints of MPI-IO (an MPI.Info; `striping_factor` on Lustre).
+        An archive is for permanent storage, besides the copies in memory and the tier's versions. The program waits
+        for it. No agent is needed. A `Part` becomes dataset `/tensors/NAME` of the global shape. A rank's own array
+        becomes `/ranks/RANK/NAME`. The file gets its name once all of it is on disk, and replaces an earlier file of
+        that name.
 
-        Raises, alike on all ranks: RuntimeError where h5py is not built with MPI; ValueError where the ranks' parts
-        of an array are not of one shape and type; OSError, with what was there before still in place.
+        Args:
+            path: Path of the file.
+            info: Hints for MPI-IO (an MPI.Info; `striping_factor` on Lustre).
+
+        Raises:
+            RuntimeError: On all ranks, if h5py is not built with MPI, or the ranks are in different calls.
+            ValueError: On all ranks, if the ranks' parts of an array differ in shape or type.
+            OSError: On all ranks, if writing fails; an earlier file is still in place.
         """
         if not self._calls.apart and (difference := describe_difference(self._calls.meet("archive()", counts=False))):
             raise RuntimeError(f"archive() is collective: {difference}")
@@ -398,7 +425,7 @@ class Checkpointer:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The program has succeeded: its copies are no longer needed. Collective."""
+        """End the program with success, so its copies are no longer needed (collective)."""
         if self._closed:
             return
         if self._session.protected:

@@ -1,4 +1,4 @@
-"""What the ranks of a program say to each other: a few bytes each, heard by all."""
+"""Short messages between the ranks of a program: a few bytes from each, received by all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class MpiRanks:
-    """Over a communicator of mpi4py. All methods are collective; no pickle."""
+    """The ranks of an mpi4py communicator. All methods are collective and use no pickle."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -14,7 +14,7 @@ class MpiRanks:
         self.world: int = comm.Get_size()
 
     def all(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """Return the data of every rank, by rank."""
         world = self.world
         lengths = bytearray(8 * world)
         self._comm.Allgather(len(data).to_bytes(8, "little"), lengths)
@@ -25,9 +25,9 @@ class MpiRanks:
         return [bytes(gathered[i * most : i * most + size]) for i, size in enumerate(sizes)]
 
     def agreed(self, mine: bool) -> bool:
-        """Whether it is so on all ranks."""
+        """Return whether `mine` is true on all ranks."""
         return all(word == b"1" for word in self.all(b"1" if mine else b"0"))
 
     def first(self, text: str) -> str:
-        """The text of the lowest rank that has one."""
+        """Return the text of the lowest rank that has a non-empty one, or ""."""
         return next((word.decode() for word in self.all(text.encode()) if word), "")

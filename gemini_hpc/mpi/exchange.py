@@ -1,8 +1,8 @@
-"""A version's shards on their way between the ranks, in chunks, over a communicator of our own.
+"""Exchange of a version's shards between the ranks, in chunks, over a communicator of its own.
 
-All sizes are known on both sides: receives are posted right into the slot of the other holder. MPI moves data while
-it is called: by a thread of ours where it allows that (MPI_THREAD_MULTIPLE), else by the program's own calls and in
-`step()`.
+All sizes are known on both sides, so receives go directly into the other holder's slot. MPI moves data only while it
+is called. A thread of ours calls it if MPI allows that (MPI_THREAD_MULTIPLE). Otherwise the program's own MPI calls
+and `step()` do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 
 
 class _Stream:
-    """A shard to or from one rank: its digest, then its chunks, `WINDOW` of them under way at a time."""
+    """A shard to or from one rank: its digest, then its chunks, with up to `WINDOW` requests in flight."""
 
     def __init__(self, comm: Any, rank: int, memory: memoryview, digest: bytearray, chunk_bytes: int, *, send: bool):
         self.rank, self.memory, self.digest = rank, memory, digest
@@ -30,11 +30,11 @@ class _Stream:
         return self._at >= len(self.memory) and not self._open
 
     def ended(self) -> None:
-        """One request of it is over."""
+        """Record the end of one request."""
         self._open -= 1
 
     def next(self) -> Any:
-        """Another request; None where there is nothing more, or enough under way."""
+        """Return another request, or None if none is left or enough are in flight."""
         if self._open >= WINDOW or self._at >= len(self.memory):
             return None
         self._open += 1
@@ -47,7 +47,7 @@ class _Stream:
 
 
 class Exchange:
-    """One version. `arrived` is called with rank and digest of each shard that is whole."""
+    """The exchange of one version."""
 
     def __init__(
         self,
@@ -59,8 +59,17 @@ class Exchange:
         chunk_bytes: int,
         arrived: Callable[[int, str], None],
     ) -> None:
-        """memory: the own shard's used bytes, which stay as they are until this is over; arrivals: where to that of
-        another rank goes."""
+        """Post the first requests.
+
+        Args:
+            comm: The checkpointer's communicator, which the program does not use.
+            memory: Used bytes of this rank's shard, unchanged until the exchange is over.
+            digest: Digest of those bytes.
+            targets: Ranks that receive the shard.
+            arrivals: Memory for the shards of other ranks, by rank.
+            chunk_bytes: Size of a chunk in bytes.
+            arrived: Called with rank and digest of each complete shard.
+        """
         self._arrived = arrived
         streams = [_Stream(comm, r, m, bytearray(32), chunk_bytes, send=False) for r, m in arrivals.items()]
         self._receiving = set(streams)
@@ -77,11 +86,11 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """Whether all of it has gone and come."""
+        """Return whether all data has been sent and received."""
         return not self._requests
 
     def progress(self) -> bool:
-        """Let MPI work; whether something has moved."""
+        """Let MPI work; return whether any request completed."""
         from mpi4py import MPI
 
         done = MPI.Request.Testsome(self._requests) if self._requests else None
@@ -96,11 +105,12 @@ class Exchange:
 
 
 class Patience:
-    """Between two looks: longer and longer while nothing moves."""
+    """A pause between two polls, which doubles as long as no data moves."""
 
     def __init__(self) -> None:
         self._pause_s = _SHORTEST_S
 
     def __call__(self, moved: bool) -> None:
+        """Sleep, for the shortest time if data moved."""
         self._pause_s = _SHORTEST_S if moved else min(_LONGEST_S, 2 * self._pause_s)
         clock.sleep(self._pause_s)

@@ -1,1 +1,1 @@
-"""Typed messages, framing and the MUNGE handshake. No pickle anywhere."""
+"""Typed messages, framing and the MUNGE handshake, without any pickle."""

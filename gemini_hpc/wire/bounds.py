@@ -1,4 +1,4 @@
-"""Decoders that refuse everything that is no message in one way."""
+"""Decoders that reject every malformed message with the same exception."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ class _Decodes(Protocol[T_co]):
 
 
 class Strict(Generic[T]):
-    """A msgspec decoder that raises `msgspec.MsgspecError`, and nothing else, on whatever bytes it is given."""
+    """A msgspec decoder that raises only `msgspec.MsgspecError`, for any input bytes."""
 
     def __init__(self, decoder: _Decodes[T]) -> None:
         self._decode = decoder.decode
 
     def decode(self, data: bytes | msgspec.Raw) -> T:
-        """The message in `data`. Raises `msgspec.MsgspecError`."""
+        """Return the message in `data`.
+
+        Raises:
+            msgspec.MsgspecError: The bytes are no valid message, not UTF-8, or nested too deeply.
+        """
         try:
             return self._decode(data)
         except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""The control page: 4096 bytes of shared memory that an agent writes and its trainers read without asking.
+"""The control page: 4096 bytes of shared memory that an agent writes and its ranks read without a request.
 
-Each field is one aligned 8-byte little-endian word, written by one process only, so that a reader sees the
-old or the new value and never a mixture. The seal's epoch and version share one word for that reason.
+Each field is one aligned 8-byte little-endian word with a single writer process. A reader therefore sees the old or
+the new value, never a mixture. The seal's epoch and version share one word for that reason.
 """
 
 from __future__ import annotations
@@ -23,19 +23,28 @@ STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
 
 def pack_seal(epoch: int, version: int) -> int:
-    """One word for a sealed (epoch, version); ordered as the pair is."""
+    """Return one word for a sealed (epoch, version); the words sort like the pairs."""
     return (epoch << VERSION_BITS) | version
 
 
 def unpack_seal(word: int) -> tuple[int, int]:
-    """Inverse of `pack_seal`."""
+    """Return the (epoch, version) of a word made by `pack_seal`."""
     return word >> VERSION_BITS, word & ((1 << VERSION_BITS) - 1)
 
 
 class ControlPage:
-    """A view of the page. `fd` stays the caller's; writable only in the agent."""
+    """A mapped view of the control page, writable only in the agent."""
 
     def __init__(self, fd: int, *, writable: bool) -> None:
+        """Map the page and write or check its magic number.
+
+        Args:
+            fd: Descriptor of the page's memory; the caller still owns and closes it.
+            writable: Map for writing; only the agent does.
+
+        Raises:
+            ValueError: A page mapped for reading has no magic number.
+        """
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map = mmap.mmap(fd, PAGE_BYTES, access=access)
         if writable:
@@ -51,36 +60,39 @@ class ControlPage:
 
     @property
     def sealed(self) -> tuple[int, int]:
-        """The last sealed (epoch, version); (0, 0) where nothing is sealed."""
+        """Return the newest sealed (epoch, version), or (0, 0) if nothing is sealed."""
         return unpack_seal(self._get(SEALED_AT))
 
     def set_sealed(self, epoch: int, version: int) -> None:
-        """Publish a seal, and its time."""
+        """Publish a seal and its time."""
         word = pack_seal(epoch, version)
-        if word != self._get(SEALED_AT):  # its time stays, however often it is published
+        if word != self._get(SEALED_AT):  # publishing the same seal again keeps its first time
             self._put(SEALED_NS_AT, int(clock.monotonic() * 1e9))
             self._put(SEALED_AT, word)
 
     @property
     def seal(self) -> tuple[tuple[int, int], float]:
-        """Return the last sealed (epoch, version) and the CLOCK_MONOTONIC seconds of its seal."""
+        """Return the newest sealed (epoch, version) and the CLOCK_MONOTONIC seconds of its seal."""
         word, at_ns = self._get(SEALED_AT), self._get(SEALED_NS_AT)
-        if word != self._get(SEALED_AT):  # a newer one has come between; there is no third so soon
+        if word != self._get(SEALED_AT):  # a newer seal came between the two reads; no second one follows so soon
             word, at_ns = self._get(SEALED_AT), self._get(SEALED_NS_AT)
         return unpack_seal(word), at_ns * 1e-9
 
     @property
     def abandoned(self) -> tuple[int, int]:
-        """The newest abandoned (epoch, version): it will never be sealed, nobody should wait for it."""
+        """Return the newest abandoned (epoch, version).
+
+        An abandoned version is never sealed, so no rank should wait for its seal.
+        """
         return unpack_seal(self._get(ABANDONED_AT))
 
     def set_abandoned(self, epoch: int, version: int) -> None:
-        """Publish an abandonment."""
+        """Publish an abandoned version."""
         self._put(ABANDONED_AT, pack_seal(epoch, version))
 
     @property
     def state(self) -> int:
-        """One of the STATE_ constants."""
+        """Return the protection state, one of the STATE_ constants."""
         return self._get(STATE_AT)
 
     def set_state(self, state: int) -> None:
@@ -89,16 +101,16 @@ class ControlPage:
 
     @property
     def beat_ns(self) -> int:
-        """CLOCK_MONOTONIC nanoseconds of the agent's last sign of life."""
+        """Return the time of the agent's last heartbeat, in CLOCK_MONOTONIC nanoseconds."""
         return self._get(BEAT_AT)
 
     def set_beat_ns(self, value: int) -> None:
-        """Publish a sign of life."""
+        """Publish a heartbeat of the agent."""
         self._put(BEAT_AT, value)
 
     @property
     def dead_nodes(self) -> int:
-        """Number of the job's nodes that are known to be dead."""
+        """Return the number of the job's nodes that are declared dead."""
         return self._get(DEAD_AT)
 
     def set_dead_nodes(self, count: int) -> None:
@@ -107,7 +119,7 @@ class ControlPage:
 
     @property
     def round(self) -> int:
-        """The recovery round that the page belongs to."""
+        """Return the recovery round that the page belongs to."""
         return self._get(ROUND_AT)
 
     def set_round(self, number: int) -> None:
@@ -116,24 +128,28 @@ class ControlPage:
 
     @property
     def grown(self) -> int:
-        """How often the agent has made larger slots for a shard that is pushed to it: who keeps their memory asks for
-        them."""
+        """Return how many times the agent enlarged the slots of a shard that is pushed to it.
+
+        A rank that keeps the memory of such slots asks for the new ones when the number changes.
+        """
         return self._get(GROWN_AT)
 
     def set_grown(self, count: int) -> None:
-        """Publish the number of times."""
+        """Publish the number of enlargements."""
         self._put(GROWN_AT, count)
 
     @property
     def held(self) -> int:
-        """The job is about to leave a node at the next seal: no rank of this epoch, or an earlier one, makes a step
-        beyond that version. 0: it is not."""
+        """Return the epoch whose ranks are held because the job leaves a node at the next seal; 0: no hold.
+
+        No rank of this epoch or an earlier one makes a step beyond that sealed version.
+        """
         return self._get(HELD_AT)
 
     def set_held(self, epoch: int) -> None:
-        """Publish of which epoch ranks are held."""
+        """Publish the epoch whose ranks are held."""
         self._put(HELD_AT, epoch)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the page."""
         self._map.close()

@@ -10,13 +10,19 @@ from gemini_hpc.wire.message import Message
 
 
 class Registration(Message, frozen=True, tag="register"):
-    """Agent -> controller, first message after the handshake, again after each attach, and when a node of which it
-    has reported that it is silent is heard again (a hint).
+    """An agent's registration with the controller (agent -> controller).
 
-    dead: nodes that it holds for dead; None: not said. spares: that the job was submitted with; without: lost nodes
-    that it goes on without, as all its agents agree. rescuing: ranks of this node are copying live state of which the
-    dead nodes had the only copies: the job is not to end yet. finished: whether all ranks that train on this node
-    have closed their checkpointers; None: none has trained here.
+    The agent sends it first after the handshake and again after each attach. The agent also sends it as a hint when a
+    node that it reported as silent is heard again.
+
+    Attributes:
+        dead: Nodes that the agent considers dead; None: not reported.
+        spares: Number of spare nodes the job was submitted with.
+        without: Lost nodes that the job continues without, as all its agents agree.
+        rescuing: Ranks of this node are copying live state whose only copies were on the dead nodes; the job must not
+            end yet.
+        finished: Whether all ranks that train on this node have closed their checkpointers; None: no rank trained
+            here.
     """
 
     job: Job
@@ -35,7 +41,11 @@ class Registration(Message, frozen=True, tag="register"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Agent -> controller: this host of my job is silent; witnesses: peers that could not reach it either."""
+    """A report that a host of the job is silent (agent -> controller).
+
+    Attributes:
+        witnesses: Peers that could not reach the host either.
+    """
 
     job: Job
     restart: Restart
@@ -45,24 +55,27 @@ class Report(Message, frozen=True, tag="report"):
 
 
 class EventsUp(Message, frozen=True, tag="events"):
-    """Agent -> controller: new lines of the event log."""
+    """New lines of the event log (agent -> controller)."""
 
     job: Job
     events: tuple[EventRecord, ...]
 
 
-HEALTH = "health"  # purpose of a connection that brings a `RedNode`
+HEALTH = "health"  # purpose of a connection that carries a `RedNode`
 
 
 class HealthVerdict(IntEnum):
-    """The outcome of a site's health check, in words that a node's reason may have."""
+    """Outcomes of a site's health check; a node's Slurm reason may carry their names."""
 
     RED = 0
     HANGS = 1
 
 
 class RedNode(Message, frozen=True, tag="red"):
-    """Root of a node -> controller: the site's health check has just failed here, after this life of a job."""
+    """A report that the site's health check just failed on this node (root user of the node -> controller).
+
+    The check ran after the incarnation `restart` of the job.
+    """
 
     job: Job
     restart: Restart
@@ -70,8 +83,12 @@ class RedNode(Message, frozen=True, tag="red"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """Controller -> agent: free everything and exit, for this reason. save: the job has ended for good, so what is
-    sealed and not on the tier goes there first."""
+    """An order to free everything and exit (controller -> agent).
+
+    Attributes:
+        reason: Reason for the order.
+        save: The job has ended for good, so sealed versions that are not on the tier go there first.
+    """
 
     job: Job
     reason: str
@@ -79,22 +96,28 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Notice(Message, frozen=True, tag="notice"):
-    """Controller -> agent: one line for the users of the job, which its first training rank prints (requirement
-    requeue)."""
+    """A line for the users of the job, printed by its first training rank (controller -> agent).
+
+    Serves the requirement requeue.
+    """
 
     job: Job
     text: str
 
 
 class Ending(Message, frozen=True, tag="ending"):
-    """Controller -> agent: Slurm ends the job in so many seconds; None: it sets no time."""
+    """A warning that Slurm ends the job in `left_s` seconds; None: no limit (controller -> agent)."""
 
     job: Job
     left_s: Seconds | None
 
 
 class Draining(Message, frozen=True, tag="draining"):
-    """Controller -> agent: these nodes of the job are being drained, or its partition is no longer up: its state."""
+    """Nodes of the job that are being drained (controller -> agent).
+
+    Attributes:
+        partition: State of the job's partition if the partition is no longer up.
+    """
 
     job: Job
     hosts: tuple[str, ...]
@@ -102,22 +125,30 @@ class Draining(Message, frozen=True, tag="draining"):
 
 
 class Waits(Message, frozen=True, tag="waits"):
-    """Controller -> agent: the job is pending in Slurm, held or in the queue, and has not ended: what is held for it
-    stays for `held_retention_s` instead of `retention_s`."""
+    """A statement that the job is pending in Slurm, held or queued, and has not ended (controller -> agent).
+
+    State held for the job then stays for `held_retention_s` instead of `retention_s`.
+    """
 
     job: Job
 
 
 class HoldersAsk(Message, frozen=True, tag="holders?"):
-    """Agent -> controller: which other agents of my job are there, on nodes that the job has left? Or, of another job
-    of the same owner: where are its agents?"""
+    """A request for agents of a job (agent -> controller).
+
+    For the sender's own job, the request asks for agents on nodes that the job has left. For another job of the same
+    owner, the request asks for all agents.
+    """
 
     job: Job
 
 
 class Holders(Message, frozen=True, tag="holders"):
-    """Controller -> agent: hosts on which agents of the job are or have been; their ports, 0 where that is not known
-    (hints, like all of this)."""
+    """Hosts on which agents of the job run or have run (controller -> agent).
+
+    Attributes:
+        ports: Port of the agent by host, 0 if unknown. All entries are hints, as is all that the controller sends.
+    """
 
     job: Job
     ports: dict[str, Port]

@@ -1,8 +1,8 @@
-"""Where a connection ends: the listener's address and port, as both ends see them.
+"""Endpoints of a connection: the listener's address and port, as both ends see them.
 
-Ports above 1023 are anybody's, so a stranger on a host can listen where one of ours should, and pass every byte on to
-where that one really is. Each end tells the other, under MUNGE's cover, which endpoint it means; through a relay the
-two differ. Address translation between agents, controllers and their callers makes them differ too.
+Any user can listen on a port above 1023. A stranger could therefore listen where an agent should, and relay every
+byte to the real agent. Each end reports, protected by MUNGE, which endpoint it means; with a relay the two differ.
+Address translation between agents, controllers and their callers makes the two differ as well.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import suppress
 
 
 def dialled(sock: socket.socket) -> str:
-    """The endpoint at the other end of a connection that was made from here; "" where the kernel has none."""
+    """Return the remote endpoint of an outgoing connection, or "" if the kernel reports none."""
     with suppress(OSError):
         return _shown(sock.getpeername())
     return ""
 
 
 def listening(sock: socket.socket) -> str:
-    """The endpoint at this end of a connection that was taken here; "" where the kernel has none."""
+    """Return the local endpoint of an accepted connection, or "" if the kernel reports none."""
     with suppress(OSError):
         return _shown(sock.getsockname())
     return ""
@@ -29,15 +29,17 @@ def listening(sock: socket.socket) -> str:
 def _shown(name: object) -> str:
     if not isinstance(name, tuple) or len(name) < 2:
         return ""
-    address = ipaddress.ip_address(str(name[0]).partition("%")[0])  # a scope is each host's own number
+    address = ipaddress.ip_address(str(name[0]).partition("%")[0])  # drop the scope: its number is local to each host
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     return f"[{address}]:{name[1]}" if address.version == 6 else f"{address}:{name[1]}"
 
 
 def mismatch(meant: str, found: str) -> str:
-    """Why a connection that was meant for one endpoint and came to another is refused; "" where nothing is wrong, or
-    an end of an older release does not say."""
+    """Return why a connection is refused that was meant for one endpoint and reached another.
+
+    Returns "" if both agree, or if an end of an older release reports no endpoint.
+    """
     if not meant or not found or meant == found:
         return ""
     return f"dialled at {meant}, listening at {found}: somebody in between relays this connection"

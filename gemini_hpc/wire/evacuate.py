@@ -1,20 +1,24 @@
-"""Messages of `gemini-hpc evacuate`: a job leaves one of its nodes, with a spare in its place."""
+"""Messages of `gemini-hpc evacuate`, which moves a job off one of its nodes to a spare."""
 
 from __future__ import annotations
 
 from gemini_hpc.wire.message import Message
 
-# The reason of an agent whose node the job has left, or has not entered: another one is to be asked.
+# Reason given by an agent whose node the job has left or not entered; the caller asks another agent.
 NO_PART = "this node has no part in a running incarnation of the job"
 
 
 class EvacuateAsk(Message, frozen=True, tag="evacuate?"):
-    """On an `evacuate` connection to an agent of another node of the job: leave this one."""
+    """A request that the job leave this host, sent on an `evacuate` connection to another node."""
 
     host: str
 
 
 class Evacuated(Message, frozen=True, tag="evacuated"):
-    """The job goes on without the node; reason: why not, "" where it does."""
+    """The answer: the job continues without the node.
+
+    Attributes:
+        reason: Reason for a failure; "": success.
+    """
 
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Messages of `gemini-hpc flush`: what a job has in memory goes to its tier now."""
+"""Messages of `gemini-hpc flush`, which writes a job's versions in memory to its tier now."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from gemini_hpc.wire.message import Message
 
 
 class FlushAsk(Message, frozen=True, tag="flush?"):
-    """On a `flush` connection: bring the newest sealed version of each set to the tier. Answered by a
-    `Flushing` for each now and then, until all of them are `over`."""
+    """A request on a `flush` connection to write the newest sealed version of each training to the tier.
+
+    The agent answers with a `Flushing` per training from time to time, until all trainings are `over`.
+    """
 
 
 class Flushing(Message, frozen=True, tag="flushing"):
-    """How far a set is. root: another agent is to be asked, this one; over: nothing more comes of this set;
-    reason: why it is not on the tier, "" where it is; set "": of the job as a whole."""
+    """The progress of one training's flush.
+
+    Attributes:
+        set: The training; "": the job as a whole.
+        over: No more messages follow for this training.
+        reason: Reason why the version is not on the tier; "": the version is there.
+        root: Agent to ask instead of this one.
+    """
 
     set: str = ""
     stamp: Stamp = Stamp(0, 0)

@@ -1,6 +1,6 @@
-"""Frames on a TCP connection: 4 bytes length, then (once there is a session) 16 bytes MAC, then the payload.
+"""Frames on a TCP connection: a 4-byte length, a 16-byte MAC (once a session exists) and the payload.
 
-The MAC covers a counter, so that frames cannot be dropped, repeated, reordered or sent back unnoticed.
+The MAC covers a counter, so dropped, repeated, reordered or reflected frames are detected.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ LENGTH_BYTES = _LENGTH.size
 
 
 class FrameError(Exception):
-    """A frame that is too long, cut short or not authentic: the connection is closed, nothing else happens."""
+    """A frame that is too long, truncated or not authentic; the connection is closed and that is all."""
 
 
 def bare(payload: bytes) -> bytes:
-    """A frame without MAC (handshake only)."""
+    """Return a frame without MAC (handshake only)."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def length_of(head: bytes, limit: int = MAX_FRAME_BYTES) -> int:
-    """Length announced by the first 4 bytes. Raises `FrameError` above `limit`."""
+    """Return the length announced by the first 4 bytes.
+
+    Raises:
+        FrameError: The length is above `limit`.
+    """
     n = int(_LENGTH.unpack(head)[0])
     if n > limit:
         raise FrameError(f"frame of {n} bytes, at most {limit} are taken")
@@ -35,7 +39,7 @@ def length_of(head: bytes, limit: int = MAX_FRAME_BYTES) -> int:
 
 
 class Sealer:
-    """One direction of a session: adds MACs, or checks them."""
+    """A direction of a session, which adds MACs to frames or checks them."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -48,13 +52,21 @@ class Sealer:
         return mac.digest()
 
     def seal(self, payload: bytes) -> bytes:
-        """The whole frame for `payload`. Raises `FrameError` for more than `MAX_FRAME_BYTES`."""
+        """Return the whole frame for `payload`.
+
+        Raises:
+            FrameError: Payload and MAC are longer than `MAX_FRAME_BYTES`.
+        """
         if len(payload) + MAC_BYTES > MAX_FRAME_BYTES:
             raise FrameError(f"message of {len(payload)} bytes is too long for one frame")
         return _LENGTH.pack(len(payload) + MAC_BYTES) + self._mac(payload) + payload
 
     def open(self, body: bytes) -> bytes:
-        """The payload of a received body (MAC and payload). Raises `FrameError`."""
+        """Return the payload of a received body (MAC and payload).
+
+        Raises:
+            FrameError: The MAC is missing or wrong.
+        """
         if len(body) < MAC_BYTES:
             raise FrameError("frame without MAC")
         if not hmac.compare_digest(self._mac(body[MAC_BYTES:]), body[:MAC_BYTES]):
@@ -63,7 +75,12 @@ class Sealer:
 
 
 def read_exact(sock: socket.socket, n: int) -> bytes:
-    """n bytes from a blocking socket. Raises `FrameError` at end of file, OSError on time-out."""
+    """Read exactly n bytes from a blocking socket.
+
+    Raises:
+        FrameError: The connection ended early.
+        OSError: The read timed out or failed.
+    """
     parts = bytearray()
     while len(parts) < n:
         piece = sock.recv(min(n - len(parts), 1 << 20))
@@ -74,5 +91,5 @@ def read_exact(sock: socket.socket, n: int) -> bytes:
 
 
 def read_bare(sock: socket.socket, limit: int) -> bytes:
-    """One frame without MAC from a blocking socket."""
+    """Read one frame without MAC from a blocking socket."""
     return read_exact(sock, length_of(read_exact(sock, LENGTH_BYTES), limit))

@@ -1,12 +1,14 @@
-"""Mutual authentication of two ends of a TCP connection: one MUNGE credential each way, then a session key.
+"""Mutual authentication of both ends of a TCP connection: one MUNGE credential each way, then a session key.
 
-1. client -> server: a credential that only the server's uid can open, with `ClientHello` inside.
-2. server -> client: a credential that only the client's uid can open, with `ServerHello` inside, which
-   repeats the client's nonce; or a refusal in plain words.
-Both shares of the key travelled encrypted by MUNGE, so only the two ends know the session key, and each
-later frame carries a MAC made with it (`frames`). MUNGE is asked once a connection, never per frame. A
-replayed `ClientHello` leads nowhere: its sender cannot open the answer. Both say where the connection ends
-(`endpoint`), so that nobody who listens elsewhere can pass it on. Pure functions; no I/O here.
+1. client -> server: a credential that only the server's uid can open, containing `ClientHello`.
+
+2. server -> client: a credential that only the client's uid can open, containing `ServerHello`, repeating
+   the client's nonce; or a refusal in plain text.
+
+MUNGE encrypts both shares of the key, so only the two ends know the session key. Each later frame carries a MAC made
+with that key (`frames`). MUNGE is called once a connection, never per frame. A replayed `ClientHello` is useless,
+because its sender cannot open the answer. Both ends report the connection's endpoint (`endpoint`), so a listener
+elsewhere cannot relay the connection. The module holds pure functions and does no I/O.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ MAX_HELLO_BYTES = 16 * 1024
 
 
 class HandshakeError(Exception):
-    """The other end is not who it should be, or said so of us."""
+    """A handshake that failed: the other end is not the expected one, or it refused this end."""
 
 
 class OtherView(HandshakeError):
-    """The other end goes on without these nodes, and this end does not, or the other way round (`core.views`)."""
+    """A handshake error because the ends disagree on which nodes the job lost (`core.views`)."""
 
     def __init__(self, lost: tuple[str, ...]) -> None:
         super().__init__(f"answered by an agent that goes on without {', '.join(lost)[:200] or 'no node less'}")
@@ -36,10 +38,16 @@ class OtherView(HandshakeError):
 
 
 class ClientHello(msgspec.Struct, frozen=True):
-    """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`, ...); speaking protocols
-    `least` to `most`. dialled: the endpoint that was meant ("": it is not known). lost: nodes of the
-    incarnation that the caller goes on without. heir: the job of the caller, where it is another one than the job
-    that is called: it takes over what that one has left."""
+    """The client's greeting: caller, target, job and purpose of a connection.
+
+    Attributes:
+        least: Oldest protocol that the caller speaks.
+        most: Newest protocol that the caller speaks.
+        purpose: `link`, `pull`, `push`, `query`, `control`, ...
+        dialled: Endpoint that the caller dialled; "": unknown.
+        lost: Nodes of the incarnation that the caller continues without.
+        heir: Job of the caller if it takes over state that the called job left behind.
+    """
 
     least: int
     most: int
@@ -58,9 +66,14 @@ class ClientHello(msgspec.Struct, frozen=True):
 
 
 class ServerHello(msgspec.Struct, frozen=True):
-    """The answer; `instance` names the answering process's life (a rebooted node has another). chosen: the protocol
-    that both speak from here on. listening: the endpoint that was reached ("": it is not known). lost: as in
-    `ClientHello`."""
+    """The server's answer to a greeting.
+
+    Attributes:
+        chosen: Protocol that both ends speak from here on.
+        instance: Identity of the answering process; a rebooted node has another one.
+        listening: Endpoint that the caller reached; "": unknown.
+        lost: Nodes that the answering agent continues without, as in `ClientHello`.
+    """
 
     chosen: int
     nonce: bytes
@@ -74,14 +87,14 @@ class ServerHello(msgspec.Struct, frozen=True):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What travels before there is a key: a credential or a refusal."""
+    """The content of a frame before a key exists: a credential or a refusal."""
 
     credential: bytes = b""
     refusal: str = ""
 
 
 class Session(msgspec.Struct, frozen=True):
-    """An authenticated connection: the keys of both directions and what the other end said of itself."""
+    """An authenticated connection: the keys of both directions and the other end's description of itself."""
 
     send_key: bytes
     receive_key: bytes
@@ -122,7 +135,7 @@ def _open(data: bytes) -> tuple[bytes, int]:
 
 
 def refusal(reason: str) -> bytes:
-    """The plain answer to a client that is turned away."""
+    """Return the plain answer to a rejected client."""
     return msgspec.msgpack.encode(Envelope(refusal=reason))
 
 
@@ -161,8 +174,14 @@ class Client:
         self._server_uid = server_uid
 
     def greeting(self, dialled: str = "") -> bytes:
-        """The first bytes to send; dialled: the endpoint they go to. Raises `HandshakeError` where no credential can
-        be had."""
+        """Return the first bytes to send.
+
+        Args:
+            dialled: Endpoint that the bytes go to.
+
+        Raises:
+            HandshakeError: MUNGE issues no credential.
+        """
         self._hello = msgspec.structs.replace(self._hello, dialled=dialled)
         try:
             credential = munge.encode(msgspec.msgpack.encode(self._hello), for_uid=self._server_uid)
@@ -171,7 +190,11 @@ class Client:
         return msgspec.msgpack.encode(Envelope(credential=credential))
 
     def finish(self, data: bytes) -> Session:
-        """The session from the server's answer. Raises `HandshakeError`."""
+        """Return the session that the server's answer establishes.
+
+        Raises:
+            HandshakeError: The answer is a refusal, malformed, or not from the expected server.
+        """
         payload, uid = _open(data)
         if uid not in (self._server_uid, 0):
             raise HandshakeError(f"answered by uid {uid}, wanted {self._server_uid}")
@@ -207,8 +230,11 @@ class Client:
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """An opened `ClientHello` and the uid that MUNGE vouches for; the server decides whether to answer. proto: what
-    both speak, 0 where there is nothing."""
+    """An opened `ClientHello` with the uid that MUNGE vouches for; the server decides whether to answer.
+
+    Attributes:
+        proto: Newest protocol that both ends speak; 0: none.
+    """
 
     hello: ClientHello
     uid: int
@@ -216,7 +242,11 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 def receive(data: bytes) -> Greeting:
-    """Open a client's first bytes. Raises `HandshakeError`."""
+    """Open a client's first bytes.
+
+    Raises:
+        HandshakeError: The credential is refused or the greeting is malformed.
+    """
     payload, uid = _open(data)
     try:
         hello = _hello.decode(payload)
@@ -230,8 +260,19 @@ def receive(data: bytes) -> Greeting:
 def answer(
     greeting: Greeting, *, host: str, restart: int, instance: str, listening: str = "", lost: tuple[str, ...] = ()
 ) -> tuple[bytes, Session]:
-    """The server's answer to an accepted greeting, and its session; listening: where the greeting has arrived. Raises
-    `HandshakeError`."""
+    """Return the server's answer to an accepted greeting, and its session.
+
+    Args:
+        greeting: The accepted greeting.
+        host: Name of this host.
+        restart: Restart count of the job's incarnation here.
+        instance: Identity of this process.
+        listening: Endpoint at which the greeting arrived; "": unknown.
+        lost: Nodes that this agent continues without.
+
+    Raises:
+        HandshakeError: No common protocol, a relayed connection, or no credential from MUNGE.
+    """
     hello = greeting.hello
     if not greeting.proto:
         raise HandshakeError(version.mismatch(hello.least, hello.most))

@@ -1,4 +1,4 @@
-"""Names of hosts that the resolver would take for numbers: a node called 0123 is not the address 0.0.0.83."""
+"""Host names that the resolver mistakes for numbers: a node named 0123 is not the address 0.0.0.83."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBERS = re.compile(r"[0-9A-Fa-fxX.]+")
 
 
 def odd(name: str) -> bool:
-    """Whether the resolver reads a number in this name where everybody else reads a name. Addresses are not odd."""
+    """Return whether the resolver reads this host name as a number. Dotted addresses are not odd."""
     if not _NUMBERS.fullmatch(name):
         return False
     with suppress(ValueError):
@@ -37,7 +37,10 @@ def _words(path: str) -> list[list[str]]:
 
 
 def _addresses(name: str) -> list[str]:
-    """From the hosts file, then from the resolver with the search domains: no longer a number with one behind it."""
+    """Return addresses of a name from the hosts file, else from the resolver with each search domain.
+
+    A name with a domain appended is no longer read as a number.
+    """
     found = [words[0] for words in _words(HOSTS) if name in words[1:]]
     if found:
         return found
@@ -49,7 +52,11 @@ def _addresses(name: str) -> list[str]:
 
 
 def dialled(name: str) -> str:
-    """What to dial for this name: the name, or its address where it is odd. Raises OSError where that has none."""
+    """Return what to dial for this name: the name itself, or its address if the name is odd.
+
+    Raises:
+        OSError: An odd name has no address.
+    """
     if not odd(name):
         return name
     found = _addresses(name)
@@ -59,5 +66,9 @@ def dialled(name: str) -> str:
 
 
 async def dialled_beside(name: str) -> str:
-    """The same on an event loop. Raises OSError."""
+    """Return the result of `dialled` without blocking the event loop.
+
+    Raises:
+        OSError: An odd name has no address.
+    """
     return await asyncio.to_thread(dialled, name) if odd(name) else name

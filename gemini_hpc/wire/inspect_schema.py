@@ -1,6 +1,6 @@
-"""Messages that ask for the picture of a job, and the picture: what each of its agents holds and what has happened.
+"""Messages that ask for a job's inspect document, and the document: each agent's holdings and events.
 
-Users ask the controller, which asks the agents; without a controller they ask the agents.
+Users ask the controller, which asks the agents. Without a controller, users ask the agents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from gemini_hpc.wire.traffic import Duration, Point, TimelineState, TrafficState
 
 
 class EventRecord(msgspec.Struct, frozen=True):
-    """One line of a job's event log. t: Unix time in seconds."""
+    """A line of a job's event log.
+
+    Attributes:
+        t: Unix time in seconds.
+    """
 
     t: Time
     name: str
@@ -39,24 +43,33 @@ class EventRecord(msgspec.Struct, frozen=True):
 
 
 class RecordAsk(msgspec.Struct, frozen=True):
-    """What has this rank recorded of its traffic?"""
+    """A request for the traffic that this rank has recorded."""
 
     set: str
     rank: Count
 
 
 class InspectAsk(Message, frozen=True, tag="inspect?"):
-    """Tell what you hold; and, on a `query` connection, what one rank has recorded. It is asked in a field and not in
-    a message of its own, so that an agent which does not know it answers without it."""
+    """A request for what the agent holds and, on a `query` connection, what one rank has recorded.
+
+    The rank's record is requested in a field, not in a message of its own. An agent that does not know the field then
+    answers without the record.
+    """
 
     request: int = 0
     record: RecordAsk | None = None
 
 
 class HeldSlot(msgspec.Struct, frozen=True):
-    """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check.
-    of: it has no copy of the rank's shard but the parity beside it, of these ranks' (each with its home), in so many
-    blocks."""
+    """A slot as its holder sees it.
+
+    Attributes:
+        state: empty, filling or complete.
+        verified: Unix time of the last check.
+        of: The slot holds parity instead of a copy of the rank's shard. Each entry is a rank of the stripe and its
+            home.
+        blocks: Number of parity blocks.
+    """
 
     set: str
     rank: Count
@@ -74,10 +87,19 @@ class HeldSlot(msgspec.Struct, frozen=True):
 
 
 class TierState(msgspec.Struct, frozen=True):
-    """What the root knows of a set on the tier. stored: the newest version there, time: of its end (Unix); saving:
-    what is on its way, written: bytes of it; problem: why the last one did not become whole; keeping: names that are
-    to be given, kept: the names given last, and the versions that have them; interval_s: from one save to the next,
-    interval_reason: why so. 0 and "": an agent of an earlier version."""
+    """The root's knowledge of a training on the tier. 0 and "" stand for an agent of an earlier version.
+
+    Attributes:
+        stored: Newest version on the tier.
+        time: Unix time at which that version was complete.
+        saving: Version that is being saved.
+        written: Bytes of it written so far.
+        problem: Reason why the last save did not complete.
+        keeping: Names that are still to be given.
+        kept: Names given last, each with its version.
+        interval_s: Time from one save to the next, in seconds.
+        interval_reason: Reason for that interval.
+    """
 
     directory: str
     stored: Stamp | None = None
@@ -92,8 +114,14 @@ class TierState(msgspec.Struct, frozen=True):
 
 
 class PaceState(msgspec.Struct, frozen=True):
-    """How a training comes on, on one node with ranks of it. silent_s: since one here last began to save a version;
-    usual_s, longest_s: from one such version to the next in this launch; stalled_s: the site's, for this node."""
+    """The pace of a training on one node with ranks of it.
+
+    Attributes:
+        silent_s: Seconds since a rank here last began to save a version.
+        usual_s: Usual seconds from one such version to the next in this launch.
+        longest_s: Longest seconds from one such version to the next in this launch.
+        stalled_s: The site's setting for this node.
+    """
 
     silent_s: Duration
     usual_s: Duration
@@ -102,10 +130,16 @@ class PaceState(msgspec.Struct, frozen=True):
 
 
 class TrainingState(msgspec.Struct, frozen=True):
-    """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
-    have told theirs. tier: from the root, of a job that has one. pace: where connected ranks have saved twice.
-    hung: which rank holds the others up, and where, if the agents have found that the training hangs. live: ranks of
-    whose shards this node holds no copy, and could make one of what lives in its own ranks."""
+    """A training on one node.
+
+    Attributes:
+        state: arming, protected, degraded, recovering or finished.
+        traffic: State of those `ranks` that reported theirs.
+        tier: Sent by the root of a job that has a tier.
+        pace: Present if connected ranks have saved twice.
+        hung: Rank that blocks the others, and its place, if the agents found that the training hangs.
+        live: Ranks whose shards this node does not hold but could copy from the live state of its own ranks.
+    """
 
     name: str
     world: Count
@@ -121,7 +155,7 @@ class TrainingState(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What one rank has recorded: its newest timeline, and its overhead over time."""
+    """The record of one rank: its newest timeline, and its overhead over time."""
 
     set: str
     rank: Count
@@ -130,13 +164,19 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class InspectPart(Message, frozen=True, tag="inspect"):
-    """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long.
-    kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not. spares: that the job was
-    submitted with; without: nodes that it has lost and goes on without. after: the job from which this one goes on;
-    taken: the versions of it that were taken over, by set, under its own stamps; not_taken: why they are not all.
-    parity: blocks of it in a row of a group of `replicas` nodes; 0: whole copies. domains: which groups of nodes
-    share a failure domain; None
-    where none is known."""
+    """An agent's part of the inspect document.
+
+    Attributes:
+        unprotected: Reason why the recovery round is not over, if the round takes long.
+        kept_until: Unix time at which a detached agent frees its copies; 0.0: never.
+        spares: Number of spare nodes the job was submitted with.
+        without: Nodes that the job has lost and continues without.
+        after: Job that this job continues from.
+        taken: Versions taken over from that job, by training, under that job's stamps.
+        not_taken: Reason why not all versions were taken over.
+        parity: Parity blocks in a row of a group of `replicas` nodes; 0: whole copies.
+        domains: Groups of nodes that share a failure domain; None: none is known.
+    """
 
     host: str
     job: Job
@@ -173,14 +213,22 @@ class InspectPart(Message, frozen=True, tag="inspect"):
 
 
 class JobAsk(Message, frozen=True, tag="job?"):
-    """User -> controller: the picture of this job."""
+    """A request for the inspect document of this job (user -> controller)."""
 
     job: Job
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One job in a list. slurm: its state; nodes, restarts: of its newest incarnation; recoveries: completed ones;
-    ended: Unix time, 0 while it lives; sealed: the newest sealed version that its log knows of, 0: none."""
+    """A job in a list.
+
+    Attributes:
+        slurm: Slurm's state of the job.
+        nodes: Number of nodes of its newest incarnation.
+        restarts: Number of the newest incarnation.
+        recoveries: Number of completed recoveries.
+        ended: Unix time; 0: the job has not ended.
+        sealed: Newest sealed version in the job's event log; 0: none.
+    """
 
     job: Job
     uid: int
@@ -193,13 +241,17 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class JobsAsk(Message, frozen=True, tag="jobs?"):
-    """User -> controller: the jobs that I may see; all: also those that ended more than a day ago."""
+    """A request for the jobs that the user may see (user -> controller).
+
+    Attributes:
+        all: Include jobs that ended more than a day ago.
+    """
 
     all: bool = False
 
 
 class JobsAnswer(Message, frozen=True, tag="jobs"):
-    """Controller -> user: the newest jobs, and how many more there are."""
+    """The newest jobs, and the number of further ones (controller -> user)."""
 
     jobs: tuple[JobRow, ...] = ()
     more: int = 0
@@ -207,8 +259,12 @@ class JobsAnswer(Message, frozen=True, tag="jobs"):
 
 
 class LemonRow(msgspec.Struct, frozen=True):
-    """A node of the job that did harm before, to whatever job. last: Unix time; what: of each time, the oldest
-    first."""
+    """A node of the job that caused failures before, in any job.
+
+    Attributes:
+        last: Unix time of the last failure.
+        what: One description a failure, the oldest first.
+    """
 
     host: str
     count: Count
@@ -217,8 +273,11 @@ class LemonRow(msgspec.Struct, frozen=True):
 
 
 class JobAnswer(Message, frozen=True, tag="job"):
-    """Controller -> user: parts of the agents that answered, the event log, what Slurm says, nodes that did harm
-    before; or a refusal."""
+    """The controller's answer about a job, or a refusal (controller -> user).
+
+    The message holds the parts of the agents that answered, the event log, Slurm's view, and nodes that caused
+    failures before.
+    """
 
     parts: tuple[InspectPart, ...] = ()
     events: tuple[EventRecord, ...] = ()

@@ -1,4 +1,4 @@
-"""An authenticated connection: `Link` for asyncio, `BlockingLink` for threads and command-line tools."""
+"""Authenticated connections: `Link` for asyncio, `BlockingLink` for threads and command-line tools."""
 
 from __future__ import annotations
 
@@ -46,19 +46,23 @@ def _munge_threads() -> ThreadPoolExecutor:
 
 
 async def _beside(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run what asks MUNGE in threads of its own: a munged that hangs must hold up handshakes only, and never the
-    digests and pulls that share asyncio's threads."""
+    """Run a call that needs MUNGE in a thread pool of its own.
+
+    A munged that hangs then delays handshakes only, never the digests and pulls that share asyncio's threads.
+    """
     return await asyncio.get_running_loop().run_in_executor(_munge_threads(), partial(call, *args, **kwargs))
 
 
 class LinkClosed(Exception):
-    """The other end has gone, or what it sent was not authentic or not understood."""
+    """An exception: the other end has closed, or sent data that was not authentic or not understood."""
 
 
 class Link:
-    """A connection between two authenticated ends on the event loop; `last_heard` is in monotonic seconds.
+    """A connection between two authenticated ends on the event loop.
 
-    `limit_bytes`: the longest frame that is taken; lower it where the other end has nothing long to say.
+    Attributes:
+        last_heard: Time of the last received message, in monotonic seconds.
+        limit_bytes: Longest frame that is accepted; lower it if the other end only sends short messages.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session) -> None:
@@ -70,7 +74,7 @@ class Link:
         self._finished = False
 
     def send(self, message: Message) -> None:
-        """Queue a message; a peer that does not drain its side is cut off, never waited for."""
+        """Queue a message. A peer that does not drain its side is cut off, never waited for."""
         transport = self._writer.transport
         if self.closed:
             return
@@ -83,7 +87,11 @@ class Link:
             transport.abort()
 
     async def receive(self) -> protocol.AnyMessage:
-        """The next message. Raises `LinkClosed`."""
+        """Return the next message.
+
+        Raises:
+            LinkClosed: The connection ended, or the frame is not authentic or not understood.
+        """
         try:
             head = await self._reader.readexactly(LENGTH_BYTES)
             body = await self._reader.readexactly(length_of(head, self.limit_bytes))
@@ -96,26 +104,32 @@ class Link:
 
     @property
     def address(self) -> str:
-        """Where the other end's packets come from; "" where that is not known."""
+        """Return the source address of the other end's packets, or "" if unknown."""
         return str((self._writer.transport.get_extra_info("peername") or ("",))[0])
 
     def fail_after(self, silent_s: float) -> None:
-        """Close when what was sent has not been acknowledged by the other host for so long (else: quarter hours)."""
+        """Close the link if the other host acknowledges no data for this long.
+
+        Without this limit the kernel waits a quarter of an hour or longer.
+
+        Args:
+            silent_s: Limit in seconds.
+        """
         sock = self._writer.transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))
 
     async def flush(self, message: Message) -> None:
-        """Send a message and wait (bounded) until it has left."""
+        """Send a message and wait, with a time limit, until it has left."""
         self.send(message)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             while self._writer.transport.get_write_buffer_size():
                 await asyncio.sleep(0.001)
 
     def finish(self, message: Message) -> None:
-        """Send a last message and end this direction of the connection; `receive` goes on.
+        """Send a last message and end this direction of the connection; `receive` still works.
 
-        A close would let bytes that are still on their way here reset the connection, and the other end might never
-        read the message. That it has read it is known once `is_read`.
+        After a close, incoming bytes could reset the connection before the other end reads the message. `is_read`
+        reports that the other end has read the message.
         """
         self.send(message)
         if not self.closed:
@@ -128,15 +142,17 @@ class Link:
         return self._finished and self._reader.exception() is None and self._reader.at_eof()
 
     async def hand_over(self, message: Message) -> socket.socket:
-        """Send a last message, then give the connection away as a blocking socket for raw bytes."""
+        """Send a last message, then return the connection as a blocking socket for raw bytes."""
         return (await self.block(message)).sock
 
     async def block(self, message: Message | None = None) -> BlockingLink:
-        """Send a last message, then go on with this connection as a link for a thread. The other end must have said
-        nothing that has not been received."""
+        """Send a last message, then return this connection as a link for a thread.
+
+        The other end must have sent nothing that has not been received.
+        """
         transport = self._writer.transport
         assert isinstance(transport, asyncio.Transport)
-        transport.pause_reading()  # what comes in answer to the message is for the thread
+        transport.pause_reading()  # the answer to the message belongs to the thread
         if message is not None:
             await self.flush(message)
         plain = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
@@ -146,15 +162,15 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """True once either side has closed, or this one has said its last."""
+        """Return whether either side has closed, or this side has sent its last message."""
         return self._finished or self._writer.transport.is_closing()
 
     def close(self) -> None:
-        """Close at once; what is queued may be lost."""
+        """Close at once; queued messages may be lost."""
         self._writer.close()
 
     def abort(self) -> None:
-        """Drop the connection without waiting for what is queued."""
+        """Drop the connection without waiting for queued messages."""
         self._writer.transport.abort()
 
 
@@ -170,8 +186,20 @@ async def connect(
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
     opened: asyncio.Event | None = None,
 ) -> Link:
-    """Dial and authenticate; `opened` is set when there is a connection. Raises OSError, TimeoutError or
-    `HandshakeError`."""
+    """Dial and authenticate.
+
+    Args:
+        address: Host name or address.
+        port: TCP port.
+        client: Calling side of the handshake.
+        timeout_s: Limit for connection and handshake, in seconds.
+        opened: Event that is set once the connection exists.
+
+    Raises:
+        OSError: The connection failed.
+        TimeoutError: The limit passed.
+        HandshakeError: The handshake failed.
+    """
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(await hostname.dialled_beside(address), port)
         if opened is not None:
@@ -200,13 +228,24 @@ async def connect_any(
     *,
     wordy: bool = False,
 ) -> tuple[Link, int]:
-    """Dial these ports of a host in order; the first link that is made, and its port.
+    """Dial these ports of a host in order; return the first link that succeeds, and its port.
 
-    Ports follow from the job's id, so anybody on that host can listen on one, and say nothing: the next port is
-    tried when this one has been open for `_SILENT_S`. Raises what the last port did: OSError, `HandshakeError`; at
-    once `OtherView`; or TimeoutError where no connection could be made, or none spoke, within `timeout_s`. wordy: who
-    says why not counts for more than a port behind it where nobody is. (Others' agents refuse, too: to know whether
-    one lives, the last port counts.)
+    Ports follow from the job's id, so any user on that host can listen on one and stay silent. The next port is
+    therefore tried once this one has been open for `_SILENT_S` without an answer. The last port's failure is raised.
+
+    Args:
+        address: Host name or address.
+        ports: Ports in the order to try.
+        client: Factory of the calling side of a handshake.
+        timeout_s: Limit for all ports together, in seconds.
+        wordy: Prefer a refusal with a reason over a later port without a listener. Agents of other jobs refuse as
+            well, so to find out whether an agent is alive, leave this off: the last port counts.
+
+    Raises:
+        OSError: The last port could not be connected to.
+        HandshakeError: The last port's handshake failed.
+        OtherView: The right agent answered but has another view; raised at once.
+        TimeoutError: No connection succeeded, or no listener spoke, within `timeout_s`.
     """
     attempts: dict[asyncio.Task[Link], int] = {}
     failure: Exception = OSError("no port")
@@ -226,7 +265,7 @@ async def connect_any(
                             port_of = attempts.pop(task)
                             try:
                                 return task.result(), port_of
-                            except OtherView:  # the right one has answered
+                            except OtherView:  # the right agent has answered
                                 raise
                             except (OSError, HandshakeError) as exc:
                                 if not (wordy and isinstance(failure, HandshakeError) and isinstance(exc, OSError)):
@@ -248,7 +287,7 @@ async def _silent(opened: asyncio.Event) -> None:
 
 
 def _discard(task: asyncio.Task[Link]) -> None:
-    """Two were made at the same moment: one is enough."""
+    """Abort a surplus link; two may succeed at the same moment and one is enough."""
     if not task.cancelled() and task.exception() is None:
         task.result().abort()
 
@@ -264,7 +303,21 @@ async def accept(
     lost: Callable[[], tuple[str, ...]] = tuple,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Link:
-    """Authenticate a caller. `admit` returns "" or the reason for turning it away. Raises `HandshakeError`."""
+    """Authenticate a caller.
+
+    Args:
+        reader: Stream from the caller.
+        writer: Stream to the caller.
+        admit: Returns "" or the reason for rejecting the caller.
+        host: Name of this host.
+        restart: Returns the restart count of the job's incarnation here.
+        instance: Identity of this process.
+        lost: Returns the nodes that this agent continues without.
+        timeout_s: Limit for the handshake, in seconds.
+
+    Raises:
+        HandshakeError: The caller is rejected, or the handshake failed or timed out.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             sock = writer.transport.get_extra_info("socket")
@@ -292,18 +345,33 @@ async def accept(
 
 
 class BlockingLink:
-    """The same for plain sockets; used by pulls and pushes (raw bytes follow a frame) and by command-line tools."""
+    """An authenticated connection on a plain blocking socket.
+
+    Pulls, pushes (raw bytes follow a frame) and command-line tools use it.
+    """
 
     def __init__(
         self, sock: socket.socket, session: Session, out: Sealer | None = None, into: Sealer | None = None
     ) -> None:
-        """out, into: those of a link that goes on here; default new ones."""
+        """Create a link on an authenticated socket.
+
+        Args:
+            sock: Connected socket.
+            session: Result of the handshake.
+            out: Sealer of an earlier link that continues here; None: a new one.
+            into: Opener of an earlier link that continues here; None: a new one.
+        """
         self.sock, self.session = sock, session
         self._out, self._in = out or Sealer(session.send_key), into or Sealer(session.receive_key)
 
     @classmethod
     def connect(cls, address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> BlockingLink:
-        """Dial and authenticate. Raises OSError or `HandshakeError`."""
+        """Dial and authenticate.
+
+        Raises:
+            OSError: The connection failed or timed out.
+            HandshakeError: The handshake failed.
+        """
         sock = socket.create_connection((hostname.dialled(address), port), timeout=timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -317,13 +385,30 @@ class BlockingLink:
             raise
 
     def send(self, message: Message, *, more: bool = False) -> None:
-        """Send one message; OSError on time-out or a closed connection. more: bytes follow at once, and take it along
-        in their packet."""
+        """Send one message.
+
+        Args:
+            message: The message.
+            more: Raw bytes follow at once and share a packet with the message.
+
+        Raises:
+            OSError: The send timed out or the connection is closed.
+        """
         self.sock.sendall(self._out.seal(protocol.encode(message)), socket.MSG_MORE if more else 0)
 
     def send_file(self, fd: int, offset: int, length: int) -> None:
-        """Send raw bytes of a file, without a copy of them in this process; of a `bound` link. They must not change
-        before the other end has them. OSError on time-out, a closed connection or a file that ends too early."""
+        """Send raw bytes of a file on a `bound` link, without copying them into this process.
+
+        The bytes must not change before the other end has received them.
+
+        Args:
+            fd: Descriptor of the file.
+            offset: First byte.
+            length: Number of bytes.
+
+        Raises:
+            OSError: The send timed out, the connection is closed, or the file ends too early.
+        """
         end = offset + length
         while offset < end:
             n = os.sendfile(self.sock.fileno(), fd, offset, end - offset)
@@ -334,15 +419,24 @@ class BlockingLink:
     def fill(
         self, view: memoryview, silent_s: float, take: Callable[[memoryview], object] = lambda part: None
     ) -> None:
-        """Receive raw bytes, exactly as many as fit; `take` gets them in order, while the processor's cache has them.
-        The thread is woken for many of them at a time, or when fewer have waited for `silent_s`. Raises LinkClosed
-        where they do not come, also when nothing does for so long (up to twice as long behind such few)."""
+        """Receive exactly as many raw bytes as fit into the view.
+
+        The thread wakes up once for many bytes, or once fewer bytes have waited for `silent_s`.
+
+        Args:
+            view: Destination of the bytes.
+            silent_s: Longest silence in seconds; up to twice as long after such a short remainder.
+            take: Called with each part in order, while the part is in the processor's cache.
+
+        Raises:
+            LinkClosed: The connection ended or was silent for too long.
+        """
         at, size, awaited = 0, len(view), 1
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         try:
             while at < size:
-                # never more than is to come; and a receive that blocks would wait for so much beyond what it has
+                # never wait for more than still follows; a blocking receive would wait for this many bytes on top
                 if (wanted := min(WAKE_BYTES, size - at)) != awaited:
                     self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                     awaited = wanted
@@ -366,14 +460,22 @@ class BlockingLink:
                     self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def receive(self, kind: type[M]) -> M:
-        """The next message, which must be of `kind`. Raises `LinkClosed`."""
+        """Return the next message, which must be of `kind`.
+
+        Raises:
+            LinkClosed: The connection ended, or the message is of another kind.
+        """
         message = self.take()
         if not isinstance(message, kind):
             raise LinkClosed(f"wanted {kind.__name__}, got {type(message).__name__}")
         return message
 
     def take(self) -> protocol.AnyMessage:
-        """The next message, whatever it is. Raises `LinkClosed`."""
+        """Return the next message of any kind.
+
+        Raises:
+            LinkClosed: The connection ended, or the frame is not authentic or not understood.
+        """
         try:
             body = read_exact(self.sock, length_of(read_exact(self.sock, LENGTH_BYTES)))
             message = protocol.decoder.decode(self._in.open(body))
@@ -382,8 +484,10 @@ class BlockingLink:
         return message
 
     def bound(self, silent_s: float) -> None:
-        """Block no longer than that in one call, notice within about the same that the other host is gone, and leave
-        the waiting to the kernel (a chunk in one call). The socket is a blocking one from here on."""
+        """Limit each call on the socket, and the detection of a dead host, to about `silent_s` seconds.
+
+        The kernel does the waiting, so a whole chunk passes in one call. The socket is blocking from here on.
+        """
         self.sock.settimeout(None)
         bound = struct.pack("@ll", int(silent_s), int(silent_s % 1 * 1e6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -398,14 +502,13 @@ class BlockingLink:
             self.sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether something has come, or the connection has ended, within timeout_s (None: for as long as it
-        takes)."""
+        """Return whether data arrived or the connection ended within `timeout_s` seconds (None: no limit)."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     def shut(self) -> None:
-        """End the connection, from another thread than the one that uses it."""
+        """End the connection; safe to call from a thread other than the link's user."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 

@@ -1,8 +1,8 @@
 """Messages on the agent's local socket (AF_UNIX, SOCK_SEQPACKET), one JSON object a packet.
 
-A client sends one request and reads one reply, in order. File descriptors travel beside the reply (or
-beside `HandBack`) as SCM_RIGHTS. Packets are at most `MAX_PACKET_BYTES`. The agent checks SO_PEERCRED:
-the job's owner or root. `page` in `Welcome` is a read-only memory page that the agent writes (`ControlPage`).
+A client sends one request and reads one reply, in order. File descriptors travel with the reply (or with `HandBack`)
+as SCM_RIGHTS. Packets hold at most `MAX_PACKET_BYTES`. The agent checks SO_PEERCRED: only the job's owner and root
+are accepted. `page` in `Welcome` is a read-only memory page that the agent writes (`ControlPage`).
 """
 
 from __future__ import annotations
@@ -49,21 +49,24 @@ Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields=False):
-    """Base of all local messages; the JSON key `op` names the type."""
+    """The base of all local messages; the JSON key `op` names the type."""
 
 
-# ---- from the prolog, the epilog and `gemini-hpc run` --------------------------------------------------
+# ---- requests of the prolog, the epilog and `gemini-hpc run` -------------------------------------------
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """A new incarnation of the job has been allocated; answered by `Ready` once all agents agree on the map.
+    """A new incarnation of the job that was allocated; answered by `Ready` once all agents agree on the map.
 
-    spares: nodes that are not to train as long as others are there; lost: nodes that the agents have lost in this
-    incarnation, and go on without (a prolog never says so). hang: seconds after which
-    a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
-    one is to go on; 0: none. parity: no copies, but so many blocks of it in a row of a group of
-    `replicas` nodes (`core.parity`). key: random, of the submission; cluster: as slurm.conf calls it. bereft: an
-    earlier agent of the job here has gone with its directory.
+    Attributes:
+        spares: Number of nodes that do not train as long as other nodes are there.
+        lost: Nodes that the agents have lost in this incarnation and continue without; never set by a prolog.
+        hang: Seconds after which a training without progress counts as hung; 0: never; None: the site's setting.
+        after: Job of the same owner that this job continues from; 0: none.
+        parity: Parity blocks in a row of a group of `replicas` nodes, kept instead of copies (`core.parity`).
+        key: Random key of the submission.
+        cluster: Cluster name in slurm.conf.
+        bereft: An earlier agent of the job on this node has disappeared together with its directory.
     """
 
     job: Job
@@ -84,15 +87,18 @@ class Attach(Message, frozen=True, tag="attach"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`). absent: hosts that
-    this agent waits for, and whose agents cannot be reached."""
+    """The answer to `Attach`: all agents agreed (`mapped`), or did not within the limit (`unmapped`).
+
+    Attributes:
+        absent: Hosts that this agent waits for and whose agents it cannot reach.
+    """
 
     state: str
     absent: tuple[str, ...] = ()
 
 
 class Epilog(Message, frozen=True, tag="epilog"):
-    """The job (or this incarnation of it) has ended on this node."""
+    """A notice that the job (or this incarnation of it) has ended on this node."""
 
     job: Job
     restart: Restart
@@ -100,11 +106,15 @@ class Epilog(Message, frozen=True, tag="epilog"):
 
 
 class VerdictRequest(Message, frozen=True, tag="verdict?"):
-    """What does the agent know of the job's nodes? Asked on a communication error and between steps."""
+    """A question about the state of the job's nodes, asked on a communication error and between steps."""
 
 
 class StepEnd(msgspec.Struct, frozen=True):
-    """The first end of a step, where it is known; given_up: why its launchers start nothing like it again."""
+    """The first end of a step, if known.
+
+    Attributes:
+        given_up: Reason why its launchers start no such step again.
+    """
 
     step: StepName
     end: End = NOTHING
@@ -112,11 +122,16 @@ class StepEnd(msgspec.Struct, frozen=True):
 
 
 class Verdict(Message, frozen=True, tag="verdict"):
-    """Hosts whose silence was confirmed by other peers, hosts only suspected, and hosts heard of recently.
+    """The agent's view of the job's hosts and of the newest step that ended.
 
-    sealed: the newest sealed [epoch, version] of all sets, [0, 0] without one; begun: the newest version that a rank
-    of this node has begun to save since the last recovery round; spared: spares make up for the dead. last: of the
-    newest step of whose end something is known.
+    Attributes:
+        dead: Hosts whose silence other peers confirmed.
+        suspect: Hosts that are only suspected.
+        alive: Hosts that sent a message recently.
+        sealed: Newest sealed [epoch, version] of all trainings; [0, 0]: none.
+        begun: Newest version that a rank of this node has begun to save since the last recovery round.
+        spared: Spares replace the dead nodes.
+        last: Newest step whose end is at least partly known.
     """
 
     dead: tuple[str, ...] = ()
@@ -128,18 +143,27 @@ class Verdict(Message, frozen=True, tag="verdict"):
     last: StepEnd | None = None
 
 
-# ---- from launchers ----------------------------------------------------------------------------------
+# ---- requests of launchers ----------------------------------------------------------------------------
 
 
 class LaunchRequest(Message, frozen=True, tag="launch?"):
-    """From the launcher of one rank, which is in this attempt of its step: answered by `LaunchState` as soon as there
-    is a later one, or none is to come, or after `wait_s`.
+    """A request of the launcher of one rank, which is in this attempt of its step.
 
-    attempt: -1 in a job with spares before the first: the launcher does not know yet whether its node trains. failed:
-    why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over: why the
-    launcher begins no other, given_up: nor is a new step to begin; idle: it has no rank now, and is to hear of the
-    step's success, too. end: what the end of its rank shows, where that was not the launcher's doing (an earlier
-    version tells `cause` only); unhealthy: what the site's health check says.
+    The agent answers with `LaunchState` as soon as a later attempt exists, no attempt follows, or `wait_s` has
+    passed.
+
+    Attributes:
+        attempt: The attempt; -1 before the first one of a job with spares, while the launcher does not know yet
+            whether its node trains.
+        failed: Reason for the end of the rank; all ranks then begin the next attempt.
+        done: The rank ended with success.
+        over: Reason why the launcher begins no other attempt.
+        wait_s: Longest wait for the answer, in seconds.
+        idle: The launcher has no rank now, and waits for the success of the step as well.
+        cause: Cause of the end; the only sign that an earlier version sends.
+        unhealthy: Result of the site's health check if it failed.
+        end: Evidence of the rank's end, unless the launcher itself ended the rank.
+        given_up: No new step may begin either.
     """
 
     step: StepName
@@ -157,15 +181,21 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
 
     @property
     def shown(self) -> End | None:
-        """Return what the end of the rank shows, if anything is told of it."""
+        """Return the evidence of the rank's end, if the launcher reported any."""
         if self.end is not None or (self.cause is None and not self.failed):
             return self.end
         return End(self.failed, self.cause or Cause.CONSEQUENCE, self.rank)
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A node's place among those that train: its node rank (-1: it is a spare), how many there are, and where the
-    ranks meet: the host of node rank 0, and the first port of this incarnation's steps."""
+    """A node's place among the nodes that train.
+
+    Attributes:
+        node_rank: Node rank; -1: the node is a spare.
+        nodes: Number of nodes that train.
+        master: Host of node rank 0, where the ranks meet.
+        port: First port of this incarnation's steps.
+    """
 
     node_rank: Annotated[int, msgspec.Meta(ge=-1, le=MAX_RANKS)]
     nodes: Count
@@ -174,10 +204,18 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class LaunchState(Message, frozen=True, tag="launch"):
-    """The attempt in which all ranks of the step are to be; first, before: how the two before it ended; over: why
-    none follows; last: how this one ended; place: in a job with spares, where the agents agree on the map; done: a
-    rank has ended with success; left_out: `over` is so for this node alone, and is no failure; check: the site's
-    health check, which tells of the node."""
+    """The attempt in which all ranks of the step belong.
+
+    Attributes:
+        first: End of the previous attempt.
+        before: End of the attempt before that.
+        over: Reason why no attempt follows.
+        last: End of this attempt.
+        place: Place of the node, sent in a job with spares once the agents agree on the map.
+        done: A rank has ended with success.
+        left_out: `over` holds for this node alone and is no failure.
+        check: Path of the site's health check program, which tests this node.
+    """
 
     attempt: Count
     first: End = NOTHING
@@ -190,24 +228,31 @@ class LaunchState(Message, frozen=True, tag="launch"):
     check: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
-# ---- from trainers -------------------------------------------------------------------------------------
+# ---- requests of training ranks ------------------------------------------------------------------------
 
 
 class OfRank(Message, frozen=True):
-    """Base of what is said of the shard of one training rank (`rank`) in one set."""
+    """The base of messages about the shard of one training rank (`rank`) in one training."""
 
     set: str
     rank: Count
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message of a training rank. The reply, `Welcome`, comes when the recovery round is over.
+    """The first message of a training rank; `Welcome` answers once the recovery round is over.
 
-    `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
-    starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
-    It speaks protocols `least` to `most`. `tier`: what its program has chosen. `restarts`: what has started it starts
-    it again when it fails. nth: which training of the name `set` this is, in its process; series: what is the same in
-    each start of its step (`core.sequence`). Beside it may be one descriptor: the rank's progress page.
+    One descriptor may accompany it: the rank's progress page.
+
+    Attributes:
+        least: Oldest protocol that the rank speaks.
+        most: Newest protocol that the rank speaks.
+        step: Identity of one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID). A new value on any node starts a
+            new recovery round.
+        rejoin: The rank was welcomed before and lost its agent.
+        tier: The program's choice.
+        restarts: The process that started the rank starts it again if it fails.
+        nth: Number of this training among those named `set` in its process.
+        series: Value that is the same in each start of its step (`core.sequence`).
     """
 
     least: int
@@ -226,18 +271,26 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Beside it one descriptor: the control page of this set.
+    """The answer to `Hello`, with one descriptor: the control page of this training.
 
-    `chosen_epoch`/`chosen_version`: the version to resume from; version 0 means none. `chosen_world` is
-    the number of shards of that version; `stored`: it comes from the tier. `lost` says, one sentence a
-    shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
-    the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
-    of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
-    from; 0: this one has made it itself. parity: as of `Attach`, or fewer where nodes are. group: node ranks, as
-    `placement.ring` has them. set: what the training is called in all further messages; "": as it said itself.
-    closed: it has been closed by all ranks before, at this version; passed: so have all of its step, and a later step
-    has begun. others: where nothing is chosen, versions of trainings that are not closed, and of which no rank has
-    said hello here.
+    Attributes:
+        parity: Value of `Attach`, or less if there are fewer nodes.
+        chosen_epoch: Epoch of the version to resume from.
+        chosen_version: Version to resume from; 0: none.
+        chosen_world: Number of shards of that version.
+        stored: The version comes from the tier.
+        lost: Reasons why memory could not serve, one sentence a shard.
+        notice: Message of the controller for the job's users.
+        proto: Protocol that both ends speak from here on.
+        rejected: Versions that ranks have rejected, one sentence each.
+        fresh: A rejecting rank allowed the training to begin anew if no other version is left.
+        after: Job that the chosen version was taken over from; 0: this job made the version itself.
+        group: Node ranks in the order of `placement.ring`.
+        set: Name of the training in all further messages; "": the name in `Hello`.
+        closed: Version at which all ranks have closed the training before.
+        passed: All ranks have closed all trainings of its step as well, and a later step has begun.
+        others: If no version is chosen: versions of trainings that are not closed and of which no rank has sent
+            `Hello` here.
     """
 
     job: int
@@ -265,8 +318,11 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):
-    """From an agent of another job of the owner's on this node, which has no room for a copy of its own: give me the
-    memory of this one. Answered by `Copy` with its descriptor, and this agent has it no more."""
+    """A request for the memory of a copy, sent by an agent of the owner's other job on this node.
+
+    The sender has no room for a copy of its own. `Copy` answers with the descriptor, and this agent no longer holds
+    the copy.
+    """
 
     heir: Job
     epoch: Epoch
@@ -275,13 +331,16 @@ class Bequeath(OfRank, frozen=True, tag="bequeath"):
 
 
 class Register(OfRank, frozen=True, tag="register"):
-    """Reserve (or find again) both slots of one shard on this node.
+    """A request to reserve (or find again) both slots of one shard on this node.
 
-    rank: the training rank whose shard it is; home: node rank where that training rank lives;
-    bytes: size of one slot. pushed: the home's agent fills the slots, this rank only keeps their memory; bytes 0
-    then: as large as they are now (`ControlPage.grown`). of: not the shard is meant, but the parity beside it, of
-    these ranks' (each with its home), which their homes' agents fill; answered without descriptors. passed: versions
-    up to this one will not come into it, or not again.
+    Attributes:
+        rank: Training rank whose shard it is.
+        home: Node rank of the node where that rank runs.
+        bytes: Size of one slot. With `pushed`, 0 means the current size (`ControlPage.grown`).
+        pushed: The home's agent fills the slots and this rank only keeps their memory.
+        of: Ranks (each with its home) whose parity is meant instead of the shard. Their homes' agents fill it; the
+            answer has no descriptors.
+        passed: Versions up to this one will not be saved into the slots, or not again.
     """
 
     world: Count
@@ -293,54 +352,66 @@ class Register(OfRank, frozen=True, tag="register"):
 
 
 class Slots(Message, frozen=True, tag="slots"):
-    """Beside it two descriptors (memfd of slot 0 and slot 1), each of `bytes` bytes."""
+    """The answer to `Register`, with two descriptors (memfd of slot 0 and slot 1) of `bytes` bytes each."""
 
     bytes: int
 
 
 class Begin(OfRank, frozen=True, tag="begin"):
-    """May a slot be filled with `version` (of the epoch of `Welcome`)? Answered by `Begun` or `Refused`."""
+    """A request to fill a slot with `version` (of `Welcome`'s epoch); answered by `Begun` or `Refused`."""
 
     version: Version
 
 
-UNLIKE = "what is replicated here is not what"  # begins the error that ends all filling of a shard
+UNLIKE = "what is replicated here is not what"  # prefix of the error that ends all filling of a shard
 
 
 class Fill(OfRank, frozen=True, tag="fill"):
-    """May this rank fill what it has itself of `version` into the slot of another rank's shard, which that one's
-    agent pushes here? Answered by `Begun` or `Refused`; after `Begun` comes `Filled`. An error that begins with
-    UNLIKE: no more of them."""
+    """A request to fill the rank's own part of `version` into the slot of another rank's shard.
+
+    The other rank's agent pushes the shard here. The answer is `Begun`, followed by the rank's `Filled`, or
+    `Refused`. An error that begins with UNLIKE ends all such fills.
+    """
 
     version: Version
 
 
 class Filled(OfRank, frozen=True, tag="filled"):
-    """These ranges of bytes are there, and this rank writes no more. None: all have to come."""
+    """A report of the byte ranges that this rank has filled; the rank writes no more.
+
+    An empty `there` means that all bytes must come from the push.
+    """
 
     version: Version
     there: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
 class Begun(Message, frozen=True, tag="begun"):
-    """Fill this slot. note: a line for the users of the job, which this rank prints."""
+    """Permission to fill this slot.
+
+    Attributes:
+        note: A line for the users of the job, which this rank prints.
+    """
 
     slot: int
     note: str = ""
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """Not now (R1/R2), with the reason; skip this save and say so."""
+    """A refusal for now (R1/R2), with the reason; the rank skips this save and reports the skip."""
 
     reason: str
 
 
 class Landed(OfRank, frozen=True, tag="landed"):
-    """The slot holds all `used` bytes of `version`. digest (`core.digest`): made at the shard's home; "" where that
-    is this node, whose agent makes it.
+    """A report that the slot holds all `used` bytes of `version`.
 
-    The agent reads the bytes before it counts the copy (R5); the reply (`Ok`) does not wait for that. The commit
-    record has the digest then.
+    The agent reads the bytes before it counts the copy (R5). The reply (`Ok`) does not wait for that read; the commit
+    record then has the digest.
+
+    Attributes:
+        digest: Digest (`core.digest`) made at the shard's home; "" if that is this node, whose agent makes the
+            digest.
     """
 
     version: Version
@@ -350,18 +421,18 @@ class Landed(OfRank, frozen=True, tag="landed"):
 
 
 class Abort(OfRank, frozen=True, tag="abort"):
-    """The slot will not be completed with this version; it becomes void."""
+    """A report that the slot will not be completed with this version; the slot becomes void."""
 
     version: Version
     slot: int
 
 
 class Fetch(OfRank, frozen=True, tag="fetch"):
-    """Give me the chosen version of a shard; pulled from its holders where this node has no copy."""
+    """A request for the chosen version of a shard, pulled from its holders if this node has no copy."""
 
 
 class Copy(Message, frozen=True, tag="copy"):
-    """Beside it one read-only descriptor with `used` bytes of a verified copy."""
+    """The answer with one read-only descriptor, which holds `used` bytes of a verified copy."""
 
     epoch: int
     version: int
@@ -371,15 +442,22 @@ class Copy(Message, frozen=True, tag="copy"):
 
 
 class OpenPush(OfRank, frozen=True, tag="push"):
-    """I fill my shard's slots: bring its versions to this holder (a node rank). Answered by `Ok`, beside it one
-    descriptor: a channel (SOCK_SEQPACKET) for the messages below, each answered in order, also when several are on
-    their way. The agent closes it when a version that it had begun to send is lost; another can be opened."""
+    """A request of a rank that fills its shard's slots to push the versions to this holder (a node rank).
+
+    `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) for `PushOffer`, `PushChunk` and `PushDone`. The
+    agent answers them in order, even if several are in flight. The agent closes the channel if a version is lost that
+    it has begun to send; the rank can open another one.
+    """
 
     holder: Count
 
 
 class Event(Message, frozen=True, tag="event"):
-    """Something for the event log (`resumed`, `first_iteration`, `skipped`, `degraded`, ...); t: Unix time."""
+    """An entry for the event log (`resumed`, `first_iteration`, `skipped`, `degraded`, ...).
+
+    Attributes:
+        t: Unix time in seconds.
+    """
 
     name: str
     version: Version
@@ -388,15 +466,20 @@ class Event(Message, frozen=True, tag="event"):
 
 
 class Finished(OfRank, frozen=True, tag="finished"):
-    """The rank has closed its checkpointer after this version: its training succeeded."""
+    """A report that the rank has closed its checkpointer after this version: its training succeeded."""
 
     version: Version = 0
 
 
 class Reject(OfRank, frozen=True, tag="reject"):
-    """What this rank has loaded, this version, is bad, for this reason: it, and all that came of it, are not to be
-    chosen again. fresh: where nothing else is left the training may begin anew. Answered by `Ok` when that is on
-    disk, else by `Error` with the reason."""
+    """A report that the version which this rank has loaded is bad, with the reason.
+
+    The version and all versions that derive from it are never chosen again. The agent answers `Ok` once the rejection
+    is on disk, else `Error` with the reason.
+
+    Attributes:
+        fresh: The training may begin anew if no other version is left.
+    """
 
     version: Version
     reason: Reason
@@ -404,17 +487,21 @@ class Reject(OfRank, frozen=True, tag="reject"):
 
 
 class KeepVersion(OfRank, frozen=True, tag="keep-version"):
-    """This version is to stay on the tier for good, under this name, or the first one after it that can be saved.
-    Answered by `Ok` when the agent will see to it, else by `Error` with the reason."""
+    """A request to keep this version on the tier under this name for good.
+
+    If the version cannot be saved, the first later one that can gets the name. The agent answers `Ok` if it accepts
+    the request, else `Error` with the reason.
+    """
 
     version: Version
     name: SetName
 
 
 class HandBack(OfRank, frozen=True, tag="handback"):
-    """After an agent's death: one slot of a shard, its descriptor beside it; revalidated by digest.
+    """A slot of a shard handed back after an agent's death, with its descriptor; verified again by digest.
 
-    digest empty: the slot holds nothing complete (it is handed back for its memory only).
+    Attributes:
+        digest: Digest of the content; "": the slot holds nothing complete and is handed back for its memory only.
     """
 
     world: Count
@@ -428,13 +515,18 @@ class HandBack(OfRank, frozen=True, tag="handback"):
     pushed: bool = False
 
 
-# ---- from trainers, on a channel of `OpenPush` --------------------------------------------------------
+# ---- requests of training ranks on a channel of `OpenPush` ---------------------------------------------
 
 
 class PushOffer(Message, frozen=True, tag="offer"):
-    """The slot that is being filled with `version` has `used` bytes, which do not change any more: does the holder
-    take them? `Ok`, `Taken` or `Refused`. The agent reads them beside their way. base: a version of the same epoch of
-    which the ranges of bytes `kept` have not changed: the holder's slot may still have them."""
+    """An offer of the version in the slot being filled: its `used` bytes no longer change.
+
+    The answer is `Ok`, `Taken` or `Refused` for the holder. The agent reads the bytes while they are sent.
+
+    Attributes:
+        base: A version of the same epoch that the holder's slot may still have.
+        kept: Byte ranges that have not changed since `base`.
+    """
 
     version: Version
     used: Bytes
@@ -443,32 +535,41 @@ class PushOffer(Message, frozen=True, tag="offer"):
 
 
 class Taken(Message, frozen=True, tag="taken"):
-    """In the reply to `PushOffer`: the holder has these ranges of bytes, and they do not go."""
+    """The reply to `PushOffer` with the byte ranges that the holder already has; they are not sent."""
 
     there: tuple[tuple[Bytes, Bytes], ...]
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):
-    """The slot's next `length` bytes may go; `Ok` when they are at the holder."""
+    """Permission to send the slot's next `length` bytes; `Ok` answers once the holder has them."""
 
     length: Bytes
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """The end of a version. Answered by `Ok` when the holder has found the digest that this agent has read."""
+    """The end of a version; `Ok` answers once the holder has found the digest that this agent has read."""
 
 
 class LiveOn(OfRank, frozen=True, tag="live-on"):
-    """The ranks of these nodes have all tensors of this rank's shard as well, with every version from the next one
-    on. none: no other node has. Answered by `Ok`."""
+    """A list of nodes whose ranks also have all tensors of this rank's shard.
+
+    The list holds for every version from the next one on. An empty list means that no other node has them. `Ok`
+    answers.
+    """
 
     nodes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LIVE_NODES)]
 
 
 class Sketched(OfRank, frozen=True, tag="sketched"):
-    """The slot that this rank fills with its own shard has directory and small state of this version; what the
-    tensors are is still to come. Only the newest counts. areas: bytes of directory and tensors, and the most of the
-    small state, which has `small_bytes` now. moment: for the slot's header. Answered by `Ok`."""
+    """A report that this rank's slot for its own shard has the directory and small state of this version.
+
+    The tensors are still missing. Only the newest report counts. `Ok` answers.
+
+    Attributes:
+        small_bytes: Current bytes of the small state.
+        areas: Bytes of the directory, bytes of the tensors, and the maximum bytes of the small state.
+        moment: Moment for the slot's header.
+    """
 
     version: Version
     slot: Count
@@ -478,30 +579,40 @@ class Sketched(OfRank, frozen=True, tag="sketched"):
 
 
 class OpenRescue(OfRank, frozen=True, tag="rescue"):
-    """This rank can copy its live tensors into slots, of its own shard and of others', when their holders have died.
-    Answered by `Ok`, beside it one descriptor: a channel (SOCK_SEQPACKET) on which the agent asks: `Still`, then
-    `CopyLive` as often as it wants, `Complete`, and `GoOn`."""
+    """An offer to copy live tensors into slots of shards whose holders have died.
+
+    The shards are the rank's own and others. `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) on which
+    the agent sends the requests. The agent sends `Still`, then any number of `CopyLive`, then `Complete` and `GoOn`.
+    """
 
 
-# ---- from the agent, on a channel of `OpenRescue`; the rank answers each but the last ------------------
+# ---- requests of the agent on a channel of `OpenRescue`; the rank answers each but the last ------------
 
 
 class Still(Message, frozen=True, tag="still"):
-    """Change no tensor of the state until `GoOn`, or for `wait_s`, and bring the version that is on its way into the
-    slots at once, whatever else has the network; answered by `Standing`."""
+    """A request to change no tensor of the state until `GoOn`, or for `wait_s` seconds.
+
+    `Standing` answers. The rank brings the version in progress into the slots at once, whatever other traffic uses
+    the network.
+    """
 
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class Standing(Message, frozen=True, tag="standing"):
-    """The tensors are those of this completed version; 0: they are being changed, or are not to be copied."""
+    """The answer to `Still`: the tensors are those of this completed version.
+
+    Version 0 means that the tensors are being changed, or must not be copied.
+    """
 
     version: Version
 
 
 class CopyLive(Message, frozen=True, tag="copy-live"):
-    """Beside it one descriptor of `bytes` bytes: a slot with header, directory and small state of the shard of this
-    rank. Fill in the tensors. Answered by `Copied`."""
+    """A request to fill the tensors of this rank's shard into a slot of `bytes` bytes; answered by `Copied`.
+
+    One descriptor accompanies it: a slot with header, directory and small state.
+    """
 
     rank: Count
     version: Version
@@ -509,39 +620,53 @@ class CopyLive(Message, frozen=True, tag="copy-live"):
 
 
 class Copied(Message, frozen=True, tag="copied"):
-    """whole: every tensor of the shard is there, as far as this rank knows; else why not."""
+    """The result of a copy.
+
+    Attributes:
+        whole: Every tensor of the shard is there, as far as this rank knows.
+        why: Reason if not.
+    """
 
     whole: bool
     why: Reason = ""
 
 
 class Complete(Message, frozen=True, tag="complete"):
-    """Wait until the rank has saved its own shard of the version at which it stands, or given that up; for `wait_s`
-    at most. Answered by `Copied`, or by `Standing` where it is still at work."""
+    """A request to wait until the rank has saved its own shard, or abandoned that save.
+
+    The shard is of the version at which the rank stands. The wait lasts at most `wait_s` seconds. `Copied` answers,
+    or `Standing` if the rank is still saving.
+    """
 
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class GoOn(Message, frozen=True, tag="go-on"):
-    """The tensors may change again."""
+    """Permission to change the tensors again."""
 
 
 class Traffic(OfRank, frozen=True, tag="traffic"):
-    """How this rank's checkpoints travel now; the newest is shown, and its overhead joins a series."""
+    """The current traffic of this rank's checkpoints.
+
+    The newest report is shown, and its overhead joins a series.
+    """
 
     state: TrafficState
 
 
 class Timeline(OfRank, frozen=True, tag="timeline"):
-    """One iteration of this rank as it was recorded; the newest is kept."""
+    """A recorded iteration of this rank; the agent keeps the newest."""
 
     timeline: TimelineState
 
 
 class Keep(OfRank, frozen=True, tag="keep"):
-    """Keep these bytes for this rank, for as long as the agent lives: across recovery rounds and requeues.
+    """A request to keep these bytes for this rank as long as the agent lives.
 
-    `key` says what they are good for: what was kept with another key is dropped.
+    The agent keeps them across recovery rounds and requeues.
+
+    Attributes:
+        key: Purpose of the bytes; bytes kept under another key are dropped.
     """
 
     key: Key
@@ -549,13 +674,13 @@ class Keep(OfRank, frozen=True, tag="keep"):
 
 
 class Recall(OfRank, frozen=True, tag="recall"):
-    """What was kept with this key? Answered by `Kept`."""
+    """A request for the bytes kept under this key; answered by `Kept`."""
 
     key: Key
 
 
 class Kept(Message, frozen=True, tag="kept"):
-    """data None: nothing with this key."""
+    """The answer to `Recall`; data None: no bytes are kept under this key."""
 
     data: Blob | None = None
 
@@ -564,9 +689,13 @@ class Kept(Message, frozen=True, tag="kept"):
 
 
 class Ok(Message, frozen=True, tag="ok"):
-    """Done. In the reply to `Epilog`, state is released, detached, or hold: detached, and this node is to hold the
-    survivors of incarnation `restart`, because no controller answers. check: the site's health check is worth its
-    time on this node."""
+    """A confirmation.
+
+    Attributes:
+        state: In the reply to `Epilog`: released, detached, or hold. hold means detached, and this node must hold the
+            survivors of incarnation `restart`, because no controller answers.
+        check: Running the site's health check on this node is worth its time.
+    """
 
     state: str = ""
     restart: int = 0
@@ -574,7 +703,11 @@ class Ok(Message, frozen=True, tag="ok"):
 
 
 class Error(Message, frozen=True, tag="error"):
-    """Refused, in one sentence for the user. later: what was asked for may be had later."""
+    """A refusal, with one sentence for the user.
+
+    Attributes:
+        later: The same request may succeed later.
+    """
 
     error: str
     later: bool = False
@@ -635,7 +768,7 @@ def hello(
     nth: int = 1,
     series: str = "",
 ) -> Hello:
-    """A `Hello` in all versions that this end speaks."""
+    """Return a `Hello` with all protocol versions that this end speaks."""
     return Hello(
         version.OLDEST,
         version.CURRENT,

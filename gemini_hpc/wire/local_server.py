@@ -1,4 +1,4 @@
-"""The local socket: training ranks, the prolog and the epilog speak to the agent here, one packet a message."""
+"""The local socket server: ranks, the prolog and the epilog send requests to the agent, one a packet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ACCEPT_PAUSE_S = 0.2
 
 
 class Client:
-    """One connection to the local socket."""
+    """A client's connection to the local socket."""
 
     def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
         self._sock, self.pid, self.uid = sock, pid, uid
@@ -32,13 +32,16 @@ class Client:
         self._process = _process(sock, pid)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the very process that called; nothing where it has ended, or is not this user's."""
+        """Send a signal to exactly the process that connected.
+
+        The call has no effect if the process has ended or belongs to another user.
+        """
         with suppress(OSError):
             if self._process >= 0:
                 signal.pidfd_send_signal(self._process, number)
 
     def lives(self) -> bool:
-        """Whether the process that called is there, also when its connection has ended."""
+        """Return whether the process that connected still exists, even if its connection has ended."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -48,13 +51,13 @@ class Client:
         return True
 
     def forget(self) -> None:
-        """The connection has ended, and with it the claim on the process."""
+        """Close the descriptor of the process, after the connection has ended."""
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
 
     def drop(self) -> None:
-        """Close: the other end sees the end of file."""
+        """Close the connection; the other end reads the end of file."""
         if not self.closed.is_set():
             self.closed.set()
             with suppress(OSError):
@@ -62,14 +65,17 @@ class Client:
 
 
 def _process(sock: socket.socket, pid: int) -> int:
-    """A descriptor of the process that called, -1 where it has ended or is not seen from here. A child of it can hold
-    the connection for longer than it lives, and its number then be that of another process."""
+    """Return a descriptor of the process that connected, or -1 if it has ended or is not visible from here.
+
+    A child of the process can keep the connection open after the process ends. The pid may then belong to another
+    process, so the pid alone is not enough.
+    """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as exc:
         if exc.errno != errno.ENOPROTOOPT:
             return -1
-    with suppress(OSError):  # Linux before 6.5
+    with suppress(OSError):  # Linux before 6.5 has no SO_PEERPIDFD
         return os.pidfd_open(pid) if pid > 0 else -1
     return -1
 
@@ -79,12 +85,7 @@ Handle = Callable[[Client, local.Request, list[int]], Awaitable[Reply]]
 
 
 class LocalServer:
-    """Accepts clients of one uid (and root) on a SEQPACKET socket and answers their requests in order.
-
-    `handle` gets each request with the descriptors beside it (its to close) and returns the reply with the
-    descriptors to send (closed here after sending). `gone` is told when a client's connection ends, `complain` of who
-    was turned away and of requests that could not be served for reasons of our own.
-    """
+    """A SEQPACKET socket server that accepts clients of one uid (and root) and answers requests in order."""
 
     def __init__(
         self,
@@ -94,6 +95,17 @@ class LocalServer:
         gone: Callable[[Client], None],
         complain: Callable[[str], None],
     ) -> None:
+        """Create the server and listen.
+
+        Args:
+            path: Path of the socket.
+            uid: Owner of the job; only this user and root are accepted.
+            handle: Called with each request and its descriptors, which the handler closes. Returns the reply and the
+                descriptors to send, which the server closes after sending.
+            gone: Called when a client's connection ends.
+            complain: Called with a sentence for each rejected client, and for each request that failed inside the
+                agent.
+        """
         self._path, self._uid, self._handle, self._gone, self._complain = path, uid, handle, gone, complain
         self._clients: set[Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,7 +127,11 @@ class LocalServer:
         return sock
 
     def bind_again(self) -> None:
-        """Listen on another socket of the same name: clients stay. Raises OSError, and nothing has changed."""
+        """Listen on a new socket with the same path; connected clients stay.
+
+        Raises:
+            OSError: The new socket could not be made; the server is unchanged.
+        """
         before, self._sock = self._sock, self._bound()
         self._deafen(before)
 
@@ -131,7 +147,7 @@ class LocalServer:
             sock, _ = self._sock.accept()
         except OSError as exc:
             if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                # The caller stays in the queue: without a pause this would be a busy loop.
+                # The client stays in the queue, so without a pause this would be a busy loop.
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._sock)
                 self._pause = loop.call_later(_ACCEPT_PAUSE_S, loop.add_reader, self._sock, self._accept)
@@ -228,13 +244,13 @@ class LocalServer:
                     loop.remove_writer(sock)
 
     def drop(self, wanted: Callable[[Client], bool]) -> None:
-        """Close every client for which `wanted` is true."""
+        """Close every client for which `wanted` returns true."""
         for client in list(self._clients):
             if wanted(client):
                 client.drop()
 
     def close(self) -> None:
-        """Stop listening, close all clients, remove the socket."""
+        """Stop listening, close all clients, and remove the socket."""
         self._deafen(self._sock)
         with suppress(OSError):
             os.unlink(self._path)

@@ -1,4 +1,4 @@
-"""What all messages between machines have in common."""
+"""The base class of all messages between machines."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="kind"):
-    """Base of all messages between machines; the key `kind` names the type."""
+    """The base of all messages between machines; the key `kind` names the type."""

@@ -1,4 +1,4 @@
-"""MUNGE credentials through libmunge (ctypes: no maintained Python binding under a fitting licence exists)."""
+"""MUNGE credentials through libmunge (ctypes: no maintained Python binding has a suitable licence)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CREDENTIAL_BYTES = 64 * 1024
 
 
 class MungeError(Exception):
-    """No credential could be made, or one was refused; the message is libmunge's."""
+    """A failure to make or open a credential, with libmunge's message."""
 
 
 @cache
@@ -58,7 +58,11 @@ def _library() -> Any:
 
 
 def encode(payload: bytes, *, for_uid: int) -> bytes:
-    """A credential of this process that only `for_uid` can open. Raises `MungeError`."""
+    """Return a credential of this process that only `for_uid` can open.
+
+    Raises:
+        MungeError: MUNGE issues no credential.
+    """
     lib, libc = _library()
     context = ctypes.c_void_p(lib.munge_ctx_create())
     try:
@@ -78,16 +82,20 @@ def encode(payload: bytes, *, for_uid: int) -> bytes:
 
 
 def decode(credential: bytes) -> tuple[bytes, int]:
-    """(payload, uid of the maker) of a fresh credential; a second decode of the same one is refused.
+    """Return (payload, uid of the maker) of a fresh credential; a second decode of the same one fails.
 
-    Raises `MungeError` for anything that is not a valid, fresh credential that this uid may open.
+    Raises:
+        MungeError: The credential is not valid, not fresh, or this uid may not open it.
     """
     payload, uid, _ = decode_timed(credential)
     return payload, uid
 
 
 def decode_timed(credential: bytes) -> tuple[bytes, int, int]:
-    """As `decode`, and the Unix time in whole seconds at which it was made, by the clock of its maker's host."""
+    """Return what `decode` returns, and the Unix time in whole seconds at which the credential was made.
+
+    The time is by the clock of the maker's host.
+    """
     if not credential or len(credential) > MAX_CREDENTIAL_BYTES or b"\0" in credential:
         raise MungeError("malformed credential")
     lib, libc = _library()
@@ -110,5 +118,5 @@ def decode_timed(credential: bytes) -> tuple[bytes, int, int]:
 
 
 def my_uid() -> int:
-    """The uid that credentials of this process carry."""
+    """Return the uid that credentials of this process carry."""
     return os.geteuid()

@@ -1,7 +1,7 @@
-"""Messages between agents; msgpack, one a frame (`wire.protocol`).
+"""Messages between agents in msgpack, one a frame (`wire.protocol`).
 
-Every stamp is a pair (epoch, version). `round` numbers the recovery rounds of one incarnation; a message
-of another round is dropped (R6; the incarnation itself is checked in the handshake).
+Every stamp is a pair (epoch, version). `round` numbers the recovery rounds of one incarnation. An agent ignores a
+message of another round (R6); the handshake checks the incarnation itself.
 """
 
 from __future__ import annotations
@@ -50,24 +50,28 @@ MAX_SMALL_BYTES, MAX_DIRECTORY_BYTES = 1 << 20, 4 << 20
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Sent on every link each `heartbeat_s`."""
+    """A heartbeat, sent on every link each `heartbeat_s` seconds."""
 
 
 class ProbeAsk(Message, frozen=True, tag="probe?"):
-    """Can you reach this host of our job? (indirect probing)"""
+    """A question whether the receiver can reach this host of the job (indirect probing)."""
 
     host: str
 
 
 class ProbeAnswer(Message, frozen=True, tag="probe"):
-    """The answer; alive: a frame, or an answer to a fresh connection, came from it just now."""
+    """The answer to `ProbeAsk`.
+
+    Attributes:
+        alive: A frame, or an answer to a fresh connection, just arrived from the host.
+    """
 
     host: str
     alive: bool
 
 
 class Liveness(Message, frozen=True, tag="liveness"):
-    """Sent on to every link: the peers agree that this host is silent (alive=False), or that it is back."""
+    """A report relayed on every link: the peers agree that this host is silent (alive=False), or is back."""
 
     host: str
     alive: bool
@@ -75,13 +79,18 @@ class Liveness(Message, frozen=True, tag="liveness"):
 
 
 class Left(Message, frozen=True, tag="left"):
-    """To every link, before it ends: the training has succeeded on this node and the job is over, so that this
-    agent's silence is no death. A peer's epilog may run seconds later."""
+    """An announcement on every link before the agent ends, so that its silence does not count as death.
+
+    The training has succeeded on this node and the job is over. A peer's epilog may run seconds later.
+    """
 
 
 class Launch(Message, frozen=True, tag="launch"):
-    """Along the tree, both ways: what is known of the attempts of a step (`core.attempts.Known`). reason: for agents
-    of an earlier version."""
+    """Known facts about the attempts of a step (`core.attempts.Known`), sent both ways along the tree.
+
+    Attributes:
+        reason: Reason for agents of an earlier version.
+    """
 
     step: StepName
     attempt: Count
@@ -95,8 +104,11 @@ class Launch(Message, frozen=True, tag="launch"):
 
 
 class RankEnded(Message, frozen=True, tag="ended"):
-    """Up the tree, to the root: what the end of this host's rank shows, in this attempt of a step. version: the
-    newest that the attempt had begun to save, 0 before the first."""
+    """Evidence of the end of this host's rank in this attempt of a step (up the tree to the root).
+
+    Attributes:
+        version: Newest version that the attempt had begun to save; 0: none yet.
+    """
 
     step: StepName
     attempt: Count
@@ -107,7 +119,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
 
 
 class Unhealthy(Message, frozen=True, tag="unhealthy"):
-    """Up the tree, to the root: what the site's health check says of this host, where a rank has just failed."""
+    """A failed health check of this host after a rank's failure (up the tree to the root)."""
 
     host: Host
     rank: Count
@@ -115,7 +127,10 @@ class Unhealthy(Message, frozen=True, tag="unhealthy"):
 
 
 class FailedFirst(Message, frozen=True, tag="first"):
-    """Down the tree: what the root has found of that attempt; all agents count, as each may be the next root."""
+    """The root's finding about that attempt (down the tree).
+
+    All agents record it, because each may be the next root.
+    """
 
     step: StepName
     attempt: Count
@@ -129,17 +144,24 @@ class FailedFirst(Message, frozen=True, tag="first"):
 
 
 class Collect(Message, frozen=True, tag="collect"):
-    """Down: freeze, void what is half filled, report what you hold."""
+    """A request down the tree to freeze, void half-filled slots, and report the inventory."""
 
     round: Round
     step: str
 
 
 class InventoryRecord(msgspec.Struct, frozen=True):
-    """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
-    no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last;
-    rejected: versions that ranks have found bad. order: of placement, in that map (`placement.Order`).
-    closed: trainings that all ranks have closed; closing: those that ranks of this node have (`core.sequence`)."""
+    """An agent's inventory.
+
+    Attributes:
+        unreadable: Versions on the tier (training and stamp) that turned out damaged.
+        unbroken: The agent does not succeed one that died, so it would know what has been sealed.
+        doubt: Value of the plan that the agent accepted last.
+        rejected: Versions that ranks found bad.
+        order: Placement order in that map (`placement.Order`).
+        closed: Trainings that all ranks have closed.
+        closing: Trainings that ranks of this node have closed (`core.sequence`).
+    """
 
     host: str
     noderanks: dict[str, Count] | None
@@ -159,15 +181,20 @@ class InventoryRecord(msgspec.Struct, frozen=True):
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
-    """Up: the inventories of a whole subtree."""
+    """The inventories of a whole subtree (up the tree)."""
 
     round: Round
     records: tuple[InventoryRecord, ...]
 
 
 class Wake(Message, frozen=True, tag="wake"):
-    """To an agent that waits detached: the job runs again, on these nodes (what its prolog would have said). lost:
-    the agents go on without these."""
+    """A message to a detached agent: the job runs again on these nodes.
+
+    The content is what the agent's prolog would have sent.
+
+    Attributes:
+        lost: Nodes that the agents continue without.
+    """
 
     restart: Restart
     nodelist: str
@@ -183,15 +210,20 @@ class Wake(Message, frozen=True, tag="wake"):
     cluster: ClusterName = ""
 
 
-TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name
+TIER = "tier:"  # among a copy's sources: prefix of the persistent tier; no host has such a name
 
 
-BEFORE = "before:"  # likewise: with a host behind it, the predecessor's agent there
+BEFORE = "before:"  # likewise, followed by a host: the predecessor job's agent there
 
 
 class PullOrder(msgspec.Struct, frozen=True):
-    """`dest` pulls this copy from the first of `sources` that can serve it; or makes it (its shard, or the parity
-    `copy.of`) of parts, copies of its stripe at hosts that have them."""
+    """An order that `dest` pull a copy from the first of `sources` that can serve it.
+
+    Otherwise `dest` rebuilds the copy (the shard, or the parity `copy.of`) from `parts`.
+
+    Attributes:
+        parts: Copies of the same stripe, each with the host that has it.
+    """
 
     dest: str
     copy: Copy
@@ -200,10 +232,13 @@ class PullOrder(msgspec.Struct, frozen=True):
 
 
 class SetPlan(msgspec.Struct, frozen=True):
-    """What a set resumes from; chosen None: nothing, and `lost` says why.
+    """The version that a training resumes from.
 
-    copies: the chosen copy of each rank with the hosts that hold it now. keep: what a holder does not void.
-    sealed: what counts as sealed until the root's first word (core.recovery.SetPlan).
+    Attributes:
+        chosen: Stamp of that version; None: none, for the reasons in `lost`.
+        copies: Chosen copy of each rank, with the hosts that hold it now.
+        keep: Stamps that a holder does not void.
+        sealed: Stamp that counts as sealed until the root's first decision (core.recovery.SetPlan).
     """
 
     name: str
@@ -216,14 +251,18 @@ class SetPlan(msgspec.Struct, frozen=True):
 
     @property
     def stored(self) -> bool:
-        """Whether what was chosen comes from the tier."""
+        """Return whether the chosen version comes from the tier."""
         return any(TIER in sources for _, sources in self.copies)
 
 
 class Heritage(msgspec.Struct, frozen=True):
-    """What is taken over from another job of the same owner, its predecessor. ports: those of its agents, by host;
-    stamps: what the chosen version of each set is called there (here: `recovery_plan.inherited`); lost: why it is not
-    all, or nothing."""
+    """The versions taken over from another job of the same owner, the predecessor.
+
+    Attributes:
+        ports: Ports of the predecessor's agents, by host.
+        stamps: The predecessor's stamp of each training's chosen version (here: `recovery_plan.inherited`).
+        lost: Reason why not every version, or none, is taken over.
+    """
 
     job: Job
     ports: dict[str, Port] = msgspec.field(default_factory=dict)
@@ -231,19 +270,29 @@ class Heritage(msgspec.Struct, frozen=True):
     lost: Reason = ""
 
     def origin(self, name: str, stamp: Stamp) -> Stamp | None:
-        """What the predecessor calls this version of a set; None: it is none of it."""
+        """Return the predecessor's stamp for this version of a training, or None if not taken over."""
         theirs = self.stamps.get(name)
         return theirs if theirs is not None and recovery_plan.inherited(theirs) == stamp else None
 
 
 class PlanDown(Message, frozen=True, tag="plan"):
-    """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
-    the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
-    not. doubt: the tier may have something newer, so whoever plans next has to look there. counted: by host, the
-    instances whose inventories it was made of; an agent that was started since does not take it. rejected: versions
-    that nobody is to choose any more. heritage: where the job takes over what another one has left. order: of
-    placement (`placement.Order`); domains: what it could not keep apart, None where no failure domain is known.
-    closed: trainings that all ranks have closed. looked: the tier has been looked at for all sets."""
+    """The plan of a recovery round: new map, epoch and versions (down the tree).
+
+    An agent voids everything else, then acknowledges.
+
+    Attributes:
+        unseen: Reason why the content of the tier is unknown; no launch is served by such a plan.
+        tier: The program's choice, if the submission made none.
+        doubt: The tier may have a newer version, so the next planner must check it.
+        counted: Agent instances whose inventories the plan uses, by host. An agent that started later refuses the
+            plan.
+        rejected: Versions that must never be chosen again.
+        heritage: Versions that the job takes over from another job.
+        order: Order of placement (`placement.Order`).
+        domains: Failure domains that the order could not separate; None: none is known.
+        closed: Trainings that all ranks have closed.
+        looked: The tier has been checked for all trainings.
+    """
 
     round: Round
     step: str
@@ -270,20 +319,23 @@ class PlanDown(Message, frozen=True, tag="plan"):
 
 
 class Taken(Message, frozen=True, tag="taken"):
-    """To a predecessor's agent, on a connection of its successor's: what was to be taken over is sealed there."""
+    """A message to a predecessor's agent, on its successor's connection.
+
+    The versions taken over are now sealed at the successor.
+    """
 
 
 class PlanAck(Message, frozen=True, tag="ack"):
-    """Up: my whole subtree has voided and has the map with this hash."""
+    """An acknowledgement up the tree: the whole subtree has voided and has the map with this hash."""
 
     round: Round
     map_hash: str
 
 
 class Go(Message, frozen=True, tag="go"):
-    """Down: everyone has acknowledged; training may go on in the new epoch.
+    """Permission down the tree: every agent has acknowledged, so training may continue in the new epoch.
 
-    Sent again with the launch (`step`) that the round serves, once there is one.
+    The coordinator sends it again with the launch (`step`) that the round serves, once there is one.
     """
 
     round: Round
@@ -291,18 +343,23 @@ class Go(Message, frozen=True, tag="go"):
 
 
 class RoundLost(Message, frozen=True, tag="lost"):
-    """Up: the parent speaks of round `at`, which does not fit this agent's (it, or the parent, was restarted in
-    between); the coordinator begins a new round above both."""
+    """A report up the tree that the parent's round `at` does not fit this agent's round `mine`.
+
+    The agent or the parent was restarted in between. The coordinator begins a new round above both.
+    """
 
     at: Round
     mine: Round
 
 
 class NeedRound(Message, frozen=True, tag="round?"):
-    """Up: a launch of the training (`step`) has said hello here and wants to be served after `after_round`.
+    """A request up the tree for a round after `after_round`.
 
-    again: a rank of that launch had been welcomed before, so that a round of its own is needed. tier: what the
-    program has chosen.
+    A launch of the training (`step`) sent `Hello` here and needs to be served.
+
+    Attributes:
+        again: A rank of that launch was welcomed before, so the launch needs a round of its own.
+        tier: The program's choice.
     """
 
     after_round: Round
@@ -315,11 +372,13 @@ class NeedRound(Message, frozen=True, tag="round?"):
 
 
 class VoteUp(Message, frozen=True, tag="vote"):
-    """Up: the merged vote of a subtree for one set (see core.seal).
+    """The merged vote of a subtree for one training (up the tree; see core.seal).
 
-    pairs: slot pairs that the subtree holds for the set; the root seals nothing before every shard of the
-    training (`world`) is held on all of its holders. degraded: an agent of the subtree misses one of its peers.
-    reports: the moments of the subtree's ranks at the version that the last decision calls void.
+    Attributes:
+        pairs: Number of the training's slot pairs in the subtree. The root seals nothing before every shard of the
+            training (`world`) is held on all of its holders.
+        degraded: An agent of the subtree misses one of its peers.
+        reports: Moments of the subtree's ranks at the version that the last decision calls void.
     """
 
     round: Round
@@ -333,8 +392,13 @@ class VoteUp(Message, frozen=True, tag="vote"):
 
 
 class DecisionDown(Message, frozen=True, tag="decision"):
-    """Down: the root's word for one set. degraded: nothing can be sealed now, so nobody should wait for it. void,
-    why: as in `core.votes.Decision`."""
+    """The root's decision for one training (down the tree).
+
+    Attributes:
+        degraded: No version can be sealed now, so no rank should wait for a seal.
+        void: Value of `core.votes.Decision`.
+        why: Value of `core.votes.Decision`.
+    """
 
     round: Round
     set: str
@@ -349,7 +413,10 @@ class DecisionDown(Message, frozen=True, tag="decision"):
 
 
 class ClosedUp(Message, frozen=True, tag="closed"):
-    """Up: so many ranks of the subtree, of `world`, have closed this training (`core.sequence.Closed`)."""
+    """A count up the tree of the ranks that have closed this training.
+
+    So many ranks of the subtree, of `world`, have closed it (`core.sequence.Closed`).
+    """
 
     round: Round
     set: SetName
@@ -360,7 +427,11 @@ class ClosedUp(Message, frozen=True, tag="closed"):
 
 
 class ClosedDown(Message, frozen=True, tag="closed-by-all"):
-    """Down: all ranks have closed it. gone: and the job's next training has sealed a version, so nobody keeps it."""
+    """A notice down the tree that all ranks have closed this training.
+
+    Attributes:
+        gone: The job's next training has also sealed a version, so no agent keeps this one's copies.
+    """
 
     round: Round
     closed: Closed
@@ -371,8 +442,10 @@ class ClosedDown(Message, frozen=True, tag="closed-by-all"):
 
 
 class StandingUp(Message, frozen=True, tag="standing"):
-    """Up, each second while it makes no progress, and once when it does again: how the ranks of a training stand in
-    the whole subtree."""
+    """The progress of a training's ranks in the whole subtree (up the tree).
+
+    The agent sends it each second while the training makes no progress, and once when progress resumes.
+    """
 
     round: Round
     set: SetName
@@ -380,7 +453,7 @@ class StandingUp(Message, frozen=True, tag="standing"):
 
 
 class HungDown(Message, frozen=True, tag="hung"):
-    """Down, each second while it is so: this training hangs."""
+    """A notice that this training hangs, sent down the tree each second while it does."""
 
     round: Round
     set: SetName
@@ -391,13 +464,13 @@ class HungDown(Message, frozen=True, tag="hung"):
 
 
 class MoveUp(Message, frozen=True, tag="move"):
-    """Up: the job is to leave a node at the next seal."""
+    """A notice up the tree that the job is to leave a node at the next seal."""
 
     round: Round
 
 
 class HoldDown(Message, frozen=True, tag="hold"):
-    """Down, before the decision of the next seal: from that version on no rank makes another step."""
+    """An order down the tree, before the next seal's decision: no rank makes a step beyond that version."""
 
     round: Round
 
@@ -406,8 +479,11 @@ class HoldDown(Message, frozen=True, tag="hold"):
 
 
 class SaveDown(Message, frozen=True, tag="save"):
-    """Down: this version, just sealed, goes to the tier: copy the shards whose home you are, at once. Said again with
-    the same `attempt` it asks only what has become of it."""
+    """An order down the tree to save this version, just sealed, to the tier.
+
+    Each agent copies the shards whose home it is at once. A repeated order with the same `attempt` only asks for the
+    result.
+    """
 
     round: Round
     set: str
@@ -416,7 +492,7 @@ class SaveDown(Message, frozen=True, tag="save"):
 
 
 class SaveUp(Message, frozen=True, tag="saved"):
-    """Up: what node `host` has written of a version to the tier; file None: nothing, and why."""
+    """A report up the tree of node `host`'s file of a version; file None: none, with the reason."""
 
     round: Round
     set: str
@@ -428,14 +504,20 @@ class SaveUp(Message, frozen=True, tag="saved"):
 
 
 class SaveOver(Message, frozen=True, tag="save-over"):
-    """Down: the job has ended, and its last versions are on the tier, or will not be: nobody need wait for it."""
+    """A notice down the tree after the job's end: its last versions are on the tier, or will not be.
+
+    No agent need wait any longer.
+    """
 
     round: Round
 
 
 class KeepWish(Message, frozen=True, tag="keep"):
-    """Up: a rank wants this version on the tier for good, under this name, or the first one after it that can be had.
-    Down: the root knows of it. Said again until it is done."""
+    """A rank's request to keep this version on the tier under this name for good.
+
+    If the version is not available, the first later one gets the name. Up the tree the message carries the request;
+    down the tree it confirms that the root knows of the request. The sender repeats it until the request is done.
+    """
 
     round: Round
     set: SetName
@@ -444,7 +526,11 @@ class KeepWish(Message, frozen=True, tag="keep"):
 
 
 class KeepDone(Message, frozen=True, tag="kept"):
-    """Down: this wish is done: the version that has the name; stamp None: never, for another one has it."""
+    """A notice down the tree that such a request is done.
+
+    Attributes:
+        stamp: Version that has the name; None: never, because another version has the name.
+    """
 
     round: Round
     set: SetName
@@ -457,11 +543,14 @@ class KeepDone(Message, frozen=True, tag="kept"):
 
 
 class SalvageAsk(Message, frozen=True, tag="salvage?"):
-    """From the leader: the job does not come back, what was sealed last where you are? Answered by `SalvageHave`."""
+    """A leader's question for the newest sealed versions at an agent, because the job does not return.
+
+    `SalvageHave` answers.
+    """
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """What an agent knows to have been sealed of a set, a training of `world` ranks."""
+    """An agent's knowledge of the sealed version of a training with `world` ranks."""
 
     set: SetName
     stamp: Stamp
@@ -478,7 +567,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class SalvageHave(Message, frozen=True, tag="salvage"):
-    """To the leader, an answer; with `calls`, to whoever should lead."""
+    """The answer to the leader. With `calls`, the message goes to the agent that should lead."""
 
     sealed: tuple[Sealed, ...]
     held: tuple[Held, ...]
@@ -486,8 +575,10 @@ class SalvageHave(Message, frozen=True, tag="salvage"):
 
 
 class SalvageWrite(Message, frozen=True, tag="salvage-write"):
-    """From the leader: write your copies of this version's shards to the tier that are at home with these node ranks.
-    Answered by `SalvageWrote`."""
+    """A leader's order to write copies of a version to the tier.
+
+    The agent writes its copies of the shards that have these homes (node ranks). `SalvageWrote` answers.
+    """
 
     set: SetName
     stamp: Stamp
@@ -496,7 +587,11 @@ class SalvageWrite(Message, frozen=True, tag="salvage-write"):
 
 
 class SalvageWrote(Message, frozen=True, tag="salvage-wrote"):
-    """To the leader: the files that are on the tier now; reason: why not all are."""
+    """A report to the leader of the files that are on the tier now.
+
+    Attributes:
+        reason: Reason why not all files are there.
+    """
 
     set: SetName
     stamp: Stamp
@@ -506,8 +601,12 @@ class SalvageWrote(Message, frozen=True, tag="salvage-wrote"):
 
 
 class SalvageOver(Message, frozen=True, tag="salvage-over"):
-    """From the leader: nothing more is wanted of you. saved: all that was sealed is on the tier; reason: why not, for
-    who asked for it by hand."""
+    """A leader's notice that it wants nothing more from this agent.
+
+    Attributes:
+        saved: All sealed versions are on the tier.
+        reason: Reason if not, for a user who requested the salvage by hand.
+    """
 
     saved: bool = False
     reason: str = ""
@@ -517,11 +616,15 @@ class SalvageOver(Message, frozen=True, tag="salvage-over"):
 
 
 class Outline(Message, frozen=True, tag="outline"):
-    """Home of a shard -> nodes whose ranks have its tensors as well, and which are none of its holders: all of a
-    version but the tensors. With it such a node can make a copy of its own, when the holders have died.
+    """All of a version except its tensors, sent by a shard's home to nodes that could rebuild the copy.
 
-    slot_bytes: of the slot. areas: bytes of directory and tensors, and the most of the small state. key: digest of
-    the directory, which comes when it is another than in the last outline.
+    The ranks of those nodes have the shard's tensors as well, and the nodes hold no copy of it. With the outline such
+    a node can make a copy of its own after the holders have died.
+
+    Attributes:
+        slot_bytes: Size of the slot.
+        areas: Bytes of the directory, bytes of the tensors, and the maximum bytes of the small state.
+        key: Digest of the directory. The directory itself is only sent if it differs from the last outline's.
     """
 
     round: Round
@@ -539,7 +642,7 @@ class Outline(Message, frozen=True, tag="outline"):
 
 
 class OutlineDigest(Message, frozen=True, tag="outline-digest"):
-    """The same to the same: that version is complete at the shard's home, with this digest."""
+    """A notice to the same nodes that the version is complete at the shard's home, with this digest."""
 
     round: Round
     set: SetName
@@ -552,8 +655,12 @@ class OutlineDigest(Message, frozen=True, tag="outline-digest"):
 
 
 class PullAsk(Message, frozen=True, tag="pull?"):
-    """Send me this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest). parity: that beside
-    the rank's shard; end: only the bytes from `start` to there."""
+    """A request for this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest).
+
+    Attributes:
+        parity: Send the parity beside the rank's shard instead.
+        end: If set, send only the bytes from `start` to this offset.
+    """
 
     set: str
     rank: Count
@@ -564,8 +671,13 @@ class PullAsk(Message, frozen=True, tag="pull?"):
 
 
 class PullHead(Message, frozen=True, tag="pull"):
-    """Head of a copy; copy None: not here, with the reason. part: the digest of what comes, where not all does.
-    later: it is on its way here."""
+    """The head of a copy.
+
+    Attributes:
+        copy: The copy; None: not here, with the reason.
+        part: Digest of the bytes that follow if they are only a part.
+        later: The copy is on its way here.
+    """
 
     copy: Copy | None
     reason: str = ""
@@ -577,7 +689,10 @@ class PullHead(Message, frozen=True, tag="pull"):
 
 
 class PushAsk(Message, frozen=True, tag="push?"):
-    """First on a connection: this shard, whose home I am, will come here version by version."""
+    """The first message on a push connection.
+
+    The sender is this shard's home and will push the shard version by version.
+    """
 
     set: str
     rank: Count
@@ -586,8 +701,13 @@ class PushAsk(Message, frozen=True, tag="push?"):
 
 
 class PushAnswer(Message, frozen=True, tag="push"):
-    """To `PushAsk` and `PushHead`. reason "": yes; there: ranges of bytes that are here, and do not come.
-    part: for parity: what does not come is not wanted, and what comes has a digest of its own."""
+    """The answer to `PushAsk` and `PushHead`.
+
+    Attributes:
+        reason: Reason for a refusal; "": accepted.
+        there: Byte ranges that the holder already has; the home does not send them.
+        part: For parity: the bytes in `there` are not wanted, and those that come have a digest of their own.
+    """
 
     reason: str = ""
     there: tuple[tuple[Bytes, Bytes], ...] = ()
@@ -595,8 +715,12 @@ class PushAnswer(Message, frozen=True, tag="push"):
 
 
 class PushHead(Message, frozen=True, tag="version"):
-    """A version comes: `used` bytes for a slot of `bytes` bytes. base: the version of this epoch since which the
-    ranges `kept` are the same; the slot that is about to be filled may still have that one."""
+    """The head of a version: `used` bytes for a slot of `bytes` bytes follow.
+
+    Attributes:
+        base: Version of this epoch that the slot to be filled may still have.
+        kept: Byte ranges that have not changed since `base`.
+    """
 
     version: Version
     used: Bytes
@@ -606,17 +730,25 @@ class PushHead(Message, frozen=True, tag="version"):
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):
-    """After this frame `length` raw bytes (covered by the digest) for this place in the slot, where the bytes before
-    them, or what is there behind those, ended. Answered by `PushAck` when they are there."""
+    """The header of `length` raw bytes (covered by the digest) for this offset in the slot.
+
+    The offset is the end of the previous bytes, or of a `there` range behind them. `PushAck` answers once the bytes
+    have arrived.
+    """
 
     offset: Bytes
     length: Bytes
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """The end of all `used` bytes, with their digest (`core.digest`, made by the home's agent). Its answer is a
-    `PushAck`; the holder verifies it before it counts the copy (R5). part: the digest of a part, where only that was
-    wanted. mark: of the shard's moment (`core.moments`)."""
+    """The end of all `used` bytes, with their digest (`core.digest`, made by the home's agent).
+
+    `PushAck` answers. The holder verifies the digest before it counts the copy (R5).
+
+    Attributes:
+        part: Digest of a part, if only that part was wanted.
+        mark: Mark of the shard's moment (`core.moments`).
+    """
 
     digest: str
     part: str = ""
@@ -624,6 +756,6 @@ class PushDone(Message, frozen=True, tag="done"):
 
 
 class PushAck(Message, frozen=True, tag="acked"):
-    """The slot has all bytes before this place."""
+    """An acknowledgement: the slot has all bytes before the offset `end`."""
 
     end: Bytes

@@ -1,4 +1,4 @@
-"""Derive the ports of agents and ranks from the job id, so that no third party has to be asked."""
+"""Ports of agents and ranks, derived from the job id so that no third party has to be asked."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ _STEPS = 16
 
 
 def candidates(settings: Settings, job: int) -> list[int]:
-    """TCP ports that a job's agent may listen on, in the order in which it tries them."""
+    """Return the TCP ports that a job's agent may listen on, in the order of its attempts."""
     count = max(PROBES, settings.agent_port_count)
     return [settings.agent_port_base + (job * PROBES + k) % count for k in range(PROBES)]
 
 
 def master_port(job: int, restart: int) -> int:
-    """Base of MASTER_PORT of an incarnation, from 24000 to 31984. The plugin computes the same (`slurm/ports.h`)."""
+    """Return the base of MASTER_PORT of an incarnation, from 24000 to 31984.
+
+    The plugin computes the same (`slurm/ports.h`).
+    """
     return _MASTER_BASE + (job * 7 + restart) % _MASTER_BLOCKS * _STEPS
 
 
 def of_step(base: int, step: int) -> int:
-    """Return MASTER_PORT of a step: each of 16 in a row has its own."""
+    """Return MASTER_PORT of a step: 16 consecutive steps have different ports."""
     return base + step % _STEPS
 
 
 def of_attempt(first: int, attempt: int) -> int:
-    """Return MASTER_PORT of an attempt in a step whose first one has used `first`."""
+    """Return MASTER_PORT of an attempt in a step whose first attempt used `first`."""
     port = first + _STEPS * attempt
     return port if port < 65536 else 1024 + port % 64512

@@ -1,4 +1,4 @@
-"""Connections whose callers have not said yet who they are: bounded in number, and fair between addresses."""
+"""A limit on connections whose callers are not authenticated yet, in number and per address."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ Abort = Callable[[], None]
 
 
 class PreauthLimit:
-    """Holds at most `most` waiting connections. When it is full, the address that has the most of them loses its
-    oldest one, so that whoever opens connections without end only pushes out its own."""
+    """A set of at most `most` waiting connections.
+
+    If the set is full, the address with the most connections loses its oldest one. A caller that opens connections
+    without end therefore pushes out only its own.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -20,7 +23,12 @@ class PreauthLimit:
         return self._count
 
     def enter(self, address: str, abort: Abort) -> int:
-        """Let one more wait; its ticket, for `leave`. `abort` is called if it has to give way."""
+        """Add a waiting connection and return its ticket for `leave`.
+
+        Args:
+            address: Address of the caller.
+            abort: Called if this connection is pushed out.
+        """
         if self._count >= self._most:
             self._push_out()
         self._last += 1
@@ -29,7 +37,7 @@ class PreauthLimit:
         return self._last
 
     def leave(self, address: str, ticket: int) -> None:
-        """It has been authenticated, or has gone. (One that was pushed out has left already.)"""
+        """Remove a connection that was authenticated or has ended, unless it was pushed out already."""
         waiting = self._waiting.get(address, {})
         if waiting.pop(ticket, None) is not None:
             self._count -= 1

@@ -1,8 +1,8 @@
-"""The progress page: shared memory that a training rank writes, once a second, and its agent reads.
+"""The progress page: shared memory that a training rank writes once a second and its agent reads.
 
-It is the beginning of an anonymous file that the rank makes and hands over beside its `Hello`. Behind the page, on
-demand, come the rank's Python stacks: where the rank has found a signal free for that (`signal`), its handler appends
-the main thread's stack. The agent reads and never maps: whatever becomes of the file, a read fails at worst.
+The page is the beginning of an anonymous file that the rank makes and hands over with its `Hello`. The rank's Python
+stacks follow the page on demand. If the rank has found a free signal (`signal`), its handler appends the main
+thread's stack. The agent reads and never maps the file: whatever happens to it, a read at worst fails.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ _MOST = (1 << 40) - 1
 
 
 class Progress(NamedTuple):
-    """beats: one more each time it is written; version: completed `step()` calls; launched: collectives since then,
-    of which `flying` are on the network; usual: launched in the iteration before; signal: asks for a stack, 0: there
-    is none; collective: the name of the newest one."""
+    """The content of a progress page.
+
+    Attributes:
+        beats: Number of times the page was written.
+        version: Completed `step()` calls.
+        launched: Collectives launched since then.
+        flying: Launched collectives that are on the network.
+        usual: Collectives launched in the previous iteration.
+        signal: Signal number that requests a stack; 0: none.
+        collective: Name of the newest collective.
+    """
 
     beats: int = 0
     version: int = 0
@@ -34,13 +42,16 @@ class Progress(NamedTuple):
 
 
 def pack(progress: Progress) -> bytes:
-    """The page's beginning, as it is written."""
+    """Return the beginning of the page in the form in which it is written."""
     numbers = [min(max(0, n), _MOST) for n in progress[:6]]
     return _PAGE.pack(MAGIC, *numbers, progress.collective.encode("ascii", "replace"))
 
 
 def parse(data: bytes) -> Progress | None:
-    """What a page says; None: it is none. All numbers are in bounds, and the name is printable."""
+    """Return the content of a page, or None if the bytes are no page.
+
+    All numbers are in bounds, and the name is printable.
+    """
     if len(data) != _PAGE.size:
         return None
     magic, *numbers, name = _PAGE.unpack(data)
@@ -53,7 +64,7 @@ def parse(data: bytes) -> Progress | None:
 
 
 def is_page(fd: int) -> bool:
-    """Whether this is an anonymous file in memory, which nobody has to wait for."""
+    """Return whether the descriptor is an anonymous memory file, so that reads never block."""
     try:
         fcntl.fcntl(fd, _F_GET_SEALS)
         return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
@@ -62,7 +73,7 @@ def is_page(fd: int) -> bool:
 
 
 def read(fd: int) -> Progress | None:
-    """What the page says now."""
+    """Return the current content of the page, or None if it cannot be read."""
     try:
         return parse(os.pread(fd, _PAGE.size, 0))
     except OSError:

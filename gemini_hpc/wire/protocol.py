@@ -1,4 +1,4 @@
-"""All messages that a link between two machines carries."""
+"""The union of all messages on a link between two machines, with its decoder and encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often something may happen that a stranger can cause: log lines above all."""
+"""A rate limit for events that a stranger can cause, log lines above all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from gemini_hpc import clock
 
 
 class RateLimit:
-    """A token bucket: `take` is true for `burst` events at once and `per_s` events a second in the long run.
+    """A token bucket that permits `burst` events at once and `per_s` events a second in the long run.
 
-    `missed` counts the refusals since the last event that was let through.
+    Attributes:
+        missed: Number of refusals since the last `settle`.
     """
 
     def __init__(self, per_s: float, burst: float) -> None:
@@ -17,7 +18,7 @@ class RateLimit:
         self.missed = 0
 
     def take(self, count: float = 1.0) -> bool:
-        """Whether one more, or `count` more, may happen now."""
+        """Return whether `count` more events may happen now, and count them."""
         self._fill()
         if self._tokens < count:
             self.missed += 1
@@ -27,7 +28,7 @@ class RateLimit:
 
     @property
     def full(self) -> bool:
-        """Whether nothing has been taken for so long that it makes no difference any more."""
+        """Return whether the bucket is full, so that earlier events no longer matter."""
         self._fill()
         return self._tokens >= self._burst
 
@@ -37,6 +38,6 @@ class RateLimit:
         self._at = now
 
     def settle(self) -> int:
-        """The number missed so far, which is then counted anew."""
+        """Return the number of refusals so far and reset it."""
         missed, self.missed = self.missed, 0
         return missed

@@ -1,4 +1,4 @@
-"""How what agents say may be shown, and kept."""
+"""Sanitizing of text from agents before it is shown or stored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ MAX_DETAIL = 320
 
 
 def tame(said: Any) -> Any:
-    """What agents say comes from the job's owner, and may be read on an operator's terminal: no control characters,
-    no lines of their own."""
+    """Return text, or a nested structure, without control characters and line breaks.
+
+    The text of agents comes from the job's owner and may be read on an operator's terminal.
+    """
     if isinstance(said, str):
         return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
     if isinstance(said, dict):
@@ -21,7 +23,10 @@ def tame(said: Any) -> Any:
 
 
 def bounded_event(event: EventRecord, host: str) -> EventRecord:
-    """An agent's event with its own host name and bounded, printable text; its time is not looked at."""
+    """Return an agent's event with the given host name and bounded, printable text.
+
+    The event's time is not checked.
+    """
     name = "".join(c for c in event.name[:MAX_NAME] if c.isalnum() or c in "_-") or "unnamed"
     return EventRecord(
         t=event.t,

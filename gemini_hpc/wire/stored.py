@@ -1,4 +1,4 @@
-"""What one node has stored of a version on the tier: in a manifest there, and from agent to agent."""
+"""A node's stored part of a version on the tier, used in manifests and in messages between agents."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ FileName = Annotated[str, msgspec.Meta(pattern=r"\Anode-[0-9]{4,7}\.h5\Z")]
 
 
 Reason = Annotated[str, msgspec.Meta(max_length=300)]
-_DIRECTORY = r"(/[ !#-&(-\[\]-_a-~]{0,4095})?"  # printable ASCII without quotes, as the prolog takes it
+_DIRECTORY = r"(/[ !#-&(-\[\]-_a-~]{0,4095})?"  # printable ASCII without quotes, as the prolog accepts it
 Directory = Annotated[str, msgspec.Meta(pattern=rf"\A{_DIRECTORY}\Z")]
 _MOST_S = 604800
 
 
 class Tier(msgspec.Struct, frozen=True):
-    """Where a program wants its versions saved, and how often. As --gemini-tier and --gemini-tier-interval, which go
-    before it.
+    """A program's choice of the directory for its versions, and of the save interval.
+
+    The options --gemini-tier and --gemini-tier-interval mean the same and take precedence.
 
     Args:
-        directory: absolute, seen by all nodes; "": none is named.
-        interval_s: the agents save a version every so many seconds; 0: as often as the site says; "auto": so that
-            saving and losing cost least (`core.tier_interval`).
+        directory: Absolute path that all nodes see; "": no choice.
+        interval_s: Seconds between the agents' saves; 0: the site's setting; "auto": the interval with the least
+            total cost of saving and of lost work (`core.tier_interval`).
 
     Raises:
-        ValueError: for what cannot be.
+        ValueError: A value is invalid.
     """
 
     directory: Directory = ""
@@ -52,7 +53,11 @@ class Tier(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tier: str | Tier) -> Tier:
-        """From what a user gives: a directory alone, or both. Raises ValueError."""
+        """Return a tier from a user's argument: a directory alone, or a `Tier`.
+
+        Raises:
+            ValueError: A value is invalid.
+        """
         found = cls(tier) if isinstance(tier, str) else tier
         if isinstance(found.interval_s, str):
             return found
@@ -60,8 +65,14 @@ class Tier(msgspec.Struct, frozen=True):
 
 
 class Rejection(msgspec.Struct, frozen=True, order=True):
-    """Versions of a set that are not to be loaded any more: from the one that ranks had loaded, `low`, to all that
-    came of it, `high`. reason: theirs; fresh: if nothing else is left, the training may begin anew."""
+    """A range of versions of a training that must not be loaded any more.
+
+    Attributes:
+        low: Version that the ranks had loaded.
+        high: Newest version that derives from it.
+        reason: Reason that the ranks gave.
+        fresh: The training may begin anew if no other version is left.
+    """
 
     set: SetName
     low: Stamp
@@ -70,18 +81,23 @@ class Rejection(msgspec.Struct, frozen=True, order=True):
     fresh: bool = False
 
     def covers(self, name: str, stamp: Stamp) -> bool:
-        """Whether this version of a set is one of them."""
+        """Return whether this version of a training is in the rejected range."""
         return name == self.set and self.low <= stamp <= self.high
 
     @property
     def sentence(self) -> str:
-        """For the user."""
+        """Return a sentence for the user."""
         return f"version {self.low[1]} was rejected: {self.reason}" if self.low[1] else f"all: {self.reason}"
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """One rank's shard in a file. bytes: size of its slot; used: what of it counts; digest (`core.digest`): of those
-    bytes, with zeros between the areas and the tensors."""
+    """A rank's shard in a file.
+
+    Attributes:
+        bytes: Size of its slot.
+        used: Number of bytes of the slot that count.
+        digest: Digest (`core.digest`) of those bytes, with zeros between the areas and the tensors.
+    """
 
     rank: Count
     home: Count
@@ -91,7 +107,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class NodeFile(msgspec.Struct, frozen=True):
-    """One node's file."""
+    """A node's file on the tier, with the shards in it."""
 
     name: FileName
     bytes: Bytes

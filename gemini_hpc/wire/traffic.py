@@ -1,7 +1,8 @@
-"""What a training rank tells of its checkpoints' traffic: the summary, and one iteration as it was recorded.
+"""A rank's report of its checkpoint traffic: the summary, and one recorded iteration.
 
-The same on the local socket (JSON) and between machines (msgpack), as arrays: a field is only ever added at the end,
-with a default. Words and sentences in it are the sender's: to be shown, never to be acted on.
+The local socket (JSON) and links between machines (msgpack) carry the same structures as arrays. New fields are
+therefore only ever added at the end, with a default. Words and sentences come from the sender: show them, but never
+act on them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import msgspec
 
 from gemini_hpc.core.numbers import Bytes, Count, Time, Version
 
-# With names of MAX_NAME characters and times to the microsecond, a timeline of these sizes fits a local packet.
+# A timeline of these sizes fits a local packet, with names of MAX_NAME characters and times to the microsecond.
 MAX_OPS, MAX_CHUNKS, MAX_COPIES, MAX_WAITS, MAX_SPANS = 400, 320, 128, 32, 128
 MAX_NAME = 32
 MAX_PER_SPAN = 64
 
-MAX_MOMENT_S = 1e5  # a day is the longest iteration that anybody looks at
+MAX_MOMENT_S = 1e5  # a day is the longest iteration that is of use to anybody
 MAX_DURATION_S = 1e7
 MAX_BYTES_PER_S = 1e15
 MAX_RATIO = 1e6
@@ -31,18 +32,34 @@ Ratio = Annotated[float, msgspec.Meta(ge=-1, le=MAX_RATIO)]  # noise may make an
 
 
 class TrafficState(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's plan and what it achieves. None: not known yet.
+    """A rank's traffic plan and its results. None: not known yet.
 
-    scheme: one of `train.pacer.SCHEMES`; stage: profile, plan, agree, steady. Every j-th version is saved within s
-    iterations; a failure repeats `repeated` steps at worst. idle_s: sum of the planned lengths of `spans` spans in an
-    iteration of `iteration_s` with `collectives` operations; deviation: normalized, of their lengths. bytes_per_s and
-    alpha_s: the link's. Of the total_bytes that one version sends, fitting_bytes have a place in idle spans,
-    spilled_bytes go with the last and hold the training up for late_s. overhead: share of the time, as measured;
-    waited_s: usual wait at the optimizer; unsealed: versions that were on their way when the training, after its
-    longest wait, had to go on. chunks_per_span: of each span in order; neighbours are added up where there are more
-    than MAX_PER_SPAN. mu: the share of each span that is planned with. ceiling: the share of the time that may be
-    lost; judged_in: iterations until an overhead above it makes versions rarer in any case. sealed_s: from step() to
-    seal; reason: why one version in several is saved.
+    Attributes:
+        scheme: One of `train.pacer.SCHEMES`.
+        stage: profile, plan, agree or steady.
+        j: Every j-th version is saved.
+        s: Iterations within which a version is saved.
+        repeated: Steps that a failure repeats at worst.
+        iteration_s: Length of an iteration in seconds.
+        idle_s: Sum of the planned lengths of the idle spans in an iteration, in seconds.
+        spans: Number of those spans.
+        collectives: Number of operations in an iteration.
+        deviation: Normalized deviation of the spans' lengths.
+        bytes_per_s: Bandwidth of the link.
+        alpha_s: Latency of the link in seconds.
+        total_bytes: Bytes that one version sends.
+        fitting_bytes: Bytes of them that fit into idle spans.
+        spilled_bytes: Bytes of them that go with the last span and delay the training.
+        late_s: Seconds of that delay.
+        overhead: Measured share of the time.
+        waited_s: Usual wait at the optimizer, in seconds.
+        chunks_per_span: Chunks of each span in order; neighbours are summed if there are more than MAX_PER_SPAN.
+        unsealed: Versions that were not sealed yet when the training, after its longest wait, had to go on.
+        mu: Share of each span that the plan uses.
+        ceiling: Share of the time that may be lost.
+        judged_in: Iterations until an overhead above the ceiling makes saves rarer in any case.
+        sealed_s: Seconds from step() to the seal.
+        reason: Reason why only one version in several is saved.
     """
 
     t: Time
@@ -88,7 +105,11 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk that was sent to the holder after the home node's `replica` + 1 places, until it was acknowledged."""
+    """A chunk of a copy, from its send until its acknowledgement.
+
+    Attributes:
+        replica: The chunk went to the holder `replica` + 1 places after the home node.
+    """
 
     start_s: Moment
     end_s: Moment
@@ -97,7 +118,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopyTime(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors were copied into the own slot."""
+    """A copy of tensors into the rank's own slot."""
 
     start_s: Moment
     end_s: Moment
@@ -105,15 +126,20 @@ class CopyTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stretch(msgspec.Struct, frozen=True, array_like=True):
-    """From when until when."""
+    """A time interval within an iteration."""
 
     start_s: Moment
     end_s: Moment
 
 
 class TimelineState(msgspec.Struct, frozen=True, array_like=True):
-    """One iteration of one rank, from its step() number `version` to the next. gate_s: the optimizer's hook; waits:
-    of the training for checkpoints; spans: the idle ones that the plan knows."""
+    """A recorded iteration of one rank, from its step() number `version` to the next.
+
+    Attributes:
+        gate_s: Time of the optimizer's hook.
+        waits: Waits of the training for checkpoints.
+        spans: Idle spans of the plan.
+    """
 
     version: Version
     iteration_s: Moment
@@ -126,7 +152,7 @@ class TimelineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """The overhead (share of the time) and the frequency (every j-th version) at a time."""
+    """A sample of the overhead (share of the time) and the frequency (every j-th version) at one time."""
 
     t: Time
     overhead: Ratio
