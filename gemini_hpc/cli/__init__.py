@@ -1,2 +1,1 @@
 """The verbs of the command line `gemini-hpc`, one module each."""
-

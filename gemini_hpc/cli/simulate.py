@@ -47,7 +47,7 @@ def register(subparsers: _Subparsers) -> None:
         epilog="Schemes: strawman (storage, every 3 h), highfreq (storage, as often as it can), gemini (peers' "
         "memory, every iteration), reft (own memory and parity over six nodes), jit (just-in-time, at user level), "
         "ours (this project, by requeue), ours-spare (with spares in the allocation). What they assume: "
-        "docs/reproduction.md.",
+        "docs/dev/reproduction.md.",
     )
     parser.add_argument(
         "--figure", choices=_NAMES, metavar="NAME", help=f"print this figure instead: {', '.join(_NAMES)}"

@@ -1,4 +1,4 @@
-"""Moments: evidence that all ranks of a training mean the same point by a version (docs/protocol.md, R7).
+"""Moments: evidence that all ranks of a training mean the same point by a version (docs/dev/protocol.md, R7).
 
 Each rank counts its own `step()` calls. A rank that omits a call, or makes one more, means another point by the same
 count. Collectives and messages are common to the ranks. At one moment of the training all members of a process group

@@ -1,4 +1,4 @@
-"""The recovery plan, which all agents compute alike from inventories after a restart (docs/protocol.md, R4).
+"""The recovery plan, which all agents compute alike from inventories after a restart (docs/dev/protocol.md, R4).
 
 1. The previous node-rank map is that of the latest restart that a survivor remembers; replacements fill gaps. Its
    order of placement stays while the number of nodes is the same. Otherwise failure domains are separated anew.

@@ -3,7 +3,7 @@
 The source is the GEMINI paper, section 5.3, "Finish checkpointing within an iteration".
 
 A version is saved every j-th iteration. Its chunks may be spread over s <= j iterations. Version v is awaited
-(sealed, docs/protocol.md, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
+(sealed, docs/dev/protocol.md, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
 before v + j is written: hence s <= j.
 
 The worst-case repetition follows. Until v is sealed, the version to fall back on is v - j. The last such moment is

@@ -1,4 +1,4 @@
-"""The two slots that a holder has per shard, and the rule for overwriting one (docs/protocol.md, R1).
+"""The two slots that a holder has per shard, and the rule for overwriting one (docs/dev/protocol.md, R1).
 
 A pair always keeps the newest sealed version that it has held until a newer version is sealed. One slot is the last
 complete version, the other slot is being filled. The seals are learnt from outside (see `votes`).

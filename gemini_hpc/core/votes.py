@@ -1,4 +1,4 @@
-"""The sealing of versions by agents, along a tree (docs/protocol.md, R2 and R3).
+"""The sealing of versions by agents, along a tree (docs/dev/protocol.md, R2 and R3).
 
 Each agent votes for the stamps that are complete in *all* its pairs of one training. Votes merge on the way up, at
 constant size. The root seals the highest stamp that is complete everywhere, and its decision comes back down. A vote

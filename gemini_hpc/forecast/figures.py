@@ -1,4 +1,4 @@
-"""Figures of the papers, recomputed from their printed inputs; docs/reproduction.md describes the differences.
+"""Figures of the papers, recomputed from their printed inputs; docs/dev/reproduction.md describes the differences.
 
 Published values are those that the text or a table states. Values that can only be read off a drawing are left out.
 """

@@ -172,7 +172,7 @@ def jit(t: Training) -> Scheme:
     return Scheme("jit", t.iteration_s, read_s=t.tier_s, save_s=t.serialize_s + t.tier_s)
 
 
-# Ours: docs/performance.md (development cluster, three ranks), with Slurm's own time at its default settings.
+# Ours: docs/dev/performance.md (development cluster, three ranks), with Slurm's own time at its default settings.
 # Imports are the user's: GEMINI's 240 s of restart are mostly imports.
 OURS_DETECT_S, OURS_REQUEUE_S, OURS_SPARE_S = 7.5, 22.0, 1.7
 

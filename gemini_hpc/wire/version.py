@@ -1,6 +1,6 @@
 """The protocol's version and its negotiation between two ends (requirement not-a-failure).
 
-docs/protocol.md describes how the version is raised. Each end reports the lowest and the highest version that it
+docs/dev/protocol.md describes how the version is raised. Each end reports the lowest and the highest version that it
 speaks, because nodes, controller and users' environments are not upgraded at one moment. The first release speaks one
 version only.
 """
