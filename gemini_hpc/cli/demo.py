@@ -334,7 +334,7 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         for t, text, detail in line.rows:
             show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
         lost = _lost(main, number)
-        show.say(f"  power cut to first new iteration: {line.total_s:.2f} s, of it our own share {line.own_s:.2f} s")
+        show.say(f"  power cut to first new iteration: {line.total_s:.2f} s ({line.own_s:.2f} s of it in gemini-hpc)")
         show.say(f"  completed iterations repeated: {lost}")
         figures["cuts"].append({"total_s": line.total_s, "own_s": line.own_s, "lost": lost, "rows": line.rows})
         if lost not in (0, 1):

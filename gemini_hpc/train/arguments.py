@@ -15,6 +15,11 @@ from gemini_hpc.train.state.optimizers import with_inner
 from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import Stateful
 
+# What to pass in place of an object that cannot save its state.
+_INSTEAD = {
+    "loader": "use gemini_hpc.StatefulLoader, or leave loader out (the data then begins anew after a resume)",
+}
+
 
 def _as_list(value: Any, what: str) -> list[Any]:
     if isinstance(value, Sequence):
@@ -55,7 +60,8 @@ def sort_out(
         if value is None:
             continue
         if not isinstance(value, Stateful):
-            raise TypeError(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
+            what = f"{key} is a {type(value).__name__}, which has no state_dict() and load_state_dict()"
+            raise TypeError(f"{what}: {_INSTEAD.get(key, 'give it both, or leave it out')}")
         stateful[key] = value
     return with_inner(optimizers), stateful, modules
 

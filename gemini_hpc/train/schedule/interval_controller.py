@@ -334,9 +334,9 @@ class IntervalController:
             if self._driver is not None:
                 self._driver.fail(reason)
             lost = (
-                "the copies are no longer fitted into idle spans"
+                "traffic scheduling is off, copies now travel at any time"
                 if self._sends
-                else "versions stay as frequent as now"
+                else "the frequency of versions does not change any more"
             )
             self._say(f"rank {self._rank}: {lost}: {reason}")
         self._follow()

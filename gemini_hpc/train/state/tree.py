@@ -619,7 +619,12 @@ class StateTree:
                 raise ValueError(f"{owner} was a {made['class']} of another kind than it is here")
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:
-            raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")
+            first = sorted(missing)[0]
+            here, there = ("passes", "did not pass") if first in self.stateful else ("does not pass", "passed")
+            raise ValueError(
+                f"this run {here} {first}, the run that saved this version {there} it: pass the same arguments, or "
+                "begin with another name="
+            )
         likes = [param.tensor for param in self.params if isinstance(param.tensor, DTensor)]
         for name, item in self.stateful.items():
             saved = small["stateful"][name]
