@@ -1,1 +1,1 @@
-"""What one agent holds: memory, slots, the trainings that they belong to, and the votes on them."""
+"""Replica data of one agent: memory, slots, the trainings that they belong to, and the votes on them."""

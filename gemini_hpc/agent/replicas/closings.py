@@ -1,7 +1,8 @@
-"""Trainings that ranks have closed (`Checkpointer.close`): the next one of the name begins anew.
+"""Trainings that ranks have closed (`Checkpointer.close`). The next training of the same name begins anew.
 
-Each agent has it on disk before it answers a rank that closes; inventories carry it to the root, and the plan to
-everybody. So it holds in later rounds and incarnations, for as long as one agent lives.
+An agent writes the closing to disk before it answers the closing rank. Inventories carry the record to the root, and
+the plan carries it to every agent. The record therefore holds in later rounds and incarnations, as long as one agent
+lives.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class Closings:
 
     @property
     def all(self) -> tuple[Closed, ...]:
-        """Trainings that all ranks have closed, as far as this agent knows."""
+        """Return the trainings that all ranks have closed, as far as this agent knows."""
         return self._pledges.now.closed
 
     @property
     def own(self) -> tuple[Closing, ...]:
-        """Those that ranks of this node have closed."""
+        """Return the closings of this node's ranks."""
         return self._pledges.now.closing
 
     def get(self, name: str) -> Closed | None:
-        """Return the record of a set, None where it is not closed."""
+        """Return the record of a closed training, or None if the training is not closed."""
         return next((closed for closed in self.all if closed.set == name), None)
 
     def close(self, training: Training, series: str, version: int) -> None:
@@ -53,7 +54,7 @@ class Closings:
         self._put(self.all, (*others, part))
 
     def learn(self, found: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
-        """Record these as well, on disk. Return all that are known now."""
+        """Record more closed trainings and closings on disk. Return all closed trainings known now."""
         self._put(sequence.merged((*self.all, *found), parts), self.own)
         return self.all
 

@@ -1,8 +1,8 @@
 """The threads of an agent that hash replica memory.
 
-A slot is read in pieces (`core.digest`) by all of them at once, what is more urgent first. They run at a low
-priority: cores that the training wants are its. The slots that there are bound what waits: who asks has at most one
-reading of a slot under way, and a reading that is cancelled ends with the piece at hand.
+All threads read one slot at once, in pieces (`core.digest`). More urgent readings go first. The threads run at a low
+priority, so that the training gets the cores it needs. The number of slots bounds the queue: a caller has at most one
+reading of a slot in progress. A cancelled reading ends with the current piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BATCH = 4  # pieces that a thread takes at a time
 
 
 class Urgency(enum.IntEnum):
-    """The order of readings: a lower one goes first."""
+    """The order of readings. A lower value goes first."""
 
     ARRIVING = 0
     OWN = 1
@@ -35,12 +35,12 @@ class Urgency(enum.IntEnum):
 
 
 def threads_of(cores: int) -> int:
-    """Return how many threads hash on a node of so many cores."""
+    """Return the number of hashing threads for a node with this many cores."""
     return max(LEAST_THREADS, min(MOST_THREADS, cores // CORES_A_THREAD))
 
 
 class _Reading:
-    """Pieces that are being hashed: from `next` to before `last`, of which `left` are not done."""
+    """The pieces of a reading: from `next` to before `last`, of which `left` are not done."""
 
     def __init__(self, view: memoryview, pieces: Pieces, first: int, last: int, start: int) -> None:
         self.view, self.pieces, self.start = view, pieces, start
@@ -49,10 +49,14 @@ class _Reading:
 
 
 class DigestPool:
-    """See the module. Threads begin with the first reading, and end with `close`."""
+    """A pool of hashing threads. They start with the first reading, and end with `close`."""
 
     def __init__(self, threads: int = 0) -> None:
-        """threads: how many; 0: as many as the node's cores call for."""
+        """Create the pool.
+
+        Args:
+            threads: Number of threads. 0 derives the number from the node's cores.
+        """
         self.size = threads or threads_of(len(os.sched_getaffinity(0)))
         self._waiting: dict[Urgency, deque[_Reading]] = {urgency: deque() for urgency in Urgency}
         self._changed = threading.Condition()
@@ -62,19 +66,28 @@ class DigestPool:
 
     @property
     def cpu_s(self) -> float:
-        """Return the CPU seconds that its threads have taken."""
+        """Return the CPU seconds used by the threads."""
         return sum(self._spent_s)
 
     def read(self, memory: Memfd, end: int, start: int = 0, *, urgency: Urgency) -> Future[str]:
-        """Hash the bytes from `start` to `end`. Raises ValueError for memory that has been given back."""
+        """Hash the bytes from `start` to `end`.
+
+        Raises:
+            ValueError: The memory has been given back.
+        """
         pieces = Pieces(end - start)
         return self.hash(memory, pieces, 0, pieces.count, start, urgency=urgency)
 
     def hash(
         self, memory: Memfd, pieces: Pieces, first: int, last: int, start: int = 0, *, urgency: Urgency
     ) -> Future[str]:
-        """Hash the pieces from `first` to before `last`, of which there is one, of the bytes from `start` on; the
-        result counts where the others are known. Raises ValueError for memory that has been given back."""
+        """Hash the pieces from `first` to before `last` (at least one) of the bytes from `start` on.
+
+        The result is valid only once the other pieces are known.
+
+        Raises:
+            ValueError: The memory has been given back.
+        """
         reading = _Reading(memory.view(), pieces, first, last, start)
         with self._changed:
             if self._closed:
@@ -86,11 +99,11 @@ class DigestPool:
         return reading.over
 
     async def digest(self, memory: Memfd, end: int, start: int = 0, *, urgency: Urgency) -> str:
-        """Return the digest of the bytes from `start` to `end`. Who stops waiting ends the reading."""
+        """Return the digest of the bytes from `start` to `end`. Cancelling the call ends the reading."""
         return await asyncio.wrap_future(self.read(memory, end, start, urgency=urgency))
 
     def close(self) -> None:
-        """End the threads; what is still to be read is cancelled."""
+        """End the threads and cancel pending readings."""
         with self._changed:
             self._closed = True
             for waiting in self._waiting.values():
@@ -111,7 +124,7 @@ class DigestPool:
 
     def _run(self, me: int) -> None:
         thread = threading.get_native_id()
-        with suppress(OSError):  # a lower one already
+        with suppress(OSError):  # the thread has a lower priority already
             os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
         hasher = xxhash.xxh3_128()
         while (task := self._take()) is not None:
@@ -128,7 +141,7 @@ class DigestPool:
             self._put(reading, count)
 
     def _take(self) -> tuple[_Reading, int] | None:
-        """The next pieces, of the most urgent reading; None: the pool is closed."""
+        """Return the next pieces of the most urgent reading, or None if the pool is closed."""
         with self._changed:
             while True:
                 for waiting in self._waiting.values():

@@ -1,7 +1,7 @@
-"""Adding a multiple of some bytes to others, in the field of `core.gf256`: what Reed-Solomon parity is made of.
+"""Addition of a multiple of bytes to others in the field of `core.gf256`, the basis of Reed-Solomon parity.
 
-ISA-L (libisal.so.2, BSD-3-Clause) does it where the node has it, about as fast as memory is; else Python's own
-`bytes.translate`, a few hundred megabytes a second.
+ISA-L (libisal.so.2, BSD-3-Clause) adds about as fast as memory is, if the node has it. Otherwise Python's own
+`bytes.translate` adds a few hundred megabytes a second.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 LIBRARY = "libisal.so.2"
 _TABLE_BYTES, _MOST_BYTES = 32, 1 << 30
-_PIECE_BYTES = 1 << 16  # translated at a time, with the GIL held
+_PIECE_BYTES = 1 << 16  # bytes translated at a time, with the GIL held
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """ISA-L; None where the node does not have it, or has one that does not know these calls."""
+    """Return ISA-L, or None if the node lacks it or has a version without these calls."""
     try:
         found = ctypes.CDLL(LIBRARY)
         found.ec_init_tables.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
@@ -40,7 +40,7 @@ def _tables(by: int) -> ctypes.Array[ctypes.c_char]:
     lib = library()
     assert lib is not None
     tables = ctypes.create_string_buffer(_TABLE_BYTES)
-    lib.ec_init_tables(1, 1, bytes([by]), tables)  # from 2.31 on of another form where the processor has GFNI
+    lib.ec_init_tables(1, 1, bytes([by]), tables)  # since ISA-L 2.31 the tables differ on a processor with GFNI
     return tables
 
 
@@ -50,7 +50,7 @@ def _table(by: int) -> bytes:
 
 
 def add(into: memoryview, data: memoryview, by: int = 1) -> None:
-    """into += by * data, of the same length; the GIL is free meanwhile, if ISA-L is there or `by` is 1."""
+    """Compute into += by * data, both of the same length. The GIL is free meanwhile with ISA-L or if `by` is 1."""
     import numpy as np
 
     target: NDArray[np.uint8] = np.frombuffer(into, np.uint8)

@@ -22,16 +22,21 @@ _RESERVE_STRIDE_BYTES = 16 << 20
 
 
 class NoMemory(Exception):
-    """A reservation does not fit; the message has the numbers."""
+    """A reservation that does not fit. The message contains the numbers."""
 
 
 class Memfd:
-    """An anonymous file in memory of a fixed size; its pages are all there after `reserve`.
-
-    slot: with room for a commit record behind the `size_bytes` bytes.
-    """
+    """An anonymous file in memory of a fixed size. All its pages exist after `reserve`."""
 
     def __init__(self, name: str, size_bytes: int, fd: int = -1, *, slot: bool = False) -> None:
+        """Create the file, or wrap a descriptor.
+
+        Args:
+            name: Name of a new file, as shown in /proc.
+            size_bytes: Usable bytes.
+            fd: Descriptor to wrap, or -1 to create a file.
+            slot: The file has room for a commit record behind the `size_bytes` bytes.
+        """
         self.size_bytes = size_bytes
         self.fd = fd
         self._map: mmap.mmap | None = None
@@ -42,11 +47,16 @@ class Memfd:
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
 
     def reserve(self, left_bytes: Callable[[], int]) -> None:
-        """Take and map all pages now (blocking, about 0.6 s a GiB), so that nothing can fail later, nor pay for page
-        faults. Raises `NoMemory`.
+        """Take and map all pages now (blocking, about 0.6 s a GiB).
 
-        left_bytes: what may still be taken; asked again and again, for others take memory at the same time, and where
-        a cgroup is full the kernel does not refuse but kills.
+        Later writes then cannot fail and cost no page faults.
+
+        Args:
+            left_bytes: Returns the bytes that may still be taken. Asked before each stride, because others take
+                memory at the same time. The kernel does not refuse memory in a full cgroup, but kills.
+
+        Raises:
+            NoMemory: The memory does not suffice.
         """
         file_bytes = self.size_bytes + self._record_bytes
         for at in range(0, file_bytes, _RESERVE_STRIDE_BYTES):
@@ -63,14 +73,17 @@ class Memfd:
         populate(self._mapped())
 
     def commit(self, committed: commit_record.Committed | None) -> None:
-        """Write the commit record, last; None: blank it, first. Nothing where there is no room for one."""
+        """Write the commit record (as the last step), or blank it if None (as the first step).
+
+        Memory without room for a record ignores the call.
+        """
         if self._record_bytes:
             os.pwrite(
                 self.fd, commit_record.BLANK if committed is None else commit_record.pack(committed), self.size_bytes
             )
 
     def view(self) -> memoryview:
-        """All `size_bytes` bytes, writable; mapped at first use. Release the view before `close`."""
+        """Return all `size_bytes` bytes, writable, mapped at first use. Release the view before `close`."""
         return memoryview(self._mapped())
 
     def _mapped(self) -> mmap.mmap:
@@ -81,7 +94,7 @@ class Memfd:
         return self._map
 
     def digest(self, end: int, start: int = 0) -> str:
-        """Return the digest of the bytes from `start` to `end`; the GIL is free meanwhile."""
+        """Return the digest of the bytes from `start` to `end`. The GIL is free meanwhile."""
         hasher = Digest()
         with self.view() as view:
             for at in range(start, end, _DIGEST_STRIDE_BYTES):
@@ -89,13 +102,13 @@ class Memfd:
         return hasher.hexdigest()
 
     def read_only_fd(self) -> int:
-        """A new descriptor of the same memory that cannot be written through."""
+        """Return a new read-only descriptor of the same memory."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Give the memory back (as far as nobody else has it mapped)."""
+        """Free the memory, unless another process still has it mapped."""
         if self._map is not None:
-            with suppress(BufferError):  # a digest or a pull still reads it: unmapped when that ends
+            with suppress(BufferError):  # a digest or a pull still reads the memory; it is unmapped when they end
                 self._map.close()
             self._map = None
         if self.fd >= 0:
@@ -104,8 +117,13 @@ class Memfd:
 
 
 def adopt(fd: int, size_bytes: int) -> Memfd:
-    """A `Memfd` around a copy of a descriptor that a trainer handed back. Raises ValueError where it is not what it
-    says, or not sealed as it was: whoever can shrink a file can kill the process that has it mapped."""
+    """Return a `Memfd` around a duplicate of a descriptor that a trainer handed back.
+
+    A process that can shrink a file can kill the process that has it mapped. The seals are therefore checked.
+
+    Raises:
+        ValueError: The descriptor is no replica's memory, has other seals, or has another size.
+    """
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:
@@ -117,17 +135,22 @@ def adopt(fd: int, size_bytes: int) -> Memfd:
     room = info.st_size - size_bytes
     if room not in (0, commit_record.ROOM_BYTES):
         raise ValueError(f"handed back {info.st_size} bytes, wanted {size_bytes}")
-    if info.st_blocks * 512 < size_bytes:  # filling the holes would be paid by all agents of the node
+    if info.st_blocks * 512 < size_bytes:  # a file with holes would charge all agents of the node for filling them
         raise ValueError(f"handed back {info.st_blocks * 512} bytes of memory, wanted {size_bytes}")
     return Memfd("", size_bytes, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), slot=room > 0)
 
 
 class Budget:
-    """How much of the node one agent may fill, and its cgroup with it (requirement memory)."""
+    """The memory of the node and its cgroup that one agent may take (requirement memory)."""
 
     def __init__(self, settings: Settings, share_bytes: int = 0, share: str = "") -> None:
-        """share_bytes: this job's share of the node's cap when its agent began, 0: all; share: in words, for its
-        user. Where the job has a cgroup of its own, that has the share."""
+        """Create the budget. If the job has a cgroup of its own, that cgroup defines the share.
+
+        Args:
+            settings: Settings of the agent.
+            share_bytes: This job's share of the node's cap when its agent began. 0 means all.
+            share: The share in words, for the user.
+        """
         self._settings = settings
         self._floor_bytes = settings.memory_floor_bytes
         self._room = cgroup.Room(settings)
@@ -136,7 +159,7 @@ class Budget:
 
     @property
     def cap_bytes(self) -> int:
-        """The most that this agent may take."""
+        """Return the most that this agent may take."""
         share = self._room.share_bytes()
         share = (self._share_bytes or None) if share is None else share
         return self._node_cap_bytes if share is None else min(share, self._node_cap_bytes)
@@ -147,19 +170,25 @@ class Budget:
 
     @property
     def cgroup_path(self) -> str:
-        """The memory cgroup that pays; empty where none is visible."""
+        """Return the memory cgroup that is charged, or "" if none is visible."""
         return self._room.path
 
     def left_bytes(self) -> int:
-        """What can be reserved now, of the node's free memory and of the cgroup's."""
+        """Return the bytes that can be reserved now, given the node's free memory and the cgroup's."""
         free = meminfo()["MemAvailable"] - self._floor_bytes
         left = self._room.left_bytes()
         return max(0, free if left is None else min(free, left[0]))
 
     def take(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
-        """Count a reservation. Raises `NoMemory` with the numbers where it does not fit.
+        """Count a reservation.
 
-        present: the pages are there already (a trainer hands them back), so only the cap counts.
+        Args:
+            wanted_bytes: Bytes to reserve.
+            what: Name of the reservation, for the message.
+            present: The pages exist already (a trainer hands them back), so only the cap counts.
+
+        Raises:
+            NoMemory: The reservation does not fit. The message contains the numbers.
         """
         cap, available, left = self.cap_bytes, meminfo()["MemAvailable"], self._room.left_bytes()
         if self.taken_bytes + wanted_bytes > cap:
@@ -191,11 +220,11 @@ class Budget:
         )
 
     def give(self, given_bytes: int) -> None:
-        """A reservation has been freed."""
+        """Return a freed reservation to the budget."""
         self.taken_bytes -= given_bytes
 
     def below_floor(self, share: float = 1.0) -> bool:
-        """True where the node's free memory has fallen below the floor, or this share of it."""
+        """Return whether the node's free memory is below the floor, or below this share of it."""
         return meminfo()["MemAvailable"] < share * self._floor_bytes
 
 

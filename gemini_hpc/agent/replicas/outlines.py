@@ -1,10 +1,12 @@
-"""Outlines of shards: all of a version but its tensors, kept where the tensors live as well.
+"""Outlines of shards: all of a version except its tensors, kept on nodes that have the tensors.
 
-A shard whose state is replicated has its tensors on nodes that hold no copy of it. What these lack is small: the
-directory, the rank's small state (generators, counters), and the digest. The shard's home sends them that as soon as
-it is there, and when all holders have died a copy can be made there that is, bit for bit, what the home had
-(`agent.rescue`). Holders get it, too, long before the copy that they are to have: their home may die before that is
-there, beside a group whose only version left it is.
+A shard with replicated state has its tensors also on nodes that hold no copy of the shard. These nodes lack only
+small parts: the directory, the rank's small state (generators, counters), and the digest. The shard's home sends them
+these parts as soon as they exist. If all holders die, such a node can make a copy that equals the home's copy bit for
+bit (`agent.rescue`).
+
+Holders also get the outline, long before their copy. Their home may die before the copy arrives, together with a
+group whose only remaining version is this one.
 """
 
 from __future__ import annotations
@@ -25,22 +27,26 @@ from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, pack_header
 from gemini_hpc.wire import peer
 
-_VERSIONS = 3  # of a shard, the newest: a survivor may be a step behind the home, or a seal
-_MOST_BYTES = 256 << 20  # of all that is kept here
+_VERSIONS = 3  # newest versions kept of a shard: a survivor may lag behind the home by a step or a seal
+_MOST_BYTES = 256 << 20  # of all outlines kept here
 _MOST_SHARDS = 4096
 _LINK_S = 2.0
 
 
 class Kept(NamedTuple):
-    """One version of one shard."""
+    """The outline of one version of one shard."""
 
     outline: peer.Outline
     directory: bytes
-    digest: str = ""  # that its home has made, where that had come so far
+    digest: str = ""  # made by the shard's home; empty until it arrives
 
     @property
     def layout(self) -> Layout:
-        """Of its slot. Raises ValueError."""
+        """Return the layout of the version's slot.
+
+        Raises:
+            ValueError: The sizes in the outline contradict each other.
+        """
         o, layout = self.outline, Layout.plan(*self.outline.areas)
         if layout.total != o.slot_bytes or len(o.small) > layout.small_capacity:
             raise ValueError("its sizes do not fit each other")
@@ -50,11 +56,19 @@ class Kept(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Of the slot. Raises ValueError."""
+        """Return the used bytes of the slot.
+
+        Raises:
+            ValueError: The sizes in the outline contradict each other.
+        """
         return self.layout.small_offset + len(self.outline.small)
 
     def fill(self, memory: memoryview) -> None:
-        """Write all but the tensors into a slot of zeros. Raises ValueError."""
+        """Write all parts except the tensors into a slot of zeros.
+
+        Raises:
+            ValueError: The outline is inconsistent.
+        """
         o, layout = self.outline, self.layout
         shard_manifest.unpack(self.directory, layout.tensor_bytes)
         memory[:HEADER_BYTES] = pack_header(layout, len(o.small), o.stamp, o.rank, o.world, o.moment)
@@ -63,13 +77,15 @@ class Kept(NamedTuple):
 
 
 class Outlines:
-    """Of one agent: those that it sends, and those that it keeps."""
+    """The outlines of one agent: sent outlines of its own shards, and kept outlines of other shards."""
 
     def __init__(self, node: str, membership: Membership, spawn: Spawn) -> None:
         self._node, self._membership, self._spawn = node, membership, spawn
-        self._live: dict[tuple[str, int], tuple[int, ...]] = {}  # own shards: the nodes that have their tensors
-        self._told: dict[tuple[str, str, int], str] = {}  # by peer and shard: the directory that it has
-        self._sent: dict[tuple[str, int], tuple[Stamp, list[str]]] = {}  # the newest outline, and who has it
+        self._live: dict[tuple[str, int], tuple[int, ...]] = {}  # nodes with the tensors of own shards
+        self._told: dict[tuple[str, str, int], str] = {}  # key of the directory that a peer has, by peer and shard
+        self._sent: dict[
+            tuple[str, int], tuple[Stamp, list[str]]
+        ] = {}  # stamp of the newest outline, and its receivers
         self._kept: dict[tuple[str, int], list[Kept]] = {}
         self._bytes = 0
         self._linking: set[str] = set()
@@ -77,7 +93,7 @@ class Outlines:
     # ---- of own shards ---------------------------------------------------------------------------------
 
     def lives_on(self, name: str, rank: int, nodes: tuple[int, ...]) -> None:
-        """The tensors of a shard of this node are on these nodes as well, its rank says."""
+        """Record that the tensors of this node's shard are on these nodes too, as its rank reports."""
         self._live[name, rank] = nodes
         for host in self._hosts(nodes):
             self._link(host)
@@ -85,7 +101,7 @@ class Outlines:
     def _hosts(self, nodes: tuple[int, ...]) -> list[str]:
         here = self._membership
         mine = here.noderanks.get(self._node)
-        if mine is None or here.redundancy.parity:  # then nothing is rescued from live tensors
+        if mine is None or here.redundancy.parity:  # with parity no shard is rescued from live tensors
             return []
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         chosen = [
@@ -113,8 +129,10 @@ class Outlines:
     def sketched(
         self, shard: Shard, index: int, small_bytes: int, areas: tuple[int, int, int], moment: Moment
     ) -> None:
-        """A rank of this node says that the slot, which it fills or has filled, has directory and small state: tell
-        the nodes that have its tensors."""
+        """Send an outline to the nodes that have the shard's tensors.
+
+        A rank of this node reports that the slot, in progress or complete, contains its directory and small state.
+        """
         hosts, stamp = self._hosts(self._live.get((shard.set, shard.rank), ())), shard.pair.slots[index].stamp
         try:
             layout = Layout.plan(*areas)
@@ -153,7 +171,7 @@ class Outlines:
         self.completed(shard, index)
 
     def completed(self, shard: Shard, index: int) -> None:
-        """A slot is complete: who has its outline is to know the digest."""
+        """Send the digest of a complete slot to the nodes that have its outline."""
         slot = shard.pair.slots[index]
         stamp, hosts = self._sent.get((shard.set, shard.rank), (None, ()))
         if slot.stamp != stamp or stamp is None or slot.digest is None or shard.pushed:
@@ -163,14 +181,14 @@ class Outlines:
             self._membership.send(host, digest)
 
     def on_link(self, host: str) -> None:
-        """A link is new: its other end may be a new agent, which knows nothing."""
+        """Forget the directories sent to this host: the other end of a new link may be a new, empty agent."""
         for known in [k for k in self._told if k[0] == host]:
             del self._told[known]
 
     # ---- of others' shards -----------------------------------------------------------------------------
 
     def heard(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
-        """A node's word of a shard of its own, also of this one."""
+        """Keep an outline or its digest, sent by the shard's home. The home may be this node."""
         here = self._membership
         if message.round != here.round or here.live is None or message.stamp.epoch != here.epoch:
             return
@@ -198,8 +216,7 @@ class Outlines:
             self._kept[key], self._bytes = newer, bytes_now
 
     def orphans(self, dead: set[str]) -> list[tuple[str, int]]:
-        """Shards (set, rank) that are known here, of which every holder is dead, and of which there is no copy
-        here."""
+        """Return the shards (training, rank) with an outline here, all holders dead, and no copy here."""
         here = self._membership
         gone = {rank for host, rank in here.noderanks.items() if host in dead}
         return [
@@ -209,7 +226,7 @@ class Outlines:
         ]
 
     def lacking(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
-        """Shards of which this node is the first living holder, where the outline of this version is here."""
+        """Return the shards with an outline of this version here whose first living holder is this node."""
         here, found = self._membership, list[tuple[str, int]]()
         hosts = {rank: host for host, rank in here.noderanks.items()}
         for key in sorted(self._kept):
@@ -225,7 +242,7 @@ class Outlines:
         return placement.holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Of whose shards there is an outline of this epoch, and is to be no copy."""
+        """Return the ranks whose shards have an outline of this epoch here and are to have no copy here."""
         epoch, mine = self._membership.epoch, self._membership.noderanks.get(self._node)
         return tuple(
             rank
@@ -234,11 +251,11 @@ class Outlines:
         )
 
     def find(self, name: str, rank: int, stamp: Stamp) -> Kept | None:
-        """This very version."""
+        """Return the outline of exactly this version, or None."""
         return next((k for k in self._kept.get((name, rank), ()) if k.outline.stamp == stamp), None)
 
 
 def _size(versions: list[Kept]) -> int:
-    """Bytes, a directory that several share counted once."""
+    """Return the bytes of these versions. A directory that several share counts once."""
     directories = {k.outline.key: len(k.directory) for k in versions}
     return sum(directories.values()) + sum(len(k.outline.small) + 512 for k in versions)

@@ -1,4 +1,4 @@
-"""How fast a training comes on, as its agent sees it: from one version that is begun here to the next."""
+"""The pace of a training on this node, measured from one version that is begun to the next."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from statistics import median
 from gemini_hpc import clock
 from gemini_hpc.wire.inspect_schema import PaceState
 
-_KEPT = 32  # gaps that the usual one is taken of
+_KEPT = 32  # number of gaps that the median is taken of
 
 
 class Pace:
-    """Of one launch of one training on this node."""
+    """The gaps between versions of one launch of one training on this node."""
 
     def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
@@ -23,12 +23,12 @@ class Pace:
         self.version = 0
 
     def reset(self) -> None:
-        """A new launch, or nothing to be heard of this one any more."""
+        """Forget all gaps: a new launch begins, or no more versions of this one are expected."""
         self._gaps.clear()
         self._longest_s, self._at, self.version = 0.0, None, 0
 
     def reached(self, version: int) -> None:
-        """A rank is at this version; of several ranks the first one counts."""
+        """Record that a rank has begun this version. Of several ranks the first one counts."""
         if version <= self.version:
             return
         now = self._clock()
@@ -38,7 +38,7 @@ class Pace:
         self._at, self.version = now, version
 
     def state(self) -> PaceState | None:
-        """None before the second version."""
+        """Return the current pace, or None before the second version."""
         if self._at is None or not self._gaps:
             return None
         return PaceState(self._clock() - self._at, median(self._gaps), self._longest_s)

@@ -1,8 +1,8 @@
-"""The parity beside a shard of this node: which shards are in it, and one version on its way into a slot.
+"""The parity beside a shard of this node: the shards that it covers, and one version on its way into a slot.
 
-Each member of the stripe pushes the bytes that this parity has of its shard; they are folded in as they come, in any
-order, by a thread for each member. What has been folded in halfway cannot be taken out again: where one of them does
-not come to its end, the version is void here (R5), as soon as nobody writes any more.
+Each member of the stripe pushes the bytes of its shard that this parity covers. A thread for each member folds them
+in as they arrive, in any order. Bytes folded in cannot be taken out again. If one member does not finish, the version
+is void here (R5), as soon as no member writes any more.
 """
 
 from __future__ import annotations
@@ -17,29 +17,41 @@ from gemini_hpc.core.slots import Stamp
 
 
 class Fold:
-    """One version. index: of its slot; room: bytes from one block to the next; wanted: ranks of which nothing has
-    come; writing: those that are coming."""
+    """A version of the parity that is being folded in."""
 
     def __init__(self, stamp: Stamp, index: int, view: memoryview, room: int, wanted: Mapping[int, int]) -> None:
+        """Create an empty fold.
+
+        Args:
+            stamp: Stamp of the version.
+            index: Index of the slot.
+            view: The slot's memory.
+            room: Bytes from one block to the next.
+            wanted: Ranks whose bytes have not begun to arrive. Ranks whose bytes are arriving move to `writing`.
+        """
         self.stamp, self.index, self.view, self.room = stamp, index, view, room
         self.wanted, self.writing = set(wanted), set[int]()
         self.members: dict[int, Member] = {}
-        self.torn = False  # one of them has ended too early
-        self.touched = clock.monotonic()  # when the last of them has begun, or ended
+        self.torn = False  # a member has ended too early
+        self.touched = clock.monotonic()  # time at which a member last began or ended, in seconds
         self._lock = threading.Lock()
 
     @property
     def whole(self) -> bool:
-        """All of them are in it."""
+        """Return whether all members are folded in."""
         return not self.wanted and not self.writing and not self.torn
 
     @property
     def of(self) -> tuple[Member, ...]:
-        """Those that are in it, in the order of their ranks."""
+        """Return the members that are folded in, sorted by rank."""
         return tuple(self.members[rank] for rank in sorted(self.members))
 
     def add(self, at: int, data: memoryview, by: int = 1) -> None:
-        """Fold bytes in, `by` times, from any thread. Raises ValueError for bytes beyond the slot's end."""
+        """Fold bytes in, multiplied by `by`, from any thread.
+
+        Raises:
+            ValueError: The bytes reach beyond the slot's end.
+        """
         if at + len(data) > len(self.view):
             raise ValueError(f"bytes {at} to {at + len(data)} of a parity of {len(self.view)} bytes")
         with self._lock:
@@ -47,8 +59,15 @@ class Fold:
 
 
 class Parity:
-    """homes: node rank by rank, of the shards that are in it; blocks: of it (`core.parity`); of, rooms: the shards
-    that are in a complete slot, and its bytes from one block to the next."""
+    """The parity of other ranks' shards.
+
+    Attributes:
+        homes: Node rank of the home of each covered shard, by rank.
+        blocks: Number of blocks (`core.parity`).
+        of: The shards covered by each complete slot.
+        rooms: Bytes from one block to the next in each complete slot.
+        fill: The version in progress.
+    """
 
     def __init__(self, homes: Mapping[int, int], blocks: int) -> None:
         self.homes, self.blocks = dict(homes), blocks
@@ -57,5 +76,5 @@ class Parity:
         self.fill: Fold | None = None
 
     def is_like(self, other: Parity) -> bool:
-        """Whether it is of the same shards, in the same way."""
+        """Return whether the other parity covers the same shards in the same way."""
         return (self.homes, self.blocks) == (other.homes, other.blocks)

@@ -1,8 +1,8 @@
-"""What the ranks of a job have asked of its agents for good: one file in the job's directory.
+"""Lasting requests of a job's ranks to its agents: one file in the job's directory.
 
-It outlives the agent and the incarnation: versions that are to be kept under a name until that has been done, and
-versions that are not to be loaded any more; also which trainings they have closed. Where it cannot be written an
-agent's death forgets it, and others know.
+The file outlives the agent and the incarnation. The file lists versions to keep under a name until that is done,
+versions that must not be loaded any more, and closed trainings. If the file cannot be written, an agent's death loses
+its entries, but other agents know them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "pledges"
 
 
 class Wish(msgspec.Struct, frozen=True, order=True):
-    """A version of a set that is to be kept under this name, or the first one after it that can be."""
+    """A request to keep this version of a training, or the first later version possible, under a name."""
 
     set: SetName
     name: SetName
@@ -30,7 +30,7 @@ class Wish(msgspec.Struct, frozen=True, order=True):
 
 
 class Pledged(msgspec.Struct, frozen=True):
-    """All of it."""
+    """The contents of the file: wishes, rejections, closed trainings and this node's closings."""
 
     wishes: tuple[Wish, ...] = ()
     rejections: tuple[Rejection, ...] = ()
@@ -42,7 +42,7 @@ _decoder = Strict(msgspec.json.Decoder(Pledged))
 
 
 class Pledges:
-    """The file, and what is to be in it."""
+    """The file of pledges and its current contents."""
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, NAME)
@@ -52,7 +52,7 @@ class Pledges:
             self.now = _decoder.decode(self._get())
 
     def put(self, now: Pledged) -> bool:
-        """Take this, and write it in one step; whether it is on disk."""
+        """Replace the contents and write them to disk atomically. Return whether they are on disk."""
         if now != self.now or not self._written:
             self.now = now
             try:
@@ -63,7 +63,7 @@ class Pledges:
         return self._written
 
     def remove(self) -> None:
-        """The agent ends, and nobody is to go on from here."""
+        """Remove the file: the agent ends, and no successor continues from here."""
         for path in (self._path, f"{self._path}.new"):
             with suppress(OSError):
                 os.unlink(path)

@@ -1,4 +1,4 @@
-"""How the ranks of one training on this node come on, as their progress pages show it."""
+"""Progress of the ranks of one training on this node, read from their progress pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gemini_hpc.wire import progress_page
 from gemini_hpc.wire.progress_page import Progress
 
 _RUNS_S = 5.0  # a rank writes its page once a second, but may be in C code that lets no other thread run
-_KEPT = 32  # lengths of steps that the usual one is taken of
+_KEPT = 32  # number of step lengths that the median is taken of
 _STACK_BYTES = 16384
 
 
 class _Page:
-    """Of one rank; its descriptor is a copy."""
+    """The progress page of one rank, with its own duplicate of the file descriptor."""
 
     def __init__(self, fd: int, now: float) -> None:
         self.fd = os.dup(fd)
@@ -25,7 +25,7 @@ class _Page:
         self.beat_at = now
 
     def look(self, now: float) -> bool:
-        """Whether the rank has come on since the last look."""
+        """Read the page. Return whether the rank has progressed since the last reading."""
         found = progress_page.read(self.fd)
         if found is None or found == self.seen:
             return False
@@ -34,7 +34,7 @@ class _Page:
 
 
 class Ranks:
-    """Of one launch of one training, here."""
+    """The ranks on this node of one launch of one training."""
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}
@@ -43,27 +43,32 @@ class Ranks:
         self._moved_at = self._asleep_at = 0.0
 
     def reset(self) -> None:
-        """A new launch."""
+        """Forget all pages: a new launch begins."""
         for rank in list(self._pages):
             self.drop(rank)
         self._steps.clear()
         self._version = 0
 
     def add(self, rank: int, fd: int, now: float) -> None:
-        """A rank has handed its page over; what is no page does not count."""
+        """Add the page that a rank has handed over. A descriptor that is no progress page is ignored."""
         self.drop(rank)
         if progress_page.is_page(fd):
             self._pages[rank] = _Page(fd, now)
             self._moved_at = self._asleep_at = now
 
     def drop(self, rank: int) -> None:
-        """A rank has gone."""
+        """Forget the page of a rank that has gone."""
         page = self._pages.pop(rank, None)
         if page is not None:
             os.close(page.fd)
 
     def look(self, now: float, *, stopped: bool = False) -> bool:
-        """Read all pages; whether any rank has come on. stopped: nobody has looked for a while, so nobody knows."""
+        """Read all pages. Return whether any rank has progressed.
+
+        Args:
+            now: Current time in seconds.
+            stopped: The pages have not been read for a while, so the silence before now does not count.
+        """
         moved = [page.look(now) for page in self._pages.values()]
         self._reached(max((page.seen.version for page in self._pages.values()), default=0), now)
         if any(moved) or stopped:
@@ -79,11 +84,11 @@ class Ranks:
             self._version, self._version_at = version, now
 
     def silent_s(self, now: float) -> float:
-        """Since any of them has come on, as of the last look."""
+        """Return the seconds since any rank progressed, as of the last reading."""
         return now - self._moved_at
 
     def standing(self, host: str, world: int, now: float) -> Standing | None:
-        """As of the last look; None without a rank."""
+        """Return how the ranks here stand, as of the last reading, or None without a rank."""
         if not self._pages:
             return None
         early = not self._steps
@@ -100,16 +105,16 @@ class Ranks:
     # ---- stacks ----------------------------------------------------------------------------------------
 
     def signal_of(self, rank: int) -> int:
-        """What asks this rank for its stack; 0: it gives none."""
+        """Return the signal that makes this rank write its stack, or 0 if the rank offers none."""
         page = self._pages.get(rank)
         return page.seen.signal if page is not None else 0
 
     def stacks_end(self, rank: int) -> int:
-        """Up to where there are stacks of this rank."""
+        """Return the offset up to which this rank's page file holds stacks."""
         page = self._pages.get(rank)
         return os.fstat(page.fd).st_size if page is not None else 0
 
     def stack(self, rank: int, begin: int) -> str:
-        """What this rank has written from there on."""
+        """Return the stacks that this rank has written from offset `begin` on."""
         page = self._pages.get(rank)
         return os.pread(page.fd, _STACK_BYTES, begin).decode(errors="replace") if page is not None else ""

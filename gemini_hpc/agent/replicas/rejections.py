@@ -1,8 +1,9 @@
-"""Versions that a training has loaded and found bad (`Checkpointer.reject`): no agent offers them again.
+"""Versions that a training has loaded and found bad (`Checkpointer.reject`). No agent offers them again.
 
-What is rejected is the version that was loaded, and all that came of it. Each agent whose rank says so has it on disk
-before it answers; inventories carry it to the root, and the plan to everybody. So it holds in later rounds and
-incarnations, for as long as one agent lives; on the tier it is marked (`tier.worker`).
+A rejection covers the loaded version and all versions derived from it. The agent of a rejecting rank writes the
+rejection to disk before it answers. Inventories carry the rejection to the root, and the plan carries it to every
+agent. The rejection therefore holds in later rounds and incarnations, as long as one agent lives. On the tier the
+version is marked (`tier.worker`).
 """
 
 from __future__ import annotations
@@ -18,42 +19,50 @@ from gemini_hpc.core.numbers import VERSION_BITS
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.stored import Rejection
 
-MOST = 3  # of one set, in the life of a job: then the fault is elsewhere
-_KEPT = 256  # of all sets; beyond that the oldest are forgotten
+MOST = 3  # rejections of one training in a job's life: with more, the fault is probably elsewhere
+_KEPT = 256  # rejections of all trainings; the oldest beyond that are forgotten
 _NEWEST = (1 << VERSION_BITS) - 1
 
 
 class Rejections:
-    """One agent's knowledge of them; it lives as long as the agent, and is on disk (`pledges`)."""
+    """The rejections that one agent knows of, on disk (`pledges`) as long as the agent lives."""
 
     def __init__(self, pledges: Pledges, log: Log) -> None:
         self._pledges, self._log = pledges, log
 
     @property
     def all(self) -> tuple[Rejection, ...]:
-        """All that this agent knows of."""
+        """Return all rejections that this agent knows of."""
         return self._pledges.now.rejections
 
     def of_set(self, name: str) -> list[Rejection]:
-        """Those of a set, in the order of their versions."""
+        """Return the rejections of a training, sorted by version."""
         return sorted(found for found in self.all if found.set == name)
 
     def fresh(self, name: str) -> bool:
-        """Whether the training may begin anew where nothing else is left."""
+        """Return whether the training may begin anew if no version is left."""
         return any(found.fresh for found in self.of_set(name))
 
     def sentences(self, name: str) -> tuple[str, ...]:
-        """For the user."""
+        """Return a sentence for the user about each rejection of a training."""
         return tuple(found.sentence for found in self.of_set(name))
 
     def reject(self, training: Training, epoch: int, reason: str, *, fresh: bool) -> str:
-        """What was loaded is bad, and so is what came of it, in epochs up to this one; why it is not rejected, or "".
-        fresh: the training may begin anew. Beyond `MOST` that is all that can be had."""
+        """Reject the loaded version and its descendants. Return the reason for a refusal, or "".
+
+        Beyond `MOST` rejections of a training, only beginning anew is possible.
+
+        Args:
+            training: The training whose loaded version is bad.
+            epoch: Versions of epochs up to this one are rejected.
+            reason: The user's reason.
+            fresh: The training may begin anew.
+        """
         name, chosen = training.name, training.chosen
         assert chosen is not None
         before = self.of_set(name)
         high = Stamp(epoch, _NEWEST)
-        if not any(found.high == high for found in before):  # else another rank of this node has said so
+        if not any(found.high == high for found in before):  # else another rank of this node has already rejected it
             if len(before) >= MOST and not fresh:
                 said = "; ".join(one.sentence for one in before)
                 return f"{len(before)} earlier versions were rejected too, so the fault may lie elsewhere: {said}"
@@ -63,11 +72,13 @@ class Rejections:
         return ""
 
     def learn(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
-        """Know of these, too, on disk; all that are known now."""
+        """Record more rejections on disk. Return all that are known now."""
         known = {(r.set, r.low, r.high): r for r in self.all}
         for rejection in found:
             known.setdefault((rejection.set, rejection.low, rejection.high), rejection)
-        for wide in [r for r in known.values() if r.low == (0, 0)]:  # one that says it all
+        for wide in [
+            r for r in known.values() if r.low == (0, 0)
+        ]:  # a rejection from (0, 0) on covers the older ones
             for key in [k for k, r in known.items() if r.set == wide.set and r.high < wide.high]:
                 del known[key]
         pledges = self._pledges
@@ -76,5 +87,5 @@ class Rejections:
         return self.all
 
     def covers(self, name: str, stamp: Stamp) -> bool:
-        """Whether this version is rejected."""
+        """Return whether this version is rejected."""
         return any(found.covers(name, stamp) for found in self.all)

@@ -1,4 +1,4 @@
-"""One version of another rank's shard, as far as a training rank here fills it (see `replica_fills`)."""
+"""A version of another rank's shard, in progress by a training rank here (see `replica_fills`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from gemini_hpc.wire.local_server import Client
 
 @dataclass(eq=False)
 class Fill:
-    """One version, from the word that the slot may be written to. before: what the slot had; there: what has been
-    filled, when it is over."""
+    """A version that a rank here fills, from the permission to write to the slot.
+
+    Attributes:
+        client: Connection of the filling rank.
+        version: Version being filled.
+        stamp: Its stamp.
+        index: Index of the slot.
+        before: The slot's previous contents.
+        there: Byte ranges filled, once `over` is set.
+        over: Set when the rank has stopped writing.
+    """
 
     client: Client
     version: int

@@ -1,8 +1,8 @@
-"""What a training rank here has of another rank's shard, because replicas of the state live on both nodes.
+"""Fills: bytes of another rank's shard that a training rank here writes, because both nodes replicate the state.
 
-The rank fills these bytes of a version into the slot from its own tensors, so that they need not come over the
-network. The digest that is made at the shard's home is over all of the slot: a copy that was filled here counts only
-if it is, bit for bit, what the home has. All of this runs on the event loop.
+The rank writes these bytes of a version into the slot from its own tensors. They then need not come over the network.
+The digest from the shard's home covers the whole slot. A copy filled here therefore counts only if it equals the
+home's copy bit for bit. All functions run on the event loop.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.local_server import Client
 
-WAIT_S = 1.0  # for a rank here that is later than the shard's home
-_LATE = 4  # versions: one that has filled nothing for so long does not any more
+WAIT_S = 1.0  # wait for a rank here that lags behind the shard's home
+_LATE = 4  # versions: a rank that has filled none of the last ones does not fill any more
 _LOOK_S, _LATE_LOOK_S = 0.001, 0.1
-_WRITES_S = 15.0  # a copy that was begun ends within that; longer than its process waits for it before it rejoins
+_WRITES_S = 15.0  # a begun write ends within this time; longer than the process waits for it before it rejoins
 
 
 def begin(filling: SlotWrites, client: Client, training: Training, shard: Shard, version: int, epoch: int) -> int:
-    """Index of the slot that the rank may write to now, and no push. Raises `core.slots.Refused`."""
+    """Return the index of the slot that the rank, and no push, may write to now.
+
+    Raises:
+        core.slots.Refused: No slot may be written to now.
+    """
     before = list(shard.pair.slots)
     index = filling.begin(training, shard, version)
     shard.pair.slots[index].busy = True
@@ -34,7 +38,7 @@ def begin(filling: SlotWrites, client: Client, training: Training, shard: Shard,
 
 
 def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
-    """The rank has filled these bytes, and writes no more. False: it was not to."""
+    """Record that the rank has filled these bytes and writes no more. Return False if it had no permission."""
     fill = shard.fill
     if fill is None or fill.client is not client or fill.version != version or fill.over.is_set():
         return False
@@ -44,7 +48,7 @@ def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) ->
 
 
 def gone(client: Client, shards: list[Shard]) -> list[Shard]:
-    """The connection of a process has ended. Returns the shards of which it may still be writing to a slot."""
+    """Handle the end of a process's connection. Return the shards whose slots the process may still be writing to."""
     writing = []
     for shard in shards:
         if shard.fill is not None and shard.fill.client is client:
@@ -56,7 +60,7 @@ def gone(client: Client, shards: list[Shard]) -> list[Shard]:
 
 
 async def ended(client: Client, shards: list[Shard]) -> None:
-    """Return when it writes no more: it has ended, or so much time has passed that it has."""
+    """Wait until the process writes no more: it has ended, or the time for any write has passed."""
     deadline = clock.monotonic() + _WRITES_S
     while client.lives() and clock.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
         await asyncio.sleep(_LATE_LOOK_S)
@@ -65,7 +69,7 @@ async def ended(client: Client, shards: list[Shard]) -> None:
 
 
 def release(shard: Shard, client: Client | None = None) -> None:
-    """Nobody writes to it any more: its memory is registered anew, or `client` has ended."""
+    """End the fill: its memory is registered anew, or `client` has ended."""
     fill = shard.fill
     if fill is not None and (client is None or fill.client is client):
         if not fill.over.is_set():
@@ -81,8 +85,10 @@ def _over(shard: Shard, fill: Fill) -> None:
 
 
 async def awaited(shard: Shard, version: int) -> Fill | str | None:
-    """What a rank here has filled of a version that is about to come, or why it cannot be taken. A rank that has
-    filled the last versions is waited for, if not for long."""
+    """Return what a rank here has filled of a version that is about to arrive, or why the version cannot be taken.
+
+    A rank that has filled the last versions is waited for, for up to `WAIT_S` seconds. Return None without a fill.
+    """
     deadline = clock.monotonic() + WAIT_S
     while True:
         fill = shard.fill

@@ -1,8 +1,9 @@
-"""What was sealed last in each training set: one file in the job's directory, for a successor.
+"""The last seal of each training: one file in the job's directory, for a successor of this agent.
 
-A root that is killed after a seal may be the only one that knows of it. Its successor must not abandon that version,
-even where a copy has been damaged since. One line a set, written in place before the word leaves, without a sync: the
-file has to outlive the process, not the node. A line counts in the recovery round that it names, and in no other.
+A root that is killed after a seal may be the only agent that knows of the seal. Its successor must not abandon that
+version, even if a copy has been damaged since. The file has one line per training. The line is written in place
+before the decision is sent, without a sync: the file must outlive the process, not the node. A line counts only in
+the recovery round that it names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MOST_BYTES = 64 * _LINE_BYTES
 
 
 class Within(NamedTuple):
-    """Where a seal was made: the incarnation, its recovery round, and the epoch that this gave."""
+    """The place of a seal: the incarnation, its recovery round, and the epoch of that round."""
 
     restart: int
     round: int
@@ -42,15 +43,18 @@ _decoder = bounds.Strict(msgspec.json.Decoder(_Line))
 
 
 class SealNotes:
-    """The file. Where it cannot be written the seal of a killed root may be forgotten, as the state of its round."""
+    """The file of seals, which survives its agent.
+
+    If the file cannot be written, the seal of a killed root may be lost, like the state of its round.
+    """
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, NAME)
         self._fd: int | None = None
-        self._places: dict[str, int] = {}  # number of the line, by set
+        self._places: dict[str, int] = {}  # number of the line, by training
 
     def note(self, name: str, within: Within, sealed: Stamp) -> bool:
-        """Keep this as the set's newest seal; whether it is in the file."""
+        """Write the training's newest seal. Return whether it is in the file."""
         line = _Line(name, *within, sealed)
         try:
             self._put(name, msgspec.json.encode(line).ljust(_LINE_BYTES - 1) + b"\n")
@@ -59,13 +63,13 @@ class SealNotes:
         return True
 
     def forget(self, name: str) -> None:
-        """Give this set's line to another one."""
+        """Free this training's line for another training."""
         if self._fd is not None and (place := self._places.pop(name, None)) is not None:
             with suppress(OSError):
                 os.pwrite(self._fd, b"\n".rjust(_LINE_BYTES), place * _LINE_BYTES)
 
     def read(self, within: Within) -> dict[str, Stamp]:
-        """By set, what a predecessor has noted in this round."""
+        """Return the seals, by training, that a predecessor has noted in this round."""
         found: dict[str, Stamp] = {}
         for line in self._lines():
             if line is not None and (line.restart, line.round, line.epoch) == within:
@@ -73,14 +77,14 @@ class SealNotes:
         return found
 
     def moved(self) -> None:
-        """The job's directory is another one, with a copy of the file."""
+        """Close the file: the job's directory has changed, and the new one contains a copy of the file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
         self._places.clear()
 
     def remove(self) -> None:
-        """Nobody is to go on from here."""
+        """Remove the file: no successor continues from here."""
         self.moved()
         with suppress(OSError):
             os.unlink(self._path)
@@ -91,7 +95,7 @@ class SealNotes:
             for text in self._get().splitlines():
                 try:
                     lines.append(_decoder.decode(text))
-                except msgspec.MsgspecError:  # cut off, or the owner's doing
+                except msgspec.MsgspecError:  # truncated, or changed by the job's owner
                     lines.append(None)
         return lines
 

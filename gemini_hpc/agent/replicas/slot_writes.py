@@ -1,4 +1,4 @@
-"""Slots that are being filled, by a training rank here or by a peer's push: one set of rules for both (R1, R5)."""
+"""Slots in progress, filled by a training rank here or by a peer's push, under one set of rules (R1, R5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gemini_hpc.format.commit_record import Committed
 
 
 class SlotWrites:
-    """From the word that a slot may be written to, to its verified copy. On the event loop."""
+    """The writes to this node's slots, from the permission to write to the verified copy. Runs on the event loop."""
 
     def __init__(
         self,
@@ -29,12 +29,25 @@ class SlotWrites:
         pool: DigestPool,
         completed: Callable[[Shard, int], None] = lambda shard, index: None,
     ) -> None:
-        """completed: told of each slot that has become complete."""
+        """Create the writes.
+
+        Args:
+            membership: This agent's view of the job.
+            sets: Trainings of this agent.
+            log: Event log.
+            spawn: Starts a background task.
+            pool: Threads that make the digests.
+            completed: Called with the shard and index of each slot that becomes complete.
+        """
         self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
         self._pool, self._completed = pool, completed
 
     def begin(self, training: Training, shard: Shard, version: int) -> int:
-        """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
+        """Return the index of the slot to fill with this version of the current epoch.
+
+        Raises:
+            core.slots.Refused: No slot may be written to now.
+        """
         sealing = training.sealing
         if sealing is None:
             raise Refused("a recovery round is under way")
@@ -45,12 +58,16 @@ class SlotWrites:
             reading.found.cancel()
             shard.readings[index] = None
         shard.since[index] = clock.time()
-        self._sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
+        self._sets.drop_guests(training)  # a rank saves only after every rank has loaded
         self._sets.recount(shard.set)
         return index
 
     def begin_again(self, training: Training, shard: Shard, version: int) -> int:
-        """The same where whoever filled it has gone, or has given up. Raises `core.slots.Refused`."""
+        """Begin this version again after its previous writer has gone or has aborted. Return the slot's index.
+
+        Raises:
+            core.slots.Refused: No slot may be written to now.
+        """
         stamp = Stamp(self._membership.epoch, version)
         for index, slot in enumerate(shard.pair.slots):
             if slot.stamp == stamp and slot.state == "filling" and not slot.busy:
@@ -58,20 +75,27 @@ class SlotWrites:
         return self.begin(training, shard, version)
 
     def passed(self, shard: Shard, version: int) -> None:
-        """Its rank has gone past this version without saving it. Others may wait for a word about theirs: were it not
-        said, ranks in two groups could save every other version from then on, and none be sealed."""
+        """Record that the rank skipped this version.
+
+        Without the record, two groups of ranks could save alternate versions forever and none would be sealed.
+        """
         shard.pair.pass_over(Stamp(self._membership.epoch, version))
         self._sets.recount(shard.set)
 
     def void(self, shard: Shard, index: int) -> None:
-        """It will not be completed."""
+        """Void a slot that will not be completed."""
         shard.pair.void(index)
         self._sets.recount(shard.set)
 
     def read(self, shard: Shard, index: int, used: int) -> asyncio.Future[str]:
-        """The digest of the leading `used` bytes of a slot that is being filled, read once, beside everything else:
-        whoever fills it says that they do not change any more. Raises ValueError where it has said so of others.
-        Who waits for it must shield it."""
+        """Return the digest of the leading `used` bytes of a slot in progress, read once in the background.
+
+        The writer guarantees that these bytes do not change any more. A caller that waits for the digest must shield
+        the future.
+
+        Raises:
+            ValueError: The writer has named another number of bytes before.
+        """
         slot, reading = shard.pair.slots[index], shard.readings[index]
         if reading is not None and reading.slot is slot:
             if reading.used != used:
@@ -84,8 +108,16 @@ class SlotWrites:
         return found
 
     def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
-        """A process here says that all bytes are there: nobody writes any more. claimed: without a digest at the
-        shard's home, else with that of its home. Raises ValueError as `read`."""
+        """Verify and complete a slot whose writer, a process here, reports that all bytes are written.
+
+        Args:
+            shard: The shard.
+            index: Index of the slot. No process writes to it any more.
+            claimed: The commit record. Its digest is empty at the shard's home, and the home's digest elsewhere.
+
+        Raises:
+            ValueError: The writer has named another number of bytes before.
+        """
         found = self.read(shard, index, claimed.used_bytes)
         shard.pair.slots[index].busy = True
         self._spawn(self._verify(shard, index, claimed, found))
@@ -95,8 +127,10 @@ class SlotWrites:
         self.arrived(shard, index, claimed if claimed.digest else claimed._replace(digest=found), found)
 
     def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
-        """Complete a slot whose bytes are all there, if `found`, their digest, is the claimed one. Return whether it
-        is; else the slot becomes void."""
+        """Complete a slot with all bytes present if `found`, their digest, equals the claimed digest.
+
+        Return whether the digests are equal. Otherwise the slot becomes void.
+        """
         stamp, used, wanted = claimed
         slot = shard.pair.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:

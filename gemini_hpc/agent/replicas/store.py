@@ -1,4 +1,4 @@
-"""What this node holds: one `Shard` (two slots) for each training rank whose state it keeps."""
+"""Shards of this node: one `Shard` (two slots) for each training rank whose state the node keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Reading:
-    """The leading `used` bytes of a slot that is being filled, on their way to a digest."""
+    """A pending digest of the leading `used` bytes of a slot in progress."""
 
     slot: Slot
     used: int
@@ -31,15 +31,30 @@ class Reading:
 
 @dataclass
 class Shard:
-    """Both slots of one shard on this node. home: node rank where its training rank lives.
+    """Both slots of one shard on this node.
 
-    unproven: the stamp of a copy that is not proven, see `Copy`. registered_round: the last round in which a training
-    rank registered it; resumed_round: the last one whose plan has it here; rescued_round: the one in which it was
-    copied from live state. pushed: the home's agent fills it, and a training rank at most those parts that it has as
-    well (fill: the newest version of which it did; unlike: why it must not). handed_back: slots that a process has
-    given to this agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and
-    nobody else writes to it. parity: this is not the shard, but the parity beside it. readings: by
-    slot, of what a process here is filling.
+    Attributes:
+        set: Name of the training.
+        rank: Rank whose state the shard is.
+        world: Number of shards of the training.
+        home: Node rank of the shard's home.
+        bytes: Size of one slot.
+        memory: Memory of both slots.
+        pair: State of both slots.
+        since: Times at which the slots were begun or completed, in seconds.
+        verified: Times of the last verification of the slots, in seconds.
+        registered_round: Last round in which a training rank registered the shard.
+        resumed_round: Last round whose plan has the shard here.
+        rescued_round: Round in which the shard was copied from live state.
+        pushed: The home's agent fills the shard. A training rank here fills at most the parts that it has as
+            well.
+        fill: Newest version that a training rank here fills in part.
+        unlike: Reason why a training rank here must not fill it.
+        handed_back: Slots that a process has given to this agent after its predecessor's death.
+        half_back: One slot is still to be handed back. The pair has no vote, and no other process writes to it.
+        unproven: Stamp of a copy that is not proven, see `Copy`.
+        parity: Set if this is not the shard, but the parity beside it.
+        readings: Digests, by slot, of the slots that a process here fills.
     """
 
     set: str
@@ -64,7 +79,7 @@ class Shard:
     readings: list[Reading | None] = field(default_factory=lambda: [None, None])
 
     def record(self, index: int) -> Copy | None:
-        """What can be told of a complete slot; None of any other."""
+        """Return the description of a complete slot, or None if the slot is not complete."""
         slot = self.pair.slots[index]
         if slot.state != "complete" or slot.stamp is None or slot.digest is None:
             return None
@@ -90,7 +105,7 @@ class Shard:
             return read_moment(memory[:HEADER_BYTES]) if self.parity is None else UNCOUNTED
 
     def settle(self, index: int, digest: str) -> bool:
-        """Compare a digest just read with the one that the slot should have; a slot that differs becomes void."""
+        """Compare a digest just read with the recorded one. A slot with another digest becomes void."""
         record = self.record(index)
         if record is None:
             return False
@@ -102,39 +117,39 @@ class Shard:
 
 
 class Store:
-    """All shards of this node, and the memory they take."""
+    """All shards of this node, and their memory."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.pool = DigestPool()
         self.shards: dict[Key, Shard] = {}
-        self.parities: dict[Key, Shard] = {}  # beside the shards of those ranks, of others
+        self.parities: dict[Key, Shard] = {}  # parity of other shards, by the rank whose shard it is beside
         self.ancestors: list[Shard] = []
         self._making = asyncio.Lock()
 
     def __iter__(self) -> Iterator[Shard]:
-        """Shards, no parity."""
+        """Iterate over the shards, without parity."""
         yield from self.shards.values()
         yield from (shard for shard in self.ancestors if shard.parity is None)
 
     def every(self) -> list[Shard]:
-        """Shards and parity."""
+        """Return all shards and parity."""
         return [*self.shards.values(), *self.parities.values(), *self.ancestors]
 
     def get(self, set_name: str, rank: int) -> Shard | None:
-        """The shard as now registered."""
+        """Return the current shard of a rank, or None."""
         return self.shards.get((set_name, rank))
 
     def of_set(self, set_name: str) -> list[Shard]:
-        """All shards of a set as now registered."""
+        """Return all current shards of a training."""
         return [s for s in self.shards.values() if s.set == set_name]
 
     def parities_of_set(self, set_name: str) -> list[Shard]:
-        """All parity of a set as now registered."""
+        """Return all current parity of a training."""
         return [s for s in self.parities.values() if s.set == set_name]
 
     def find(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
-        """The slot with this very version, complete or being filled."""
+        """Return the shard and slot index of exactly this version, complete or in progress."""
         for shard in self:
             if shard.set == set_name and shard.rank == rank:
                 index = shard.pair.find(stamp)
@@ -143,7 +158,7 @@ class Store:
         return None
 
     def find_parity(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
-        """The same of the parity beside that rank's shard."""
+        """Return the parity and slot index of exactly this version beside that rank's shard."""
         for shard in self.every():
             if shard.parity is not None and shard.set == set_name and shard.rank == rank:
                 index = shard.pair.find(stamp)
@@ -154,12 +169,13 @@ class Store:
     async def make(
         self, set_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
     ) -> Shard:
-        """Count and create the two slots of a shard and (unless the pages are handed back) take their pages.
+        """Reserve and create the two slots of a shard, and take their pages unless they are handed back.
 
-        Raises `NoMemory`.
+        Memory of the same size is used again. A shard of the same rank but another size or world stays as an ancestor
+        until a newer version is sealed: it may be the only copy.
 
-        Memory of the same size is used again. A shard of the same rank but another size or world stays as an
-        ancestor until something newer is sealed: it may be the only copy there is.
+        Raises:
+            NoMemory: The memory does not suffice.
         """
         async with self._making:
             old = self.shards.get((set_name, rank))
@@ -183,8 +199,20 @@ class Store:
         of: Iterable[tuple[int, int]],
         blocks: int,
     ) -> Shard:
-        """The same for the parity beside a shard. of: the ranks whose shards are in it, each with its home; blocks:
-        of it. Raises `NoMemory`."""
+        """Reserve and create the two slots of the parity beside a shard, like `make`.
+
+        Args:
+            set_name: Name of the training.
+            rank: Rank whose shard the parity is beside.
+            world: Number of shards of the training.
+            home: Node rank of that shard's home.
+            size_bytes: Size of one slot.
+            of: Ranks whose shards the parity covers, each with its home.
+            blocks: Number of blocks of the parity.
+
+        Raises:
+            NoMemory: The memory does not suffice.
+        """
         wanted = Parity(dict(of), blocks)
         async with self._making:
             old = self.parities.get((set_name, rank))
@@ -199,8 +227,11 @@ class Store:
             return self.parities[set_name, rank]
 
     def trim(self, shard: Shard, sealed: Stamp, abandoned: frozenset[Stamp]) -> None:
-        """Free what is older than this sealed version of a training that is closed, where that is here, and what will
-        never be sealed."""
+        """Free the slots that a closed training does not need any more.
+
+        Slots older than the sealed version are freed if the sealed version is here, and so are slots with abandoned
+        versions.
+        """
         if shard.pair.find(sealed) is None:
             return
         for index, slot in enumerate(shard.pair.slots):
@@ -210,7 +241,11 @@ class Store:
                 self.budget.give(shard.bytes)
 
     async def _complete(self, shard: Shard, name: str, what: str) -> None:
-        """Take memory once more for a slot that was trimmed. Raises `NoMemory`."""
+        """Take memory again for a trimmed slot.
+
+        Raises:
+            NoMemory: The memory does not suffice.
+        """
         for index, memory in enumerate(shard.memory):
             if memory.fd < 0:
                 slot = shard.pair.slots[index]
@@ -249,8 +284,11 @@ class Store:
         return memory
 
     async def adopt(self, set_name: str, rank: int, world: int, home: int, size_bytes: int, first: Memfd) -> Shard:
-        """The same around memory that is there already: it becomes the first of both slots. Raises `NoMemory`; then
-        it is gone."""
+        """Create a shard around existing memory, which becomes the first of its two slots.
+
+        Raises:
+            NoMemory: The memory does not suffice. The existing memory is closed then.
+        """
         second: Memfd | None = None
         async with self._making:
             try:
@@ -274,7 +312,7 @@ class Store:
             return shard
 
     def give_away(self, shard: Shard, index: int) -> int:
-        """Let go of a shard; a descriptor of the memory of one of its slots, for its new owner."""
+        """Release a shard. Return a descriptor of one slot's memory for its new owner."""
         fd = os.dup(shard.memory[index].fd)
         if self.shards.get((shard.set, shard.rank)) is shard:
             del self.shards[shard.set, shard.rank]
@@ -284,7 +322,7 @@ class Store:
         return fd
 
     def put(self, shard: Shard) -> None:
-        """Hold a shard; one of the same name becomes an ancestor."""
+        """Add a shard. A shard of the same name becomes an ancestor."""
         key, held = (shard.set, shard.rank), self._like(shard)
         old = held.get(key)
         if old is not None:
@@ -298,13 +336,15 @@ class Store:
         return self.shards if shard.parity is None else self.parities
 
     def parity_of(self, set_name: str, rank: int, round_number: int) -> Shard | None:
-        """The parity here that this rank's shard is in, as registered in this round; else one that was in another,
-        when ranks may have been on other nodes."""
+        """Return the parity here that covers this rank's shard, or None.
+
+        Parity registered in this round comes first. Parity of another round may stem from ranks on other nodes.
+        """
         found = [p for p in self.parities.values() if p.set == set_name and p.parity and rank in p.parity.homes]
         return max(found, key=lambda p: p.registered_round == round_number, default=None)
 
     def drop(self, shard: Shard) -> None:
-        """Free a shard that nobody needs: a copy that came to nothing, or one of a closed training."""
+        """Free a shard that is not needed: a failed copy, or a copy of a closed training."""
         key, held = (shard.set, shard.rank), self._like(shard)
         if held.get(key) is shard:
             del held[key]
@@ -315,17 +355,20 @@ class Store:
 
     def _close(self, shard: Shard) -> None:
         for memory in shard.memory:
-            if memory.fd >= 0:  # else it has been trimmed
+            if memory.fd >= 0:  # a negative descriptor: the slot was trimmed
                 memory.close()
                 self.budget.give(shard.bytes)
 
     def drop_stale(self, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
-        """After a seal in this round: free ancestors, and what no rank of a training of this size has registered.
-        What was copied from live state stays as long as nothing newer is sealed: it may be all that is left of its
-        shard, also of the version that the last votes of the dead have sealed."""
+        """Free ancestors and unregistered shards after a seal in this round.
+
+        A shard stays if a rank of a training of this size has registered it. A shard copied from live state stays
+        until a newer version is sealed. That copy may be the last one of its shard, also of the version that the last
+        votes of the dead have sealed.
+        """
         for shard in [s for s in self.ancestors if s.set == set_name]:
             heir = self._like(shard).get((set_name, shard.rank))
-            # A late seal may be of a version that only the ancestor has, and what its heir has may never be sealed.
+            # A late seal may name a version that only the ancestor has. The heir's versions may never be sealed.
             if heir is None or sealed in heir.pair.complete_stamps():
                 self.ancestors.remove(shard)
                 self._close(shard)
@@ -339,7 +382,7 @@ class Store:
                 self._close(shard)
 
     def clear(self) -> None:
-        """Free everything."""
+        """Free all shards."""
         for shard in self.every():
             self._close(shard)
         self.shards.clear()
@@ -347,7 +390,7 @@ class Store:
         self.ancestors.clear()
 
     async def verify(self) -> list[Copy]:
-        """Read every complete copy, and parity, anew, all at once. Drop what is not what it was, and return it."""
+        """Read every complete copy and parity again, all at once. Void and return the damaged ones."""
         found = await asyncio.gather(*(self._settle(shard, index) for shard in self.every() for index in (0, 1)))
         return [copy for copy in found if copy is not None]
 
@@ -360,6 +403,6 @@ class Store:
         return None if is_same else record
 
     def copies(self) -> list[Copy]:
-        """Every complete copy, and parity."""
+        """Return the description of every complete copy and parity."""
         records = (shard.record(index) for shard in self.every() for index in (0, 1))
         return [r for r in records if r is not None]

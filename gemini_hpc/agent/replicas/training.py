@@ -1,4 +1,4 @@
-"""One training of the job as this node sees it: its seal, what it resumes from, and who takes part."""
+"""A training of the job as this node sees it: its seal, the version to resume from, and its participants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini_hpc.wire.local_server import Client
 
 
 class Training:
-    """State of one set (`Checkpointer(name=...)`) on this node."""
+    """The state of one training (`Checkpointer(name=...)`) on this node."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Training:
         self.sealing: Voting | None = None
         self.chosen: Stamp | None = None
         self.settled: Stamp | None = None
-        self.noted: Stamp | None = None  # what a successor would find of it
+        self.noted: Stamp | None = None  # seal noted for a successor of this agent
         self.chosen_world = 0
         self.stored = False
         self.chosen_copies: dict[int, Copy] = {}
@@ -33,45 +33,45 @@ class Training:
         self.begun = 0  # the newest version that a rank of this launch has begun to save here
         self.pace = Pace()
         self.ranks = Ranks()
-        self.hung = ""  # why the training is said to hang, and where
-        self.restarts: set[int] = set()  # ranks that somebody starts again when they fail
+        self.hung = ""  # the reported reason and place of a hang
+        self.restarts: set[int] = set()  # ranks that are restarted when they fail
         self.present: dict[int, Client] = {}
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
         self.guests: dict[int, Memfd] = {}
-        self.left: dict[int, str] = {}  # ranks that have given their protection up, and why: nothing is sealed then
+        self.left: dict[int, str] = {}  # ranks without protection any more, and the reason: no version is sealed then
         self._complaint: tuple[str, Stamp | None] = "", None
-        self.void: Stamp | None = None  # a version whose ranks did not mean the same moment with it
-        self.void_note = ""  # how they differ, until rank 0 has it
+        self.void: Stamp | None = None  # a version whose ranks disagree on its moment
+        self.void_note = ""  # their difference, until rank 0 has received it
 
     @property
     def sealed(self) -> Stamp | None:
-        """The newest version that counts as sealed: the root's word, before it what the plan says."""
+        """Return the newest sealed version, from the root's decision or, before one, from the plan."""
         word = self.sealing.word.sealed if self.sealing is not None else None
         return word if word is not None else self.settled
 
     def complain(self, text: str) -> None:
-        """A rank says why versions are not sealed; it holds until one is."""
+        """Record a rank's reason why versions are not sealed. The reason holds until the next seal."""
         self._complaint = text, self.sealed
 
     @property
     def trouble(self) -> str:
-        """Why nothing is sealed now, as far as ranks here have said; ""."""
+        """Return the reason that ranks here have given why versions are not sealed now, or ""."""
         gone = "; ".join(f"rank {rank} is no longer protected: {why}" for rank, why in sorted(self.left.items()))
         text, sealed = self._complaint
         return (gone or (text if self.sealed == sealed else ""))[:500]
 
     @property
     def succeeded(self) -> bool:
-        """All ranks that trained here have closed their checkpointers."""
+        """Return whether all ranks that trained here have closed their checkpointers."""
         return bool(self.greeted) and self.finished >= self.greeted
 
     def page_fd(self) -> int:
-        """A descriptor of the control page for a trainer."""
+        """Return a read-only descriptor of the control page for a trainer."""
         return self._memory.read_only_fd()
 
     def plan(self, plan: peer.SetPlan | None, round_number: int) -> None:
-        """Start anew with what a round has decided for this set."""
+        """Reset this training to the plan of a round."""
         self.sealing = None
         self.present.clear()
         self.greeted.clear()
@@ -101,7 +101,7 @@ class Training:
         self.page.set_round(round_number)
 
     def close(self) -> None:
-        """Free everything."""
+        """Free the pages of this training."""
         self.ranks.reset()
         self.page.close()
         self._memory.close()

@@ -1,4 +1,4 @@
-"""The training sets of one agent: made at first use, sealed by all agents' votes, shown on the control pages."""
+"""The trainings of one agent: created at first use, sealed by all agents' votes, shown on the control pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SETS = 64
 
 
 class Trainings:
-    """All of them; iteration is over the `Training`s."""
+    """All trainings of one agent. Iteration yields the `Training`s."""
 
     def __init__(
         self,
@@ -33,7 +33,16 @@ class Trainings:
         on_sealed: Callable[[Training, int, Stamp], None],
         log: Log,
     ) -> None:
-        """on_sealed: called with each version that is sealed, and the round."""
+        """Create the empty collection.
+
+        Args:
+            node: Name of this node.
+            membership: This agent's view of the job.
+            store: Shards of this node.
+            notes: File of the last seals, for a successor of this agent.
+            on_sealed: Called with the training, the round and the stamp of each version that is sealed.
+            log: Event log.
+        """
         self._node, self._membership, self._store, self._notes = node, membership, store, notes
         self._on_sealed, self._log = on_sealed, log
         self._sets: dict[str, Training] = {}
@@ -44,20 +53,20 @@ class Trainings:
         return iter(list(self._sets.values()))
 
     def get(self, name: str) -> Training | None:
-        """The set of this name, if there is one."""
+        """Return the training of this name, or None."""
         return self._sets.get(name)
 
     @property
     def begun(self) -> int:
-        """The newest version that a rank of this launch has begun to save here, 0 before the first."""
+        """Return the newest version that a rank of this launch has begun to save here, 0 before the first."""
         return max((training.begun for training in self), default=0)
 
     def may_have(self, name: str) -> bool:
-        """Whether there is, or may be made, a set of this name."""
+        """Return whether a training of this name exists or may be created."""
         return name in self._sets or (len(self._sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
 
     def named(self, name: str) -> Training:
-        """The set of this name, made at first use."""
+        """Return the training of this name, created at first use."""
         training = self._sets.get(name)
         if training is None:
             training = self._sets[name] = Training(name)
@@ -71,14 +80,14 @@ class Trainings:
     # ---- incarnations ----------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """No seal any more; the root's last word goes into the inventory."""
+        """Stop sealing for a recovery round. The root's last decision goes into the inventory."""
         for training in self:
             training.settled = training.sealed
             training.sealing = None
             training.page.set_state(control_page.STATE_FROZEN)
 
     def plan(self, plan: peer.PlanDown) -> None:
-        """Start anew with what a round has decided."""
+        """Reset every training to the plan of a round."""
         planned = {s.name: s for s in plan.sets}
         for closed in plan.closed:
             if closed.set not in planned:
@@ -89,7 +98,7 @@ class Trainings:
             training.plan(planned.get(name), plan.round)
 
     def recall(self, within: Within) -> None:
-        """What this agent's dead predecessor has seen sealed in the round of the plan that was taken last."""
+        """Restore the seals that this agent's dead predecessor noted in the round of the last plan taken."""
         for name, sealed in self._notes.read(within).items():
             if self.may_have(name):
                 training = self.named(name)
@@ -97,18 +106,18 @@ class Trainings:
                 training.page.set_sealed(*training.settled)
 
     def open(self, incarnation: Incarnation) -> None:
-        """All agents agree: votes may be cast."""
+        """Open voting in every training, after all agents agree on the plan."""
         for training in self:
             self._open(incarnation, training)
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all trainings."""
         for training in self:
             self.drop_guests(training)
             training.close()
 
     def remove(self, name: str) -> None:
-        """Forget a training that nobody needs any more."""
+        """Remove a training that is not needed any more."""
         training = self._sets.pop(name, None)
         if training is not None:
             self.drop_guests(training)
@@ -116,7 +125,7 @@ class Trainings:
             self._notes.forget(name)
 
     def drop_guests(self, training: Training) -> None:
-        """Free copies that were pulled for loading only."""
+        """Free copies that were pulled only to be loaded."""
         for memory in training.guests.values():
             self._store.budget.give(memory.size_bytes)
             memory.close()
@@ -139,7 +148,7 @@ class Trainings:
         )
 
     def recount(self, name: str) -> None:
-        """Something has changed in this set's slots: vote anew, once per turn of the loop."""
+        """Vote anew after a change in this training's slots, at most once per turn of the event loop."""
         if name not in self._recounts:
             self._recounts.add(name)
             asyncio.get_running_loop().call_soon(self._recount, name)
@@ -149,12 +158,12 @@ class Trainings:
         training, number = self._sets.get(name), self._membership.round
         if training is None or training.sealing is None:
             return
-        # half a pair would say that it has gone past what is in its other slot
+        # half a pair would vote as if it had passed over the version in its other slot
         shards = [*self._store.of_set(name), *self._store.parities_of_set(name)]
         here = [s for s in shards if s.registered_round == number and s.world == training.world]
         present = [s for s in here if not s.half_back]
         kind, world = REGISTERED, training.world
-        if not here:  # nobody has registered yet: the vote is on what the training resumes from
+        if not here:  # no rank has registered yet: vote on the version that the training resumes from
             kind, world = RESUMED, training.chosen_world
             present = [s for s in shards if s.resumed_round == number and s.world == world]
         mine = self._membership.noderanks.get(self._node)
@@ -166,7 +175,7 @@ class Trainings:
         if incarnation is None or number != incarnation.rounds.round:
             return
         if word.sealed is not None and word.sealed != training.noted:
-            # before anybody hears of it, and gives up what is older
+            # before any peer learns of the seal and frees older versions
             within = Within(incarnation.restart, number, self._membership.epoch)
             self._notes.note(training.name, within, word.sealed)
             training.noted = word.sealed
@@ -184,7 +193,7 @@ class Trainings:
             self._on_sealed(training, number, word.sealed)
 
     def _void(self, training: Training, void: Stamp, why: str) -> None:
-        """A version is void because its ranks do not mean the same moment with it: say so, once."""
+        """Log and complain, once, that a version is void because its ranks disagree on its moment."""
         if training.void == void:
             return
         training.void, training.void_note = void, why
@@ -194,7 +203,7 @@ class Trainings:
             self._log("disagreement", version=void.version, detail=why)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
-        """A link to a peer is new: what it may have missed is told again."""
+        """Resend votes or decisions over a new link, because the peer may have missed them."""
         rounds = incarnation.rounds
         for training in self:
             sealing = training.sealing
@@ -206,7 +215,7 @@ class Trainings:
                 incarnation.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
 
     def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.DecisionDown) -> None:
-        """A child's vote or the parent's word."""
+        """Handle a child's vote or the parent's decision."""
         rounds = incarnation.rounds
         if message.round != rounds.round or not incarnation.live or not self.may_have(message.set):
             return
@@ -223,7 +232,7 @@ class Trainings:
     # ---- what trainers see -----------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """This agent lives; called a few times a second."""
+        """Show on the control pages that this agent lives. Called several times a second."""
         incarnation = self._membership.incarnation
         missing = incarnation is not None and bool(incarnation.mesh.silent() | incarnation.mesh.dead)
         self.show_dead()
@@ -234,20 +243,23 @@ class Trainings:
                 self._show(training)
 
     def show_dead(self) -> None:
-        """How many nodes are dead."""
+        """Show the number of dead nodes on every control page."""
         incarnation = self._membership.incarnation
         for training in self:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
     def hold(self, epoch: int) -> None:
-        """Ranks up to this epoch stop at the next version that is sealed, those that have yet to come as well; 0: all
-        go on."""
+        """Stop ranks at the next sealed version.
+
+        Args:
+            epoch: Ranks up to this epoch stop, including ranks that join later. 0 lets all ranks go on.
+        """
         self._held = epoch
         for training in self:
             training.page.set_held(epoch)
 
     def _show(self, training: Training) -> None:
-        """Whether a seal can come: trainers wait for one only then."""
+        """Show on the control page whether a seal is possible. Trainers wait for one only then."""
         sealing, incarnation = training.sealing, self._membership.live
         if sealing is None or incarnation is None:
             return
@@ -268,4 +280,4 @@ def _word_down(number: int, set_name: str, word: Decision, degraded: bool) -> pe
 
 
 def void(_: object) -> None:
-    """Nothing, whatever it is given."""
+    """Ignore the argument and return None."""

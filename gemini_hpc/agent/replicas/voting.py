@@ -14,9 +14,17 @@ from gemini_hpc.wire.bounds import Strict
 
 
 class Ballot(msgspec.Struct, frozen=True):
-    """A vote, the number of slot pairs behind it, the number of shards that the training has, whether a peer is
-    missing, and whether the pairs are RESUMED or REGISTERED (or both, of different nodes: no seal then). reports: the
-    moments of the ranks at the version that the root's decision calls void."""
+    """A vote with the facts that the root needs to count it.
+
+    Attributes:
+        vote: The vote.
+        pairs: Number of slot pairs behind the vote.
+        world: Number of shards of the training.
+        degraded: Whether a peer is missing.
+        kinds: Whether the pairs are RESUMED or REGISTERED. Both bits mean pairs of different nodes, and prevent a
+            seal.
+        reports: Moments of the ranks at the version that the root's decision calls void.
+    """
 
     vote: Vote
     pairs: int
@@ -32,7 +40,7 @@ _decoder = Strict(msgspec.msgpack.Decoder(Vote))
 
 
 def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
-    """The message for a ballot."""
+    """Return the message for a ballot."""
     raw = msgspec.Raw(msgspec.msgpack.encode(ballot.vote))
     return peer.VoteUp(
         round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw, ballot.reports
@@ -40,16 +48,20 @@ def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
 
 
 def from_wire(message: peer.VoteUp) -> Ballot:
-    """The ballot in a message. Raises msgspec.MsgspecError."""
+    """Return the ballot in a message.
+
+    Raises:
+        msgspec.MsgspecError: The vote in the message is malformed.
+    """
     vote = _decoder.decode(message.vote)
     return Ballot(vote, message.pairs, message.world, message.degraded, message.kinds, message.reports)
 
 
 class Voting:
-    """The votes of this agent and its children for one set in one round; the root's word as known here.
+    """The votes of this agent and its children for one training in one round, and the root's decision as known here.
 
-    A node that holds nothing of the set has no voice; but the root seals only while the pairs that were voted
-    for number world x `pairs_each`, so that no shard and no holder can be missing unnoticed.
+    A node that holds no slot of the training has no vote. The root seals only while the pairs voted for number world
+    x `pairs_each`. A missing shard or holder is therefore always noticed.
     """
 
     def __init__(
@@ -60,7 +72,15 @@ class Voting:
         spread: Callable[[Decision, bool], None],
         settled: Stamp | None = None,
     ) -> None:
-        """up, spread: called with this agent's vote, and with each decision. settled: what counts as sealed."""
+        """Create the votes of a round, empty.
+
+        Args:
+            pairs_each: Slot pairs that each shard must have.
+            children: Hosts of this agent's children in the tree.
+            up: Called with this agent's merged ballot. None at the root.
+            spread: Called with each decision and with the degraded flag.
+            settled: Stamp that counts as sealed at the start.
+        """
         self._pairs_each = pairs_each
         self._own = _NOTHING
         self._below = dict.fromkeys(children, _NOTHING)
@@ -75,13 +95,13 @@ class Voting:
         self._reports: tuple[Report, ...] = ()
 
     def recount(self, pairs: list[SlotPair], world: int, kind: int, homes: Mapping[int, SlotPair]) -> None:
-        """Vote anew after something has changed on this node.
+        """Vote anew after a change on this node.
 
         Args:
-            pairs: all that count here.
-            world: shards of the training.
+            pairs: All slot pairs that count here.
+            world: Number of shards of the training.
             kind: RESUMED or REGISTERED.
-            homes: by rank, the pairs of shards whose ranks live here.
+            homes: Pairs of the shards whose ranks live here, by rank.
         """
         self._homes = dict(homes)
         vote = vote_of(pairs, own=homes.values())
@@ -89,19 +109,19 @@ class Voting:
         self._tell()
 
     def miss(self, missing: bool) -> None:
-        """Whether this agent misses one of its peers."""
+        """Record whether this agent misses one of its peers."""
         if missing != self._missing:
             self._missing = missing
             self._tell()
 
     def heard(self, child: str, ballot: Ballot) -> None:
-        """A child's newer vote."""
+        """Record a child's newer vote."""
         if child in self._below:
             self._below[child] = ballot
             self._tell()
 
     def repeat(self) -> None:
-        """The link upward is new: vote again."""
+        """Send the vote again, because the link to the parent is new."""
         self._sent = None
         self._tell()
 
@@ -117,7 +137,7 @@ class Voting:
         return Ballot(vote, sum(b.pairs for b in ballots), world, degraded, kinds, reports)
 
     def _tell(self) -> None:
-        self.voted |= self._own.vote.complete  # before it can be told: what has been told is kept
+        self.voted |= self._own.vote.complete  # before the vote is sent: a version voted for must be kept
         ballot = self._merged()
         if self._root is None:
             if ballot != self._sent and self._up is not None:
@@ -135,13 +155,13 @@ class Voting:
         self.hear(word, ballot.degraded)
 
     def hear(self, word: Decision, degraded: bool) -> None:
-        """The root's word; it goes on to the children and to the trainers."""
+        """Take the root's decision, and pass it on to the children and the trainers."""
         if word == self.word and degraded == self.degraded:
             return
         self.degraded = degraded
         sealed, known = word.sealed, self.word.sealed
         if known is not None and (sealed is None or sealed < known):
-            # A root that has been started again may not know yet what is sealed; what it abandons is dead.
+            # A restarted root may not know yet which version is sealed. The versions that it abandons stay abandoned.
             word = Decision(known, frozenset(s for s in word.abandoned if s > known))
             sealed = known
         void, self.word = self.word.void, word
@@ -152,7 +172,7 @@ class Voting:
             self._report(word.void)
 
     def _report(self, void: Stamp | None) -> None:
-        """Have the root know the moments of the ranks here, before their slots are given to another version."""
+        """Report the moments of this node's ranks to the root before their slots go to another version."""
         slots = {rank: slot for rank, pair in self._homes.items() for slot in pair.slots if slot.stamp == void}
         self._reports = tuple(Report(rank, *slot.moment[1:]) for rank, slot in slots.items() if void is not None)
         self._own = msgspec.structs.replace(self._own, reports=self._reports)

@@ -1,4 +1,4 @@
-"""Which directory is the job's tier, and how often it is saved there."""
+"""Choice of the job's tier directory and of the interval between saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini_hpc.wire.stored import Tier
 
 
 def site_tier(pattern: str, uid: int) -> str:
-    """The site's directory for this user; "" where there is none."""
+    """Return the site's directory for this user, or "" if there is none."""
     if "{user}" not in pattern:
         return pattern
     try:
@@ -23,7 +23,7 @@ def site_tier(pattern: str, uid: int) -> str:
 
 
 class TierChoice:
-    """The submission's goes before the program's, and that before the site's. chosen: by the program."""
+    """The chosen tier: the submission's choice first, then the program's (`chosen`), then the site's."""
 
     def __init__(self, settings: Settings, uid: int, membership: Membership) -> None:
         self._settings, self._membership = settings, membership
@@ -37,38 +37,45 @@ class TierChoice:
 
     @property
     def directory(self) -> str:
-        """Empty: none."""
+        """Return the tier's directory, or "" without a tier."""
         attach = self._attach
         return (attach.tier if attach is not None else "") or self.chosen.directory or self._site
 
     @property
     def users(self) -> bool:
-        """Whether it is the site's for this user alone, which is made where it is not there."""
+        """Return whether the tier is the site's directory for this user alone, which is created if missing."""
         return self.directory == self._site and "{user}" in self._settings.tier
 
     @property
     def interval(self) -> TierInterval:
-        """As submitted, or as the program says; 0: neither."""
+        """Return the interval of the submission or the program, or 0 if neither names one."""
         attach = self._attach
         return (attach.tier_interval if attach is not None else 0) or self.chosen.interval_s
 
     @property
     def interval_s(self) -> float:
-        """From the beginning of one save to that of the next; an automatic one until a save has been measured."""
+        """Return the seconds from the start of one save to the start of the next.
+
+        For an automatic interval the value holds until a save has been measured.
+        """
         interval = self.interval
         named_s = 0 if isinstance(interval, str) else interval
         return float(named_s or self._settings.tier_interval_s)
 
     @property
     def unserved_per_day(self) -> float | None:
-        """Failures a day that memory cannot serve, where the interval follows from them; None: it does not."""
+        """Return the failures a day that memory cannot serve, or None if the interval does not depend on them."""
         if not isinstance(self.interval, str):
             return None
         here, per_day = self._membership, self._settings.node_losses_per_day
         return tier_interval.unserved_per_day(here.redundancy, per_day, tier_interval.WINDOW_S)
 
     def reason(self, took_s: float | None) -> str:
-        """Why the interval is what it is, for people. took_s: the last saves, if there have been any."""
+        """Return the reason for the interval, for people.
+
+        Args:
+            took_s: Duration of the last saves in seconds, or None before the first.
+        """
         unserved = self.unserved_per_day
         if unserved is not None and took_s is None:
             return "auto: the site's, until a save has been measured"
@@ -84,6 +91,6 @@ class TierChoice:
         return "as the program says" if self.chosen.interval_s else "as the site says"
 
     def heeds(self, tier: Tier) -> bool:
-        """Whether a program's choice counts and is not known yet; the first one of a job stays."""
+        """Return whether a program's choice counts and is new. The first choice in a job stays."""
         attach = self._attach
         return bool(tier.directory) and not self.chosen.directory and not (attach is not None and attach.tier)

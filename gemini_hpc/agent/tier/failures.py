@@ -1,18 +1,25 @@
-"""Why versions do not get to the tier: each reason is told once, and to the program when it has lasted."""
+"""Reasons why versions do not reach the tier. Each is logged once, and reported to the program if it persists."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-_NUMBER = re.compile(r"[0-9]+")  # of a version, of bytes
-_LASTED = 2  # tries in a row; a training that has overtaken one save is no trouble
+_NUMBER = re.compile(r"[0-9]+")  # a number of a version or of bytes does not make a new reason
+_LASTED = 2  # failed tries in a row before the program is informed; one save that the training overtakes is harmless
 _CHARS = 500
 
 
 @dataclass
 class _Trouble:
-    """Of one set since it was saved last. kinds: reasons that have been told; told: whether the program was."""
+    """The failures of one training since its last save.
+
+    Attributes:
+        text: The last reason.
+        kinds: Reasons that have been logged.
+        times: Failed tries in a row.
+        told: Whether the program has been informed.
+    """
 
     text: str = ""
     kinds: set[str] = field(default_factory=set)
@@ -21,18 +28,18 @@ class _Trouble:
 
 
 class SaveFailures:
-    """Of all sets of a job; of the tier as such under the name ""."""
+    """The failures of all trainings of a job. Failures of the tier itself have the name ""."""
 
     def __init__(self) -> None:
         self._of: dict[str, _Trouble] = {}
         self._notes: dict[str, str] = {}
 
     def text(self, name: str) -> str:
-        """The last one, or ""."""
+        """Return the last failure, or ""."""
         return self._of[name].text if name in self._of else ""
 
     def met(self, name: str, reason: str, host: str = "") -> bool:
-        """A try has failed, on this host; whether that has not been told yet."""
+        """Record a failed try on this host. Return whether the reason is new."""
         trouble = self._of.setdefault(name, _Trouble())
         trouble.text = f"{host}: {reason}" if host else reason
         trouble.times += 1
@@ -45,11 +52,11 @@ class SaveFailures:
         return new
 
     def over(self, name: str) -> None:
-        """A try has succeeded."""
+        """Record a successful try."""
         trouble = self._of.pop(name, None)
         if trouble is not None and trouble.told:
             self._notes[name] = "versions are saved to the tier again"
 
     def note(self, name: str) -> str:
-        """What the program is to be told of a set, once; else ""."""
+        """Return a note on a training for the program, once, or ""."""
         return self._notes.pop(name, "")

@@ -1,4 +1,4 @@
-"""The agent's side of `gemini-hpc flush`: who asked is told how far it is until it is done."""
+"""The agent's side of `gemini-hpc flush`, which reports progress to the caller until the flush is done."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from gemini_hpc.wire.link import Link
 _ASK_S = 5.0
 _TELL_S = 1.0
 _LOOK_S = 0.2
-_TIER_S = 10.0  # within which the tier tells what is there
+_TIER_S = 10.0  # the tier must list its versions within this time
 
 
 class Flush:
-    """One agent's."""
+    """An agent's answers to flush requests."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Flush:
         self._saver, self._salvage, self._spawn = saver, salvage, spawn
 
     async def answer(self, link: Link) -> None:
-        """Serve one caller, who has been admitted."""
+        """Serve one admitted caller."""
         async with asyncio.timeout(_ASK_S):
             if not isinstance(await link.receive(), FlushAsk):
                 return
@@ -56,7 +56,7 @@ class Flush:
         await asyncio.gather(*(self._one(link, training) for training in trainings))
 
     def _refusal(self) -> tuple[str, str]:
-        """Why nothing can be done, and who else is to be asked; both empty where it can be done here."""
+        """Return why a flush is impossible, and which host to ask instead. Both are empty if this agent can flush."""
         incarnation = self._membership.incarnation
         if incarnation is None:
             return "this node has no part in a running incarnation of the job", ""
@@ -65,8 +65,10 @@ class Flush:
         return "", "" if incarnation.leads else incarnation.hosts[0]
 
     async def _left(self, link: Link) -> None:
-        """Of a job that has lost a node and waits, for what others have sealed, too: an agent that has been started
-        anew knows of nothing."""
+        """Flush a job that has lost a node and waits, including versions that only other agents know to be sealed.
+
+        A restarted agent knows no versions.
+        """
         salvage = self._salvage
         if not (salvage.saved or salvage.busy):
             salvage.begin(asked=True)
@@ -78,7 +80,7 @@ class Flush:
         saved, reason, there = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
             reason = "the job has started again meanwhile"
-        try:  # the tier itself tells, also those who did not lead
+        try:  # the tier itself shows the outcome, also to agents that did not lead
             there = {m.set: m.stamp for m in await self._saver.stored((), _TIER_S)}
         except TierFailed as error:
             reason = str(error)

@@ -1,9 +1,9 @@
-"""Versions that users want for good (`Checkpointer.keep`), from the wish to the file on the tier.
+"""Versions to keep permanently (`Checkpointer.keep`), from the wish to the file on the tier.
 
-A rank tells its agent, that tells the root, and the root tells all: so the wish outlives any one node. The root has
-the version saved as any other (`saver`), before what is only due; whatever becomes whole on the tier takes the names
-of all wishes for it or for an earlier version. Until the root has said what became of it, every agent that knows of a
-wish says so again, also in the next incarnation.
+A rank sends the wish to its agent, the agent to the root, and the root to all agents. The wish therefore outlives any
+one node. The root has the version saved like any other (`saver`), before versions that are only due. A version that
+becomes whole on the tier gets the names of all wishes for it or for an earlier version. Every agent with a wish
+resends it until the root reports the outcome, also in the next incarnation.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 
-MAX_WISHES = 32  # of one set, at a time
+MAX_WISHES = 32  # open wishes of one training at a time
 _AGAIN_S = 1.0
-_KNOWN = 1024  # names that are known to be given
+_KNOWN = 1024  # given names that are remembered
 _SHOWN = 16
 
 
 class Keeps:
-    """One agent's part in it; it lives as long as the agent."""
+    """The wishes of one agent to keep versions. They live as long as the agent."""
 
     def __init__(
         self,
@@ -40,34 +40,46 @@ class Keeps:
         *,
         wanted: Callable[[], None],
     ) -> None:
-        """wanted: called at the root, now and then, while wishes wait."""
+        """Create the wishes.
+
+        Args:
+            membership: This agent's view of the job.
+            pledges: File of lasting requests.
+            rejections: Rejected versions.
+            tier: Choice of the job's tier.
+            log: Event log.
+            wanted: Called at the root, about once a second, while wishes wait.
+        """
         self._membership, self._pledges, self._rejections = membership, pledges, rejections
         self._tier, self._log, self._wants = tier, log, wanted
-        self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: never
+        self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: the name was never given
         self._again_at = 0.0
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
-        """What has not been done."""
+        """Return the open wishes."""
         return self._pledges.now.wishes
 
     def of_set(self, name: str) -> tuple[str, ...]:
-        """Names that versions of a set are to have, for `inspect`."""
+        """Return the names that wishes request for a training, for `inspect`."""
         return tuple(wish.name for wish in self.wishes if wish.set == name)
 
     def given(self, name: str) -> tuple[tuple[str, Stamp], ...]:
-        """Names that versions of a set have, the newest ones, as far as this agent has heard."""
+        """Return the newest names that versions of a training have, as far as this agent knows."""
         found = [(key[1], stamp) for key, (_, stamp) in self._given.items() if key[0] == name and stamp is not None]
         return tuple(found[-_SHOWN:])
 
     def due(self, name: str, stamp: Stamp) -> dict[str, int]:
-        """The names for this version of a set, each with the number that was asked for."""
+        """Return the names for this version of a training, each with the version that was requested."""
         return {wish.name: wish.version for wish in self.wishes if wish.set == name and wish.version <= stamp.version}
 
     # ---- the wish --------------------------------------------------------------------------------------
 
     def ask(self, wish: Wish) -> str:
-        """A rank wants this version; why it will not be kept, or "". The same wish may come again."""
+        """Take a rank's wish to keep a version. Return the reason for a refusal, or "".
+
+        A rank may repeat a wish.
+        """
         if not self._tier.directory:
             return "the job has no tier; submit it with --gemini-tier=DIR"
         known = self._known(wish)
@@ -84,14 +96,14 @@ class Keeps:
         return ""
 
     def _known(self, wish: Wish) -> int | None:
-        """The version that this name was asked for."""
+        """Return the version that this name was requested for, or None."""
         given = self._has(wish)
         if given is not None and given[1] is not None:
             return given[0]
         return next((o.version for o in self.wishes if (o.set, o.name) == (wish.set, wish.name)), None)
 
     def _has(self, wish: Wish) -> tuple[int, Stamp | None] | None:
-        """What became of a name. One that a rejected version has may be given once more."""
+        """Return the outcome for a name, or None. The name of a rejected version may be given once more."""
         given = self._given.get((wish.set, wish.name))
         if given is None or given[1] is None:
             return given
@@ -109,7 +121,7 @@ class Keeps:
     # ---- agents ----------------------------------------------------------------------------------------
 
     def tend(self, now: float) -> None:
-        """Called a few times a second: what is not done is said again, and at the root tried again."""
+        """Resend open wishes, and retry them at the root. Called a few times a second."""
         if self.wishes and now >= self._again_at:
             self._again_at = now + _AGAIN_S
             self._tell()
@@ -129,7 +141,7 @@ class Keeps:
             self._wants()
 
     def on_message(self, host: str, message: peer.KeepWish | peer.KeepDone) -> None:
-        """From the parent, whose word counts, or from a child."""
+        """Handle a message of the parent, which is authoritative, or of a child."""
         incarnation = self._membership.live
         if incarnation is None or message.round != incarnation.rounds.round:
             return
@@ -143,7 +155,7 @@ class Keeps:
             self._heard(incarnation, host, message)
 
     def _wanted(self, incarnation: Incarnation, message: peer.KeepWish) -> None:
-        """The root has this wish."""
+        """Take a wish that the root has."""
         self._given.pop((message.set, message.name), None)
         self._take(Wish(message.set, message.name, message.version))
         incarnation.send_down(message)
@@ -164,8 +176,13 @@ class Keeps:
     # ---- what became of it -----------------------------------------------------------------------------
 
     def saved(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, Stamp]]) -> None:
-        """At whoever had a version made whole: for each name, the number that it was given for, and the version that
-        has it."""
+        """Record the names given, at the agent that had a version made whole.
+
+        Args:
+            name: Name of the training.
+            stamp: The version made whole.
+            names: For each name, the version it was requested for and the version that has it.
+        """
         number = self._membership.round
         for wish in self.wishes:
             if wish.set != name or wish.name not in names:

@@ -1,9 +1,11 @@
-"""One node's part of a save: the shards whose home it is, into a file of the tier, and those of missing nodes of
-which it has copies, if it is told so, into the files that these would have written.
+"""Writer of one node's part of a save.
 
-They are first copied into slots of their own, which takes less than the training needs until it may write there again
-(two versions later, R1); a copy that came too late is noticed by its digest. A process of its own then writes the
-file, slowly.
+The node writes the shards whose home it is into a file of the tier. On order it also writes its copies of missing
+nodes' shards, into the files that these nodes would have written.
+
+The shards are first copied into slots of their own. The copy takes less time than the training needs until it may
+write to the slot again (two versions later, R1). The digest reveals a copy that came too late. A separate process
+then writes the file, slowly.
 """
 
 from __future__ import annotations
@@ -27,13 +29,21 @@ from gemini_hpc.wire.stored import NodeFile
 _COPY_BYTES = 16 << 20
 
 
-Told = Callable[[tuple[NodeFile, ...], str], None]  # what has been written, and why not all of it or ""
+Told = Callable[
+    [tuple[NodeFile, ...], str], None
+]  # receives the files written, and the reason why files are missing, or ""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A version that is to be saved. attempt: of several saves of it, which. homes: node ranks whose shards are
-    written here, None: this node's own."""
+    """A version that is to be saved.
+
+    Attributes:
+        set: Name of the training.
+        stamp: The version.
+        attempt: Number that distinguishes several saves of a version.
+        homes: Node ranks whose shards are written here. None means this node's own.
+    """
 
     set: str
     stamp: Stamp
@@ -42,53 +52,58 @@ class Wanted:
 
 
 class NodeWriter:
-    """One agent's."""
+    """The writer of one agent."""
 
     def __init__(self, identity: Identity, membership: Membership, store: Store, spawn: Spawn) -> None:
         self._identity, self._membership, self._store, self._spawn = identity, membership, store, spawn
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
-        self._begun: dict[str, Wanted] = {}  # what is being saved here, or was last,
-        self._told: dict[str, tuple[tuple[NodeFile, ...], str]] = {}  # and what became of it
+        self._begun: dict[str, Wanted] = {}  # the current or last save,
+        self._told: dict[str, tuple[tuple[NodeFile, ...], str]] = {}  # and its outcome
         self._written: dict[str, int] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written."""
+        """Return whether a file is being written."""
         return any(not task.done() for task in self._saving.values())
 
     def through(self, name: str) -> int:
-        """Bytes of a set that have been written, of the save that was begun last."""
+        """Return the bytes written so far in a training's last save."""
         return self._written.get(name, 0)
 
     def close(self) -> None:
-        """Free everything; processes end."""
+        """Free all copies and end the processes."""
         self.cancel()
         for memory in self._copies.values():
             memory.close()
         self._copies.clear()
 
     def cancel(self) -> None:
-        """What is being written is not wanted any more."""
+        """Cancel the writes in progress, which are not needed any more."""
         for task in self._saving.values():
             task.cancel()
 
     def forget(self, name: str) -> None:
-        """Free the copies for the saves of a set, unless one is under way."""
+        """Free the copies for the saves of a training, unless a save is in progress."""
         task = self._saving.get(name)
         if task is None or task.done():
             for key in [key for key in self._copies if key[0] == name]:
                 self._free(key)
 
     async def cut_short(self) -> list[Wanted]:
-        """After `close`: what was being written then, once nobody writes any more."""
+        """Return the saves that `close` has cancelled, after all writes have ended."""
         if self._saving:
             await asyncio.wait(self._saving.values())
         return [self._begun[name] for name, task in self._saving.items() if task.cancelled()]
 
     def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
-        """Save this version in `tier`; what has become of it is told, again where it is wanted again. False where
-        there is nothing of it to be saved here."""
+        """Save this version. Return False if this node has no shard to save.
+
+        Args:
+            what: The version.
+            tier: Directory of the tier.
+            told: Called with the outcome. A repeated order gets the outcome again.
+        """
         name = what.set
         self._drop_stale()
         files = self._files(what)
@@ -97,10 +112,10 @@ class NodeWriter:
         before = self._saving.get(name)
         if self._begun.get(name) == what:
             if name in self._told:
-                told(*self._told[name])  # again: it may have been lost with an agent on its way
+                told(*self._told[name])  # resend: the report may have been lost with an agent on its way
         else:
             if before is not None:
-                before.cancel()  # whoever wanted that version has given it up, or there would be no other
+                before.cancel()  # the older version has been abandoned, or there would be no newer order
             self._begun[name] = what
             self._told.pop(name, None)
             self._written[name] = 0
@@ -109,16 +124,16 @@ class NodeWriter:
 
     @property
     def _mine(self) -> int | None:
-        """This node's rank."""
+        """Return this node's rank."""
         return self._membership.noderanks.get(self._identity.node)
 
     def _files(self, what: Wanted) -> dict[int, list[Shard]]:
-        """The shards that this node has to save, by their home."""
+        """Return the shards that this node must save, by their home."""
         found, mine = dict[int, list[Shard]](), self._mine
         if what.homes is None:
             own = [shard for shard in self._store.of_set(what.set) if shard.home == mine]
             return {mine: own} if own and mine is not None else {}
-        for shard in self._store:  # also of a training that has grown since
+        for shard in self._store:  # includes ancestors of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
             wanted = shard.set == what.set and shard.home in what.homes and shard.rank not in ranks
             if wanted and what.stamp in shard.pair.complete_stamps():
@@ -133,7 +148,7 @@ class NodeWriter:
         before: asyncio.Task[None] | None,
         told: Told,
     ) -> None:
-        if before is not None:  # it reads the copies that are made now
+        if before is not None:  # the older save still reads the copies that are overwritten now
             await asyncio.wait([before])
         written: list[NodeFile] = []
         reason = ""
@@ -157,7 +172,11 @@ class NodeWriter:
     async def _write(
         self, what: Wanted, tier: str, home: int, sources: list[orders.Source], before_bytes: int
     ) -> NodeFile:
-        """One file. Raises `TierFailed`."""
+        """Write one file.
+
+        Raises:
+            TierFailed: The tier process reports a failure.
+        """
         settings = self._identity.settings
         order = orders.Write(
             tier,
@@ -182,20 +201,27 @@ class NodeWriter:
         return answer.file
 
     async def _copy(self, shard: Shard, stamp: Stamp) -> orders.Source:
-        """The shard's version in a slot of its own. Raises `TierFailed`, `NoMemory`."""
+        """Copy the shard's version to a slot of its own.
+
+        After the job's end the slot itself serves.
+
+        Raises:
+            TierFailed: The shard does not hold the version any more.
+            NoMemory: The memory for the copy does not suffice.
+        """
         index = shard.pair.find(stamp)
         record = shard.record(index) if index is not None else None
         if index is None or record is None:
             raise TierFailed(f"rank {shard.rank} no longer holds version {stamp.version}")
-        if self._membership.detached:  # nobody writes there any more
-            fd = os.dup(shard.memory[index].fd)  # the slot itself may be given up meanwhile
+        if self._membership.detached:  # no process writes to the slot any more
+            fd = os.dup(shard.memory[index].fd)  # the slot itself may be freed meanwhile
             return orders.Source(fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
         memory = await self._memory(shard)
         await asyncio.to_thread(_copy, shard.memory[index].fd, memory, record.used)
         return orders.Source(os.dup(memory.fd), shard.rank, shard.home, shard.bytes, record.used, record.digest)
 
     def _drop_stale(self) -> None:
-        """Copies of shards that are no longer at home here."""
+        """Free copies of shards whose home is no longer here."""
         mine = self._mine
         for key in list(self._copies):
             name, rank = key
@@ -229,7 +255,12 @@ class NodeWriter:
 
 
 def _copy(fd: int, into: Memfd, used_bytes: int) -> None:
-    """The first bytes of a slot, while others may write there; the GIL is free meanwhile. Raises OSError."""
+    """Copy the first bytes of a slot, while a process may write to it. The GIL is free meanwhile.
+
+    Raises:
+        OSError: The slot cannot be read.
+        TierFailed: The slot is shorter than its record says.
+    """
     with into.view() as view:
         at = 0
         while at < used_bytes:

@@ -1,9 +1,11 @@
-"""What is done for a job that has lost a node and does not come back: the nodes that are left save its newest sealed
-version to the tier, before their memory is freed.
+"""Salvage for a job that has lost a node and does not come back.
 
-A save goes along the tree of the incarnation, and each node writes the shards that are at home with it. With a node
-missing the tree is broken, and nobody would write that node's shards, though its placement group has copies. So here
-the first host of the list that can be reached leads. `salvaging` decides; this asks, sends, writes and looks.
+The surviving nodes save its newest sealed version to the tier before their memory is freed. A normal save goes along
+the tree of the incarnation, and each node writes the shards whose home it is. A missing node breaks the tree, and no
+node would write the missing node's shards, although its placement group has copies. In a salvage the first reachable
+host of the list therefore leads.
+
+`salvage_rules` decides. This module sends messages, writes files and reads the tier.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _TICK_S = 0.2
 
 
 class Salvage:
-    """One agent's part in it; it lives as long as the agent, and is of one incarnation at a time."""
+    """An agent's part in the salvage. It lives as long as the agent, and concerns one incarnation at a time."""
 
     def __init__(
         self,
@@ -58,60 +60,71 @@ class Salvage:
         self._events: deque[events.Event] = deque()
         self._stepping = False
         self._clock: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # what is being done for a try
+        self._tasks: set[asyncio.Task[None]] = set()  # effects of the current try in progress
 
     # ---- when ------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether it is going on."""
+        """Return whether a salvage is in progress."""
         return self._decides.busy
 
     @property
     def saved(self) -> bool:
-        """Whether all that was sealed is on the tier."""
+        """Return whether all sealed versions are on the tier."""
         return self._decides.saved
 
     @property
     def reason(self) -> str:
-        """Why not, the last time."""
+        """Return the reason of the last failure, or ""."""
         return self._decides.reason
 
     @property
     def gathering(self) -> dict[str, SaveProgress]:
-        """What this agent has begun as the leader, by set."""
+        """Return the saves that this agent has begun as the leader, by training."""
         return self._decides.gathering
 
     def due(self, now: float, *, last: bool = False) -> bool:
-        """Whether it would do what nobody else does, where a node is missing. last: memory is to be freed, for which
-        one more try is made at once."""
+        """Return whether a salvage is due: a node is missing, and no other agent is saving.
+
+        Args:
+            now: Current time in seconds.
+            last: Memory is to be freed. One more try is made for this at once.
+        """
         wanted = self._membership.detached and self._saver.last and self._able()
         return wanted and self._decides.due(now, last=last) and self._incomplete(now)
 
     def serves(self, now: float) -> bool:
-        """Whether what is left in memory is saved in this way, or has been: the root alone cannot."""
+        """Return whether a salvage saves the surviving copies, or has saved them: the root alone cannot."""
         return self._membership.detached and self._able() and (self.saved or self.busy or self._incomplete(now))
 
     def _able(self) -> bool:
         return bool(self._saver.tier) and self._membership.incarnation is not None
 
     def _incomplete(self, now: float) -> bool:
-        """All stay until they hear that the last versions are saved."""
+        """Return whether a node is missing. All agents stay until they learn that the last versions are saved."""
         incarnation = self._membership.incarnation
         return incarnation is not None and incarnation.incomplete(now)
 
     def begin(self, *, last: bool = False, asked: bool = False) -> None:
-        """Try it. last: memory is to be freed; asked: by hand, which puts off nothing that happens by itself."""
+        """Begin a try.
+
+        Args:
+            last: Memory is to be freed.
+            asked: An administrator or user requests the try. Automatic tries are not delayed by it.
+        """
         self._happened(events.Begin(last, asked))
 
     def reset(self) -> None:
-        """Another incarnation, or another round: what is here is needed for something else."""
-        if self._decides.leader or self._membership.detached:  # it may read slots that are written from now on
+        """Stop the salvage: another incarnation or round needs the memory."""
+        if (
+            self._decides.leader or self._membership.detached
+        ):  # the writer may read slots that are overwritten from now on
             self._writer.cancel()
         self._happened(events.Reset())
 
     def on_message(self, host: str, message: Message) -> None:
-        """From a peer of this incarnation."""
+        """Handle a message of a peer of this incarnation."""
         if self._able():
             self._happened(events.Heard(host, message))
 
@@ -133,7 +146,10 @@ class Salvage:
         )
 
     def _own(self) -> peer.SalvageHave:
-        """What this agent knows to have been sealed, and what it holds; also for a training that has grown since."""
+        """Return the seals that this agent knows and the copies that it holds.
+
+        A training that has grown since its seal is included with its former size.
+        """
         sealed: list[peer.Sealed] = []
         held: list[peer.Held] = []
         for training in self._trainings:
@@ -150,7 +166,7 @@ class Salvage:
     # ---- what is decided -------------------------------------------------------------------------------
 
     def _happened(self, event: events.Event) -> None:
-        """One after the other, also where what is done about one makes the next one happen."""
+        """Step through events in sequence, including events caused by the effects of earlier events."""
         self._events.append(event)
         if self._stepping:
             return
@@ -199,7 +215,7 @@ class Salvage:
                 self._start(effect.run, self._done(incarnation, effect))
 
     def _start(self, run: int, work: Coroutine[Any, Any, events.Event]) -> None:
-        """Do what takes its time, and tell what has come of it."""
+        """Perform a slow effect and report its outcome."""
 
         async def done() -> None:
             try:
@@ -228,7 +244,7 @@ class Salvage:
             case events.Look():
                 try:
                     stored = await self._saver.stored((), effect.within_s)
-                except TierFailed as error:  # which has been said
+                except TierFailed as error:  # the failure has been logged already
                     return events.Looked(effect.run, None, str(error))
                 return events.Looked(effect.run, {m.set: m.stamp for m in stored})
             case events.Publish():
@@ -238,7 +254,7 @@ class Salvage:
                 return events.Cleaned(effect.run)
 
     def _write(self, order: peer.SalvageWrite, leader: str) -> None:
-        """This node's part; the leader is told of it, as often as it asks."""
+        """Write this node's part, and report to the leader as often as it asks."""
 
         def told(files: tuple[NodeFile, ...], reason: str) -> None:
             done = peer.SalvageWrote(order.set, order.stamp, files, reason, order.attempt)

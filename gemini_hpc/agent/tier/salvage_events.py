@@ -1,7 +1,6 @@
-"""What happens while the nodes that are left save a job's last version, and what is then to be done: the words
-between the decisions (`salvaging`) and who carries them out (`salvage`).
+"""Events and effects of a salvage, exchanged between the rules (`salvage_rules`) and their executor (`salvage`).
 
-run: of which try of `Salvaging` it is.
+The field `run` names the try of `SalvageRules` to which an event or effect belongs.
 """
 
 from __future__ import annotations
@@ -19,10 +18,19 @@ from gemini_hpc.wire.message import Message
 
 @dataclass(frozen=True)
 class Facts:
-    """What an agent knows besides. hosts: of the incarnation, dead: those of them that are, heard: when something
-    came of them last; noderanks: of the last plan; own: what is sealed and held here, unwanted: all that was sealed
-    here has been rejected; rejected: whether a version of a set has; detached: the job does not run here; attempt: a
-    number of which no other save bears the same."""
+    """The facts that an agent knows besides the events.
+
+    Attributes:
+        hosts: Hosts of the incarnation.
+        dead: Dead hosts among them.
+        heard: Time of the last message of each host, in seconds.
+        noderanks: Node ranks of the last plan.
+        own: Seals and copies of this node.
+        unwanted: All versions sealed here have been rejected.
+        rejected: Returns whether a version of a training has been rejected.
+        detached: The job does not run here.
+        attempt: Number that no other save has.
+    """
 
     hosts: tuple[str, ...]
     dead: Collection[str]
@@ -35,33 +43,38 @@ class Facts:
     attempt: int
 
 
-# ---- what happens --------------------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------------
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """Try it. last: memory is to be freed; asked: by hand, which puts off nothing that happens by itself."""
+    """A request for a try.
+
+    Attributes:
+        last: Memory is to be freed.
+        asked: The try is requested by hand. Automatic tries are not delayed by it.
+    """
 
     last: bool = False
     asked: bool = False
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """Another incarnation, or another round: what is here is needed for something else."""
+    """A new incarnation or round, which needs the memory for another purpose."""
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Some time has gone by."""
+    """The passing of some time."""
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A message of a peer; also what this agent has written for its own lead."""
+    """A message of a peer, or this agent's own report if it leads."""
 
     host: str
     message: Message
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """What came of `Reach`."""
+    """The result of `Reach`."""
 
     run: int
     host: str
@@ -69,13 +82,19 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What came of `Settle`."""
+    """The result of `Settle`."""
 
     run: int
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """What came of `Look`: by set the newest version on the tier, or None, and why that is not known."""
+    """The result of `Look`.
+
+    Attributes:
+        run: Number of the try.
+        stored: Newest version on the tier, by training, or None if unknown.
+        reason: Why the tier's content is unknown.
+    """
 
     run: int
     stored: Mapping[str, Stamp] | None
@@ -83,38 +102,38 @@ class Looked(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What came of `Publish`: why the version has not become whole, or ""."""
+    """The result of `Publish`: the reason why the version has not become whole, or ""."""
 
     run: int
     reason: str
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """What came of `Clean`."""
+    """The result of `Clean`."""
 
     run: int
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """What was to be done has failed by a fault of ours."""
+    """An effect that has failed through an internal error."""
 
     run: int
 
 
 Event = Begin | Reset | Tick | Heard | Reached | Settled | Looked | Published | Cleaned | Broken
 
-# ---- what is to be done --------------------------------------------------------------------------------
+# ---- effects -------------------------------------------------------------------------------------------
 
 
 class Send(msgspec.Struct, frozen=True):
-    """To a peer."""
+    """A message to send to a peer."""
 
     host: str
     message: Message
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """See whether there is a way to this peer; `Reached`."""
+    """A check whether a peer is reachable. The result is `Reached`."""
 
     run: int
     host: str
@@ -122,28 +141,28 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """Let what the root has begun get on, or end; `Settled`."""
+    """A wait for the root's saves to progress or end. The result is `Settled`."""
 
     run: int
     stalled_s: float
 
 
 class Look(msgspec.Struct, frozen=True):
-    """See what the tier has; `Looked`."""
+    """A reading of the tier's versions. The result is `Looked`."""
 
     run: int
     within_s: float
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Write this node's part; `leader` is told of it."""
+    """An order to write this node's part and to report to `leader`."""
 
     order: peer.SalvageWrite
     leader: str
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """All files of a set are there; `Published`."""
+    """An order to make a version whole, whose files are all on the tier. The result is `Published`."""
 
     run: int
     name: str
@@ -151,7 +170,7 @@ class Publish(msgspec.Struct, frozen=True):
 
 
 class Clean(msgspec.Struct, frozen=True):
-    """Remove what has not become whole of a set, up to this version; `Cleaned`."""
+    """An order to remove unfinished versions of a training, up to this one. The result is `Cleaned`."""
 
     run: int
     name: str
@@ -159,14 +178,14 @@ class Clean(msgspec.Struct, frozen=True):
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """Tell that a version is being saved, since these hosts are gone."""
+    """A notice that a version is being saved because these hosts have gone."""
 
     stamp: Stamp
     gone: tuple[str, ...]
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Tell why a version has not been saved."""
+    """A notice why a version has not been saved."""
 
     name: str
     stamp: Stamp
@@ -174,11 +193,11 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Halt(msgspec.Struct, frozen=True):
-    """What was begun for this agent's own lead, and is still being done, is to end."""
+    """An order to end all effects in progress for this agent's own lead."""
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Nobody need wait for the last versions any more."""
+    """A notice that no agent needs to wait for the last versions any more."""
 
 
 Effect = Send | Reach | Settle | Look | Write | Publish | Clean | Begun | Failed | Halt | Saved

@@ -1,15 +1,13 @@
-"""How the nodes that are left save a job's newest sealed version to the tier: who leads, who writes, and when it is
-over. The decisions of one agent.
+"""Rules of the salvage: one agent's decisions while surviving nodes save a job's newest sealed version to the tier.
 
-The first host of the list that can be reached leads:
+The first reachable host of the list leads:
 
-1. It asks all others what has been sealed last, and what they hold. The newest seal counts.
-2. Where the tier has nothing as new, it names for each node rank one host that writes its shards as its file
-   (`core.salvage`).
-3. When each rank's shard is there, the version becomes whole as ever.
+1. The leader asks all others for their last seal and their copies. The newest seal counts. 2. If the tier has no
+version as new, the leader names one host for each node rank. That host writes the node rank's shards as its file
+(`core.salvage`). 3. When every rank's shard is on the tier, the version becomes whole as in any save.
 
-No clock, no socket and nothing that waits is here: each event comes with the time (monotonic) and with what the agent
-knows, and what is to be done about it is returned, in that order. `salvage` does it.
+The rules contain no clock, no socket and no waiting. Each event comes with the time (monotonic) and with the agent's
+facts. The rules return the effects, in order. `salvage` carries them out.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
 REACH_S = 2.0
-MUSTER_S = 10.0  # within which all others answer, or count as missing
-ASKED_S = 10.0  # within which a leader takes the lead
+MUSTER_S = 10.0  # the others answer within this time, or count as missing
+ASKED_S = 10.0  # a host asked to lead takes the lead within this time
 AGAIN_S = 1.0
-LOST_S = 10.0  # without an answer from a host that is to write, and without a way to it
-WRITE_S = 3600.0  # within which everybody has written
-GAP_S, LONGEST_GAP_S = 60.0, 900.0  # from one try to the next, then twice as long
+LOST_S = 10.0  # a writer that is unreachable and silent for this long is lost
+WRITE_S = 3600.0  # all writers finish within this time
+GAP_S, LONGEST_GAP_S = 60.0, 900.0  # gap between tries, doubled up to the longest gap
 TRIES = 3
 MAX_SETS = 64
 _SHOWN = 8
@@ -67,10 +65,10 @@ SAID = 400
 
 Stage = Literal[
     "idle",
-    "reaching",  # whether there is a way to the host that may lead
-    "calling",  # waiting for it to lead
+    "reaching",  # checking whether the possible leader is reachable
+    "calling",  # waiting for the called host to lead
     "following",
-    "settling",  # leading, from here on
+    "settling",  # this and the following stages: leading
     "mustering",
     "looking",
     "writing",
@@ -81,12 +79,23 @@ Stage = Literal[
 
 @dataclass
 class _Lead:
-    """What a leader knows. have: by host, what it has said; unable: by set, hosts that could not write; asking: hosts
-    to which a way is looked for, asked: when one was found last, or was not; until: when it no longer waits for those
-    that are silent; queue: sets to come, the first is the one in work; done: whether each of the others was saved.
+    """The leader's knowledge. The fields from `tries` on concern the training in progress.
 
-    Of the set in work. before: what was known when the try began; first: the first reason; orders: who is to write
-    what; answered: by host, why it has not written all, or ""; silent: since when there is no way to it."""
+    Attributes:
+        have: Answers of the hosts, by host.
+        unable: Hosts that could not write, by training.
+        asking: Hosts whose reachability is being checked.
+        asked: Time of the last reachability check, by host, in seconds.
+        until: Time at which the leader stops waiting for silent hosts.
+        queue: Trainings to save. The first one is in progress.
+        done: Whether each finished training was saved.
+        tries: Number of tries.
+        before: Knowledge at the start of the try.
+        first: First reason for a failure.
+        orders: Order to write, by host.
+        answered: Reason why a host has not written all, or "", by host.
+        silent: Time since when a host is unreachable.
+    """
 
     have: dict[str, peer.SalvageHave] = field(default_factory=dict)
     unable: dict[str, set[str]] = field(default_factory=dict)
@@ -104,41 +113,47 @@ class _Lead:
 
 
 class SalvageRules:
-    """Of one agent; it lives as long as the agent, and is of one incarnation at a time. run: counts tries; what comes
-    of an effect of an earlier one does not count."""
+    """The salvage decisions of one agent. They live as long as the agent, and concern one incarnation at a time.
+
+    `run` counts the tries. Results of an earlier try's effects are ignored.
+    """
 
     def __init__(self, me: str) -> None:
         self._me = me
         self.stage: Stage = "idle"
         self.run = 0
         self.leader = ""
-        self.saved = False  # all that was sealed is on the tier
-        self.reason = ""  # why not, the last time
+        self.saved = False  # all sealed versions are on the tier
+        self.reason = ""  # reason of the last failure
         self.gathering: dict[str, SaveProgress] = {}
         self.again_at, self._gap_s = 0.0, GAP_S
-        self._asked_last = False  # memory is to be freed, and one more try was made for that
-        self._over = False  # so the leader says
-        self._tries = self._at = 0  # ways to a leader: how often all were tried; the host in the list
+        self._asked_last = False  # the additional try before memory is freed has been made
+        self._over = False  # the leader has reported the end
+        self._tries = self._at = 0  # number of passes over the list in search of a leader; index of the current host
         self._until = 0.0
         self._lead = _Lead()
 
     @property
     def busy(self) -> bool:
-        """Whether it is going on."""
+        """Return whether a salvage is in progress."""
         return self.stage != "idle"
 
     @property
     def leads(self) -> bool:
-        """Whether this agent does."""
+        """Return whether this agent leads the salvage in progress."""
         return self.busy and self.leader == self._me
 
     def due(self, now: float, *, last: bool) -> bool:
-        """Whether it is time for a try, if there is something to save. last: memory is to be freed, for which one
-        more try is made at once."""
+        """Return whether a try is due, if there are versions to save.
+
+        Args:
+            now: Current time in seconds.
+            last: Memory is to be freed. One more try is made for this at once.
+        """
         return not self.busy and not (self._asked_last if last else now < self.again_at)
 
     def step(self, event: Event, facts: Facts, now: float) -> list[Effect]:
-        """What is to be done."""
+        """Return the effects of an event."""
         if isinstance(event, (Reached, Settled, Looked, Published, Cleaned, Broken)) and event.run != self.run:
             return []
         return list(self._step(event, facts, now))
@@ -206,18 +221,18 @@ class SalvageRules:
 
     def _follow(self, facts: Facts, now: float) -> Iterator[Effect]:
         if now - facts.heard.get(self.leader, 0.0) > LOST_S:
-            self.leader = ""  # it cannot be reached any more
+            self.leader = ""  # the leader cannot be reached any more
             self._tries, self._at = self._tries + 1, 0
             if self._tries < TRIES:
                 yield from self._seek(facts, now)
             else:
                 self.stage = "idle"
-        elif now >= self._until:  # that it is over may have been lost with a link
+        elif now >= self._until:  # the report of the end may have been lost with a link
             self._until = now + ASKED_S
             yield Send(self.leader, facts.own)
 
     def _seek(self, facts: Facts, now: float) -> Iterator[Effect]:
-        """The first host of the list that can be reached leads, or whoever does already."""
+        """Follow the current leader, or find the first reachable host of the list to lead."""
         if self.leader:
             self.stage, self._until = "following", now + ASKED_S
             return
@@ -229,7 +244,7 @@ class SalvageRules:
             return
         self.leader, self.stage, self._lead = self._me, "settling", _Lead()
         for host in self._others(facts):
-            yield Send(host, peer.SalvageAsk())  # nobody leaves, or leads, while what is under way gets on
+            yield Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
         yield Settle(self.run, MUSTER_S)
 
     def _others(self, facts: Facts) -> list[str]:
@@ -279,7 +294,7 @@ class SalvageRules:
                 self.stage = "idle"
 
     def _called(self, host: str, message: peer.SalvageHave, facts: Facts, now: float) -> Iterator[Effect]:
-        """An answer, a call to lead, or the question of one that follows whether it is over."""
+        """Handle an answer, a call to lead, or a follower's question whether the salvage is over."""
         if self.leads:
             self._lead.have[host] = message
             if self.stage == "mustering":
@@ -294,8 +309,10 @@ class SalvageRules:
             yield from self._step(Begin(), facts, now)
 
     def _takes(self, host: str, facts: Facts) -> bool:
-        """Whether that host leads, for all this agent knows: of two the one that stands first in the list. Whoever
-        asks it has a reason to: a node is missing."""
+        """Return whether that host may lead, as far as this agent knows.
+
+        Of two leaders the first one in the list counts. A host that asks has a reason: a node is missing.
+        """
         position = facts.hosts.index
         return not (self.busy and self.leader and position(self.leader) < position(host))
 
@@ -303,7 +320,7 @@ class SalvageRules:
         led, self.leader = self.leads, host
         if not self.saved:
             self._over = False
-        if led:  # no more
+        if led:  # this agent stops leading
             self.stage = "idle"
             self.gathering.clear()
             yield Halt()
@@ -315,7 +332,7 @@ class SalvageRules:
     # ---- the leader ------------------------------------------------------------------------------------
 
     def _muster(self, facts: Facts, now: float) -> Iterator[Effect]:
-        """Hear of all others what they have."""
+        """Wait for the other hosts' answers, then choose the versions to save."""
         lead = self._lead
         silent = [host for host in self._others(facts) if host not in lead.have and host not in facts.dead]
         if silent and now < lead.until:
@@ -350,7 +367,7 @@ class SalvageRules:
             yield from self._try(facts, now)
 
     def _try(self, facts: Facts, now: float) -> Iterator[Effect]:
-        """Have everybody write."""
+        """Order all writers to write."""
         lead, wanted = self._lead, self._lead.queue[0]
         name, stamp = wanted.set, wanted.stamp
         gone = [host for host in facts.hosts if host not in lead.have]
@@ -380,14 +397,14 @@ class SalvageRules:
         yield from self._write(facts, now)
 
     def _known(self) -> tuple[int, int]:
-        """What a try rests on: how many have answered, and how many of them cannot write."""
+        """Return the basis of a try: how many hosts have answered, and how many of them cannot write."""
         return len(self._lead.have), len(self._lead.unable.get(self._lead.queue[0].set, ()))
 
     def _waiting(self) -> list[str]:
         return [host for host in self._lead.orders if host not in self._lead.answered]
 
     def _write(self, facts: Facts, now: float) -> Iterator[Effect]:
-        """Say again what is to be written; know who is lost."""
+        """Resend the orders, and detect lost hosts."""
         lead, waiting, gathering = self._lead, self._waiting(), self.gathering[self._lead.queue[0].set]
         late = now - gathering.began > WRITE_S
         lost = [host for host in waiting if late or now - lead.silent.get(host, now) > LOST_S]
@@ -421,12 +438,14 @@ class SalvageRules:
             yield Publish(self.run, done.set, gathering)
 
     def _tried(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
-        """A set is saved, or why it is not: then it is tried again without those who could not."""
+        """End a try. After a failure the training is retried without the hosts that could not write."""
         lead = self._lead
         if not reason:
             yield from self._next(True, facts)
             return
-        lead.first = lead.first or reason  # who could not write is left out the next time: that is not the reason
+        lead.first = (
+            lead.first or reason
+        )  # later failures may only follow from leaving out hosts that could not write
         if lead.tries < TRIES and self._known() != lead.before:
             yield from self._try(facts, now)
             return
@@ -442,7 +461,7 @@ class SalvageRules:
         if lead.queue:
             yield from self._look()
         else:
-            self.saved = self.saved or all(lead.done)  # another one may have saved it meanwhile
+            self.saved = self.saved or all(lead.done)  # another leader may have saved it meanwhile
             yield from self._end(facts)
 
     def _end(self, facts: Facts) -> Iterator[Effect]:
@@ -455,7 +474,7 @@ class SalvageRules:
 
 
 def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
-    """Of each set what was sealed last, in the words of one who has it."""
+    """Return the newest seal of each training, preferably as reported by a host that holds it."""
     found: dict[str, tuple[peer.Sealed, bool]] = {}
     for said in have.values():
         held = {(copy.set, copy.stamp) for copy in said.held}
@@ -469,6 +488,6 @@ def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp]
 
 
 def listed(hosts: Collection[str]) -> str:
-    """For the user, before what is wrong with them."""
+    """Return the hosts with a verb, as the start of a sentence for the user."""
     shown = ", ".join([*hosts][:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
     return f"{shown} {'is' if len(hosts) == 1 else 'are'}" if hosts else "nobody is"

@@ -1,5 +1,4 @@
-"""What happens on the way of sealed versions to the tier, and what is then to be done: the words between the
-decisions (`save_rules`) and who carries them out (`saver`)."""
+"""Events and effects of saves to the tier, between the rules (`save_rules`) and their executor (`saver`)."""
 
 from __future__ import annotations
 
@@ -15,16 +14,29 @@ from gemini_hpc.wire import peer
 
 @dataclass(frozen=True)
 class Facts:
-    """What an agent knows besides.
+    """The facts that an agent knows besides the events.
 
-    here: restart and round, None before the first incarnation; parent: in the tree; epoch: of the last plan; sealed:
-    by set the newest version and the ranks of the training; missing: a node is, silent_s: after which silence;
-    salvaging: whether the nodes that are left save the last versions by themselves; tier: there is one, interval_s:
-    from save to save, before_end_s: how long before the job's time limit, flushes: whether agents stay for the last
-    versions; rejected: whether a version of a set has been, any_rejected: one has; names: that a version of a set is
-    to have; through: bytes of a set that are written; attempt: a number of which no other save bears the same;
-    unserved_per_day: failures that memory cannot serve, where the interval follows from them: interval_s is then that
-    before the first save.
+    Attributes:
+        here: Restart and round, or None before the first incarnation.
+        leads: Whether this agent is the root.
+        parent: The parent in the tree, or None at the root.
+        epoch: Epoch of the last plan.
+        sealed: Newest sealed version and number of ranks, by training.
+        missing: A node is missing.
+        silent_s: Silence after which a node counts as missing, in seconds.
+        salvaging: The surviving nodes save the last versions by themselves.
+        tier: The job has a tier.
+        interval_s: Interval between saves, in seconds. With an automatic interval, its value before the first
+            save.
+        before_end_s: How long before the job's time limit a version is saved, in seconds.
+        flushes: Agents stay until the last versions are saved.
+        rejected: Returns whether a version of a training has been rejected.
+        any_rejected: Any version has been rejected.
+        names: Returns the names that a version of a training is to have.
+        through: Returns the bytes of a training that are written.
+        attempt: Number that no other save has.
+        unserved_per_day: Failures a day that memory cannot serve, if the interval is derived from them, else
+            None.
     """
 
     here: tuple[int, int] | None
@@ -47,105 +59,111 @@ class Facts:
     unserved_per_day: float | None = None
 
 
-# ---- what happens --------------------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------------
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """The root has sealed a version."""
+    """A seal of a version by the root."""
 
     name: str
     stamp: Stamp
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Versions of a set are wanted for good."""
+    """A request to keep versions of a training permanently."""
 
     name: str
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """The root wants a version saved: from the parent, or the root's own."""
+    """An order of the root to save a version, from the parent or of this root itself."""
 
     message: peer.SaveDown
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """What a node has written of one, or why it has not: a child's, or this node's own."""
+    """A report of a node on a version: its file, or the reason for a failure.
+
+    The report is a child's, or this node's own.
+    """
 
     message: peer.SaveUp
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Somebody wants the newest version on the tier now; `Answer`."""
+    """A request for the newest version on the tier now. The result is `Answer`."""
 
     id: int
     name: str
 
 
 class Leaving(msgspec.Struct, frozen=True):
-    """A node may be gone soon: the newest version of each set is to be saved."""
+    """A warning that a node may go soon: the newest version of each training is to be saved."""
 
 
 class Detached(msgspec.Struct, frozen=True):
-    """The job has ended here, without success. dead: a node of it is."""
+    """The end of the job here, without success. `dead` tells whether a node of the job is dead."""
 
     dead: bool
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Nobody need wait for the last versions any more: the root's word, or the training has succeeded."""
+    """A notice that no agent needs to wait for the last versions any more.
+
+    It comes from the root, or after the training has succeeded.
+    """
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The last versions are on the tier, by whoever saved them."""
+    """A notice that the last versions are on the tier, no matter which agent saved them."""
 
 
 class EndsIn(msgspec.Struct, frozen=True):
-    """Slurm ends the job in so many seconds; None: it sets no time."""
+    """The seconds until Slurm ends the job, or None without a time limit."""
 
     left_s: float | None
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The newest version of each of these sets on the tier, and when it was made whole (Unix time)."""
+    """The newest version of each training on the tier, and the time when it became whole (Unix time)."""
 
     there: Mapping[str, tuple[Stamp, float]]
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """Versions have been, since the last event."""
+    """A notice that versions have been rejected since the last event."""
 
 
 class Freeze(msgspec.Struct, frozen=True):
-    """A round begins: what is on its way will not become whole."""
+    """The begin of a round: pending saves will not become whole."""
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """What the root has begun is waited for, as long as it gets on; then it is given up; `Settled`."""
+    """A wait for the root's saves while they progress. Stalled saves are aborted. The result is `Settled`."""
 
     id: int
     stalled_s: float
 
 
 class Unsettle(msgspec.Struct, frozen=True):
-    """It is not waited for any more."""
+    """The end of such a wait by its caller."""
 
     id: int
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Some time has gone by."""
+    """The passing of some time."""
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """What came of `Clean`."""
+    """The result of `Clean`."""
 
     name: str
     number: int
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What came of `Publish`: why the version has not become whole, or ""."""
+    """The result of `Publish`: the reason why the version has not become whole, or ""."""
 
     name: str
     gathering: SaveProgress
@@ -153,7 +171,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What came of `Name`."""
+    """The result of `Name`."""
 
     name: str
     stamp: Stamp
@@ -162,7 +180,7 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """What came of `Look`."""
+    """The result of `Look`."""
 
 
 Event = (
@@ -188,50 +206,50 @@ Event = (
     | Looked
 )
 
-# ---- what is to be done --------------------------------------------------------------------------------
+# ---- effects -------------------------------------------------------------------------------------------
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Have all agents save a version: `Wanted` here, which says it to those below."""
+    """An order to all agents to save a version. It arrives as `Wanted` here, and goes on to the agents below."""
 
     message: peer.SaveDown
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Save this node's part; `Heard` tells of it."""
+    """An order to save this node's part. The result is `Heard`."""
 
     message: peer.SaveDown
 
 
 class Down(msgspec.Struct, frozen=True):
-    """To the agents below in the tree."""
+    """A message to the agents below in the tree."""
 
     message: peer.SaveDown | peer.SaveOver
 
 
 class Up(msgspec.Struct, frozen=True):
-    """To the agent above."""
+    """A message to the agent above in the tree."""
 
     host: str
     message: peer.SaveUp
 
 
 class Clean(msgspec.Struct, frozen=True):
-    """Remove what was begun of a set before, and has not become whole; `Cleaned`."""
+    """An order to remove older unfinished versions of a training. The result is `Cleaned`."""
 
     name: str
     number: int
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """All files of a set are there; `Published`."""
+    """An order to make a version whole, whose files are all on the tier. The result is `Published`."""
 
     name: str
     gathering: SaveProgress
 
 
 class Name(msgspec.Struct, frozen=True):
-    """A version of the tier gets the names that it is to have; `Named`."""
+    """An order to give a version on the tier its names. The result is `Named`."""
 
     name: str
     stamp: Stamp
@@ -239,11 +257,11 @@ class Name(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True):
-    """See what the tier has, and mark there what is rejected; `Looked`."""
+    """An order to read the tier's versions and to mark rejected ones there. The result is `Looked`."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Who has asked hears which version it is, and why it is not on the tier, or ""."""
+    """The answer to `Ask`: the version, and the reason why it is not on the tier, or ""."""
 
     id: int
     stamp: Stamp
@@ -251,13 +269,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """Who waits for that may go on."""
+    """The end of a wait that `Settle` began."""
 
     id: int
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Tell why a version is not on the tier."""
+    """A notice why a version is not on the tier."""
 
     name: str
     stamp: Stamp
@@ -266,7 +284,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class NotSaved(msgspec.Struct, frozen=True):
-    """Tell that a version which was to be saved at once has not been."""
+    """A notice that a version that was to be saved at once has not been saved."""
 
     stamp: Stamp
     reason: str

@@ -1,4 +1,4 @@
-"""A version on its way to the tier, where its files are counted: at the root, or at the leader of a salvage."""
+"""A version on its way to the tier, with its files counted at the root or at the leader of a salvage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from gemini_hpc.wire.stored import NodeFile
 
 @dataclass
 class SaveProgress:
-    """attempt: of several saves of a version, which; began: when (monotonic)."""
+    """The progress of one save of a version.
+
+    Attributes:
+        stamp: The version.
+        world: Number of shards of the training.
+        attempt: Number that distinguishes several saves of a version.
+        began: Start time (monotonic), in seconds.
+        files: Finished files, by name.
+    """
 
     stamp: Stamp
     world: int
@@ -20,20 +28,20 @@ class SaveProgress:
     files: dict[str, NodeFile] = field(default_factory=dict)
 
     def take(self, files: Iterable[NodeFile]) -> None:
-        """These are on the tier."""
+        """Record that these files are on the tier."""
         self.files.update({file.name: file for file in files})
 
     @property
     def whole(self) -> bool:
-        """Whether each rank's shard is."""
+        """Return whether every rank's shard is on the tier."""
         return not self.missing
 
     @property
     def missing(self) -> list[int]:
-        """Ranks whose shards are not."""
+        """Return the ranks whose shards are not on the tier."""
         return sorted(set(range(self.world)) - {s.rank for file in self.files.values() for s in file.shards})
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Return the bytes of all files."""
         return sum(file.bytes for file in self.files.values())

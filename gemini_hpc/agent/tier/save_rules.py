@@ -1,11 +1,11 @@
-"""Which sealed versions go to the tier, and when that is over: the decisions of one agent.
+"""Rules of saves: one agent's decisions on which sealed versions go to the tier, and when a save is over.
 
-The root chooses a version right when it seals it, says so down the tree again and again, and counts what nodes have
-written. What fails is told, dropped, and tried again with a newer version. When the job ends, or somebody asks, the
-newest version goes there at once.
+The root chooses a version right after it seals it, repeats the order down the tree, and counts the files that nodes
+report. A failed save is reported, dropped, and retried with a newer version. When the job ends, or on request, the
+newest version is saved at once.
 
-No clock, no socket and nothing that waits is here: each event comes with the time (monotonic) and with what the agent
-knows, and what is to be done about it is returned, in that order. `saver` does it.
+The rules contain no clock, no socket and no waiting. Each event comes with the time (monotonic) and with the agent's
+facts. The rules return the effects, in order. `saver` carries them out.
 """
 
 from __future__ import annotations
@@ -24,17 +24,25 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.tier_interval import automatic_s
 from gemini_hpc.wire import peer
 
-AGAIN_S = 5.0  # after a failure, or the interval if that is less
+AGAIN_S = 5.0  # wait after a failure, unless the interval is shorter
 GATHER_S = 3600.0
 FLUSH_TRIES = 3
-SAVES = 5  # whose durations count
+SAVES = 5  # number of last saves whose durations count
 _NOTHING = Stamp(0, 0)
 
 
 @dataclass
 class _Flush:
-    """The newest version of a set is wanted now, `wanted` or a later one. asked: by somebody who hears of it; waits:
-    for what; reason: why the last try has failed."""
+    """A request to save the newest version of a training now: `wanted` or a later one.
+
+    Attributes:
+        name: Name of the training.
+        wanted: Oldest version that satisfies the request.
+        asked: A caller waits for the answer.
+        waits: What the flush waits for: a save, a removal or a naming.
+        tries: Number of tries.
+        reason: Why the last try has failed.
+    """
 
     name: str
     wanted: Stamp | None
@@ -46,8 +54,18 @@ class _Flush:
 
 @dataclass
 class _End:
-    """Of the job in this restart and round: the last versions of these sets are saved by these flushes; then the tier
-    is looked at, and then a node that has just been lost is to show by its silence, until then."""
+    """The end of the job in this restart and round.
+
+    First flushes save the last versions of the trainings. Then the tier is read. Then a node that may just have been
+    lost gets time to show by its silence.
+
+    Attributes:
+        here: Restart and round.
+        names: Trainings whose last versions are saved.
+        flushes: Pending flushes.
+        stage: Current stage.
+        until: End of the last stage, in seconds.
+    """
 
     here: tuple[int, int]
     names: tuple[str, ...]
@@ -58,8 +76,14 @@ class _End:
 
 @dataclass
 class _Settling:
-    """through: bytes written at the last look, since: when that was more than before; tidying: nothing is under way
-    any more."""
+    """A wait until pending saves end or stall.
+
+    Attributes:
+        stalled_s: Seconds without progress after which saves are aborted.
+        since: Time of the last progress, in seconds.
+        through: Bytes written at the last check.
+        tidying: No save is pending any more.
+    """
 
     stalled_s: float
     since: float
@@ -68,35 +92,45 @@ class _Settling:
 
 
 class SaveRules:
-    """Of one agent; it lives as long as the agent."""
+    """The save decisions of one agent. They live as long as the agent."""
 
     def __init__(self) -> None:
-        self.gathering: dict[str, SaveProgress] = {}  # at the root, by set
-        self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
-        self.last = False  # the job has ended here, and nobody has said that its last versions are saved
-        self._ended: tuple[int, int] | None = None  # restart and round in which that was said
+        self.gathering: dict[str, SaveProgress] = {}  # pending saves at the root, by training
+        self.saved: dict[
+            str, tuple[Stamp, float]
+        ] = {}  # at the root: newest version on the tier, and its time (Unix time)
+        self.last = False  # the job has ended here, and its last versions are not yet reported as saved
+        self._ended: tuple[int, int] | None = None  # restart and round in which they were reported as saved
         self._due: dict[str, float] = {}
-        self._keep_at: dict[str, float] = {}  # after a failure: when one is tried to be kept again
-        self._asked: dict[str, float] = {}  # when nodes were told last what to save
-        self._finishing: dict[str, SaveProgress] = {}  # of which the manifest is being written
+        self._keep_at: dict[str, float] = {}  # after a failure: time of the next try to keep a version
+        self._asked: dict[str, float] = {}  # time of the last order to the nodes
+        self._finishing: dict[str, SaveProgress] = {}  # saves whose manifest is being written
         self._cleans = 0
-        self._tidy: dict[str, tuple[int, bool]] = {}  # by set: a removal of what is half done, and whether it is over
+        self._tidy: dict[
+            str, tuple[int, bool]
+        ] = {}  # by training: number of the removal of unfinished versions, and whether it is over
         self._naming: set[str] = set()
-        self._ends_at = math.inf  # by Slurm's word
-        self._before_end: dict[str, float] = {}  # the end before which a version has been saved
-        self._took_s: dict[str, deque[float]] = {}  # the last saves
+        self._ends_at = math.inf  # as Slurm reports
+        self._before_end: dict[str, float] = {}  # the job's end for which the save before the end was begun
+        self._took_s: dict[str, deque[float]] = {}  # durations of the last saves
         self._flushes: dict[int, _Flush] = {}
-        self._own_flushes = 0  # numbers below zero
+        self._own_flushes = 0  # own flushes have negative numbers
         self._end: _End | None = None
         self._settling: dict[int, _Settling] = {}
 
     def took_s(self, name: str) -> float | None:
-        """How long the last saves of a set took, their median; None before the first."""
+        """Return the median duration of the last saves of a training in seconds, or None before the first."""
         took = self._took_s.get(name)
         return median(took) if took else None
 
     def interval_s(self, name: str, named_s: float, unserved_per_day: float | None) -> float:
-        """From the beginning of one save of a set to that of the next; the arguments as in `Facts`."""
+        """Return the seconds from the start of one save of a training to the next.
+
+        Args:
+            name: Name of the training.
+            named_s: The interval as in `Facts.interval_s`.
+            unserved_per_day: As in `Facts`.
+        """
         took_s = self.took_s(name)
         return named_s if unserved_per_day is None or took_s is None else automatic_s(took_s, unserved_per_day)
 
@@ -105,12 +139,12 @@ class SaveRules:
 
     @property
     def waits(self) -> bool:
-        """Whether ticks are needed."""
+        """Return whether ticks are needed."""
         silent = self._end is not None and self._end.stage == "silent"
         return bool(self.gathering or self._flushes or self._settling or silent)
 
     def step(self, event: events.Event, facts: Facts, now: float) -> list[Effect]:
-        """What is to be done."""
+        """Return the effects of an event."""
         return list(self._step(event, facts, now))
 
     def _step(self, event: events.Event, facts: Facts, now: float) -> Iterator[Effect]:
@@ -141,7 +175,7 @@ class SaveRules:
                 self._ends_at = math.inf if event.left_s is None else now + event.left_s
             case events.Stored():
                 self.saved.update({n: found for n, found in event.there.items() if not facts.rejected(n, found[0])})
-            case events.Rejected():  # such ones are on the tier in vain
+            case events.Rejected():  # rejected versions on the tier are useless
                 self.saved = {n: found for n, found in self.saved.items() if not facts.rejected(n, found[0])}
             case events.Freeze():
                 self.last = False
@@ -174,14 +208,14 @@ class SaveRules:
         if self._end is not None and self._end.stage == "silent" and now >= self._end.until:
             yield from self._finish_end(self._end, facts)
 
-    # ---- which, and when -------------------------------------------------------------------------------
+    # ---- choice of a version and its time --------------------------------------------------------------
 
     @staticmethod
     def _takes(facts: Facts) -> bool:
         return facts.tier and not facts.salvaging
 
     def _sealed(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
-        """Is it one to save?"""
+        """Save the sealed version if a save is due."""
         if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
             return
         yield from self._keep(name, facts, now)
@@ -192,8 +226,11 @@ class SaveRules:
             yield from self._begin(name, stamp, facts, now)
 
     def _keep(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
-        """What is wanted for good goes before what is only due: a save that began with an earlier version gives way.
-        Where what is on the tier is wanted, that gets its name."""
+        """Save a version to keep before versions that are only due.
+
+        A pending save of an earlier version gives way. If the version on the tier satisfies the wish, it gets the
+        name.
+        """
         stamp, _ = facts.sealed.get(name, (None, 0))
         wanted = facts.names(name, stamp) if stamp is not None else {}
         if not wanted or stamp is None or not facts.leads or not facts.tier or facts.rejected(name, stamp):
@@ -214,7 +251,7 @@ class SaveRules:
             tidied = yield from self._tidied(name)
         if not tidied or (gathering is not None and gathering.stamp.version >= first):
             return
-        if gathering is not None and not gathering.whole:  # nodes have written all of one whose manifest is missing
+        if gathering is not None and not gathering.whole:  # a whole save has all files and lacks only its manifest
             del self.gathering[name]
             reason = f"version {stamp.version} goes first, because it is to be kept"
             yield from self._done(gathering, reason, facts, now)
@@ -222,7 +259,10 @@ class SaveRules:
             yield from self._begin(name, stamp, facts, now)
 
     def _serves(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: Facts) -> Stamp | None:
-        """The version on the tier, where a wish can have that: of this lineage, and not before what was asked for."""
+        """Return the version on the tier if it satisfies a wish, or None.
+
+        It must be of this lineage, and not older than the requested version.
+        """
         known = self.saved.get(name)
         if known is None or (known[0].epoch != facts.epoch and known[0] != sealed):
             return None
@@ -233,13 +273,13 @@ class SaveRules:
         return took[-1] if took else 0.0
 
     def _near_end(self, name: str, facts: Facts, now: float) -> bool:
-        """Whether it is time for the save before the job's time limit."""
+        """Return whether the save before the job's time limit is due."""
         if not facts.before_end_s or self._before_end.get(name) == self._ends_at:
             return False
         return now >= self._ends_at - max(facts.before_end_s, 2 * self._last_s(name))
 
     def _tidied(self, name: str) -> Generator[Effect, None, bool]:
-        """Whether what was begun before, and has not become whole, is gone; nothing is written until then."""
+        """Return whether earlier unfinished versions are removed. No save is written until then."""
         if name not in self._tidy:
             self._cleans += 1
             self._tidy[name] = self._cleans, False
@@ -264,13 +304,13 @@ class SaveRules:
         yield from self._order(name, gathering, facts, now)
 
     def _order(self, name: str, gathering: SaveProgress, facts: Facts, now: float) -> Iterator[Effect]:
-        """All agents, again and again: one that has died meanwhile has forgotten it, and says so."""
+        """Order all agents to save, repeatedly: an agent that has been restarted has forgotten the order."""
         if facts.here is not None:
             self._asked[name] = now
             yield events.Order(peer.SaveDown(facts.here[1], name, gathering.stamp, gathering.attempt))
 
     def _heard(self, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
-        """It goes up to the root, which counts."""
+        """Pass a report up to the root, which counts it."""
         if facts.here is None or message.round != facts.here[1]:
             return
         if facts.parent is not None:
@@ -322,14 +362,14 @@ class SaveRules:
             )
 
     def _give_up(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
-        """What the root has begun will not become whole."""
+        """Abort the root's pending saves, which will not become whole."""
         begun = list(self.gathering.values())
         self.gathering.clear()
         for gathering in begun:
             yield from self._done(gathering, reason, facts, now)
 
     def _done(self, gathering: SaveProgress, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
-        """It is over with this save; those who wait for it go on."""
+        """End a save, and continue the flushes that wait for it."""
         for number, flush in list(self._flushes.items()):
             if flush.waits is not gathering:
                 continue
@@ -344,7 +384,7 @@ class SaveRules:
 
     def _named(self, event: events.Named, facts: Facts, now: float) -> Iterator[Effect]:
         if event.reason:
-            self.saved.pop(event.name, None)  # perhaps it is not there any more: then the next one is saved
+            self.saved.pop(event.name, None)  # the version may have vanished: the next one is saved then
             yield events.Failed(event.name, event.stamp, event.reason)
         if not event.flush:
             self._naming.discard(event.name)
@@ -358,8 +398,10 @@ class SaveRules:
         return self._own_flushes
 
     def _flush(self, number: int, name: str, asked: bool, facts: Facts, now: float) -> Iterator[Effect]:
-        """The newest version of a set is to be on the tier. A training that goes on may overtake a version before it
-        is copied: then the next one is tried."""
+        """Bring the newest version of a training to the tier.
+
+        A running training may overtake a version before it is copied. The next version is tried then.
+        """
         stamp, _ = facts.sealed.get(name, (None, 0))
         self._flushes[number] = flush = _Flush(name, stamp, asked)
         yield from self._try(number, flush, facts, now)
@@ -371,7 +413,7 @@ class SaveRules:
             reason = flush.reason or "no version of this training has been sealed yet"
             yield from self._answer(number, stamp or _NOTHING, reason, facts, now)
             return
-        if facts.rejected(name, stamp):  # nobody wants it
+        if facts.rejected(name, stamp):  # a rejected version is not needed
             yield from self._answer(number, stamp, "", facts, now)
             return
         kept = self.saved.get(name)
@@ -404,8 +446,10 @@ class SaveRules:
     # ---- the job's end ---------------------------------------------------------------------------------
 
     def _detached(self, dead: bool, facts: Facts, now: float) -> Iterator[Effect]:
-        """The newest version goes to the tier before the memory is freed. Where a node is dead the job may come back;
-        if it does not, see `salvage`."""
+        """Save the newest version before the memory is freed.
+
+        If a node is dead the job may come back. Otherwise see `salvage`.
+        """
         possible = bool(facts.tier and facts.flushes and facts.sealed)
         if facts.here is None or facts.here == self._ended:
             return
@@ -420,12 +464,14 @@ class SaveRules:
                 yield from self._last(end, facts, now)
 
     def _last(self, end: _End, facts: Facts, now: float) -> Iterator[Effect]:
-        """The root saves the last versions, and lets all agents go; not where a node is missing, nor where the job
-        has come back meanwhile."""
+        """Release all agents after the root has saved the last versions.
+
+        They are not released if a node is missing or the job has come back meanwhile.
+        """
         if end.flushes or end.stage != "saving":
             return
         if end.names and facts.any_rejected:
-            end.stage = "looking"  # for who looks later, when no agent knows
+            end.stage = "looking"  # marks rejected versions on the tier, for readers after all agents have gone
             yield events.Look()
         else:
             yield from self._listen(end, facts, now)
@@ -443,7 +489,7 @@ class SaveRules:
             yield from self._over(facts)
 
     def _all_stored(self, end: _End, facts: Facts) -> bool:
-        """Whether the tier has what was sealed last."""
+        """Return whether the tier has the last sealed versions."""
         return all(self._stored(name, facts) for name in end.names)
 
     def _stored(self, name: str, facts: Facts) -> bool:
@@ -453,7 +499,7 @@ class SaveRules:
         return facts.rejected(name, stamp) or (known is not None and known[0] >= stamp)
 
     def _over(self, facts: Facts) -> Iterator[Effect]:
-        """Nobody need wait for the last versions any more, here and on the nodes below."""
+        """Stop waiting for the last versions, here and on the nodes below."""
         self.last = False
         if facts.here is not None:
             self._ended = facts.here

@@ -1,9 +1,12 @@
-"""Saving sealed versions to the tier, in the background.
+"""Saves of sealed versions to the tier, in the background.
 
-The root chooses a version right when it seals it, and tells all agents. Each writes what its node has of it (see
-`node_writer`) and tells the root; when that has heard of every rank it has the index and the manifest written.
-Nothing here is waited for by the training, and what fails is told, dropped, and tried again with a newer version.
-`save_rules` decides; this sends, writes and looks."""
+The root chooses a version right after it seals it, and orders all agents to save it. Each agent writes its node's
+shards (see `node_writer`) and reports to the root. When every rank is reported, the root has the index and the
+manifest written.
+
+The training waits for no part of a save. A failed save is reported, dropped, and retried with a newer version.
+`save_rules` decides. This module sends messages, writes files and reads the tier.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,15 @@ from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import inspect_schema, peer
 from gemini_hpc.wire.stored import NodeFile
 
-_LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
-_SHOWN = 16  # nodes in a line
-_SAID = 200  # characters of another's sentence
+_LOOK_S = 1.0  # interval of retries while the tier cannot be read
+_SHOWN = 16  # nodes shown in a line
+_SAID = 200  # characters kept of another process's text
 _LEAVE_S = 10.0
 _TICK_S = 0.2
 
 
 class Saver:
-    """One agent's part in it; it lives as long as the agent."""
+    """An agent's part in the saves. It lives as long as the agent."""
 
     def __init__(
         self,
@@ -60,7 +63,20 @@ class Saver:
         *,
         salvaging: Callable[[], bool],
     ) -> None:
-        """salvaging: whether the nodes that are left save the job's last versions by themselves (`salvage`)."""
+        """Create the saver.
+
+        Args:
+            identity: Identity of this agent.
+            membership: This agent's view of the job.
+            trainings: Trainings of this agent.
+            tier: Choice of the job's tier.
+            keeps: Wishes to keep versions.
+            rejections: Rejected versions.
+            node: Writer of this node's files.
+            log: Event log.
+            spawn: Starts a background task.
+            salvaging: Returns whether the surviving nodes save the job's last versions by themselves (`salvage`).
+        """
         self._identity, self._membership, self._trainings = identity, membership, trainings
         self._choice, self._keeps, self._rejections, self.node = tier, keeps, rejections, node
         self._log, self._spawn, self._salvaging = log, spawn, salvaging
@@ -73,28 +89,32 @@ class Saver:
         self._settled: dict[int, asyncio.Future[None]] = {}
         self._publishing: dict[int, asyncio.Future[None]] = {}  # by attempt
         self.troubles = SaveFailures()
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
-        self.directory = ""  # of the job, on the tier, as a worker has seen it last
-        self.succeeded = False  # the training has: nobody will complete what is half written
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(
+            asyncio.Lock
+        )  # by training: one publishes or removes at a time
+        self.directory = ""  # the job's directory on the tier, as last seen by a worker
+        self.succeeded = False  # the training has succeeded: no agent will complete a half-written version
 
     @property
     def tier(self) -> str:
-        """The directory; empty: none."""
+        """Return the tier's directory, or "" without a tier."""
         return self._choice.directory
 
     @property
     def last(self) -> bool:
-        """Whether the job has ended here, and nobody has said that its last versions are saved."""
+        """Return whether the job has ended here and its last versions are not yet reported as saved."""
         return self._decides.last
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written here, or waited for."""
+        """Return whether a save is being written here or waited for."""
         return bool(self._decides.gathering) or self.node.busy
 
     def progress(self, name: str) -> int:
-        """Bytes of a set that are on the tier, as far as the root knows: what it has written itself, and the files of
-        nodes that are done."""
+        """Return the bytes of a training on the tier, as far as the root knows.
+
+        They are the root's own written bytes and the finished files of other nodes.
+        """
         gathering = self._decides.gathering.get(name)
         files = {} if gathering is None else gathering.files
         rank = self._membership.noderanks.get(self._identity.node)
@@ -102,7 +122,7 @@ class Saver:
         return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
 
     def state(self, name: str) -> inspect_schema.TierState | None:
-        """For `inspect`: what the root knows of a set."""
+        """Return the root's knowledge of a training's saves, for `inspect`."""
         incarnation = self._membership.incarnation
         if not self.tier or incarnation is None or not incarnation.leads:
             return None
@@ -124,50 +144,57 @@ class Saver:
     # ---- what happens ----------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """A round begins: what is on its way will not become whole."""
+        """Abort pending saves: a round begins, so they will not become whole."""
         self._happened(events.Freeze())
 
     def forget(self) -> None:
-        """Versions have been rejected: such ones are on the tier in vain."""
+        """Forget rejected versions, whose copies on the tier are useless."""
         self._happened(events.Rejected())
 
     def sealed(self, training: Training, stamp: Stamp) -> None:
-        """The root has sealed a version: is it one to save?"""
+        """Handle a seal by the root, and save the version if it is due."""
         self._happened(events.Sealed(training.name, stamp))
 
     def keep_all(self) -> None:
-        """The root saves what is wanted for good."""
+        """Save the versions that are to be kept. Called at the root."""
         for training in self._trainings:
             self._happened(events.Keep(training.name))
 
     def wanted(self, message: peer.SaveDown) -> None:
-        """The root wants this version saved, here and on the nodes below."""
+        """Save a version that the root has ordered, here and on the nodes below."""
         self._happened(events.Wanted(message))
 
     def heard(self, message: peer.SaveUp) -> None:
-        """From an agent, or through one: it goes up to the root, which counts."""
+        """Handle a report of an agent. It goes up to the root, which counts."""
         self._happened(events.Heard(message))
 
     def ends_in(self, left_s: int | None) -> None:
-        """Slurm ends the job in so many seconds; None: it sets no time."""
+        """Record the seconds until Slurm ends the job, or None without a time limit."""
         self._happened(events.EndsIn(left_s))
 
     def detached(self, *, dead: bool) -> None:
-        """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
-        dead: a node of it is, and it may come back; if it does not, see `salvage`."""
+        """Save the newest version before the memory is freed: the job has ended here without success.
+
+        Args:
+            dead: A node of the job is dead. The job may come back. Otherwise see `salvage`.
+        """
         self._happened(events.Detached(dead))
 
     def ended(self) -> None:
-        """Nobody need wait for the last versions any more, here and on the nodes below."""
+        """Stop waiting for the last versions, here and on the nodes below."""
         self._happened(events.Ended())
 
     def found(self) -> None:
-        """The last versions are on the tier, by whoever saved them."""
+        """Record that the last versions are on the tier, no matter which agent saved them."""
         self._happened(events.Found())
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
-        """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
-        now."""
+        """Save the newest version now, at the root: nodes are being drained and may go soon.
+
+        Args:
+            hosts: The nodes being drained.
+            partition: The partition being drained, or "".
+        """
         incarnation = self._membership.incarnation
         if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
             return
@@ -181,7 +208,10 @@ class Saver:
         self._happened(events.Leaving())
 
     async def flush(self, training: Training) -> tuple[Stamp, str]:
-        """The root brings the newest sealed version to the tier now: which one, and why it is not there or ""."""
+        """Bring the newest sealed version to the tier now, at the root.
+
+        Return the version, and the reason why it is not on the tier, or "".
+        """
         number = next(self._numbers)
         answer: asyncio.Future[tuple[Stamp, str]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -189,7 +219,11 @@ class Saver:
         return await answer
 
     async def settle(self, stalled_s: float) -> None:
-        """Wait for what the root has begun, as long as it gets on; then give it up."""
+        """Wait for the root's saves while they make progress, then abort them.
+
+        Args:
+            stalled_s: Seconds without progress after which a save is aborted.
+        """
         number = next(self._numbers)
         settled = self._settled[number] = asyncio.get_running_loop().create_future()
         self._happened(events.Settle(number, stalled_s))
@@ -225,7 +259,7 @@ class Saver:
         )
 
     def _happened(self, event: events.Event) -> None:
-        """One after the other, also where what is done about one makes the next one happen."""
+        """Step through events in sequence, including events caused by the effects of earlier events."""
         self._events.append(event)
         if self._stepping:
             return
@@ -248,7 +282,7 @@ class Saver:
     def _do(self, effect: events.Effect) -> None:
         incarnation = self._membership.incarnation
         match effect:
-            case events.Order():  # what was being said when it was decided goes first
+            case events.Order():  # messages being sent at the decision go first
                 asyncio.get_running_loop().call_soon(self.wanted, effect.message)
             case events.Write():
                 self._write(effect.message)
@@ -271,7 +305,7 @@ class Saver:
                 self._spawn(self._work(effect))
 
     async def _work(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> None:
-        """Do what takes its time, and tell what has come of it, also where that is a fault of ours."""
+        """Perform a slow effect and report its outcome, also after an internal error."""
         reason = "an internal error of gemini-hpc"
         try:
             reason = await self._outcome(effect)
@@ -302,7 +336,7 @@ class Saver:
         return ""
 
     def _write(self, message: peer.SaveDown) -> None:
-        """This node's part."""
+        """Write this node's part of a save."""
 
         def told(files: tuple[NodeFile, ...], reason: str) -> None:
             for file in (None,) if reason else files:
@@ -316,26 +350,31 @@ class Saver:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free everything; processes end."""
+        """Free all copies and end the processes."""
         self.node.close()
 
     async def leave(self, others: Mapping[str, SaveProgress]) -> None:
-        """The agent ends: a version that is on its way, of ours or of the others', will not become whole. For a few
-        seconds. The root removes it; so does each node that was still writing, for it may have begun its file after
-        that."""
+        """Remove unfinished versions before the agent ends, for at most `_LEAVE_S` seconds.
+
+        The root removes its own pending version. After a successful training each node that was still writing also
+        removes it, because its file may have been begun after the root's removal.
+
+        Args:
+            others: Pending versions of the salvage that this agent leads, by training.
+        """
         begun = {**self._decides.gathering, **others}
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 for name, gathering in begun.items():
-                    if gathering.whole:  # its manifest is being written
+                    if gathering.whole:  # the manifest is being written
                         await asyncio.wait([self._published(gathering)])
-                    else:  # a newer one may be another incarnation's
+                    else:  # a newer version may belong to another incarnation
                         await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
                 for cut in await self.node.cut_short() if self.succeeded else ():
                     await self.clean(cut.set, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
 
     def _published(self, gathering: SaveProgress) -> asyncio.Future[None]:
-        """When its manifest is there, or will not be."""
+        """Return a future that is done when the manifest exists or will not exist."""
         if gathering.attempt not in self._publishing:
             self._publishing[gathering.attempt] = asyncio.get_running_loop().create_future()
         return self._publishing[gathering.attempt]
@@ -345,8 +384,16 @@ class Saver:
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], within_s: float, job: int = 0
     ) -> tuple[Manifest, ...]:
-        """The newest whole version of each set on the tier, but for these; job: another one's. Raises `TierFailed`
-        where that cannot be seen within so many seconds."""
+        """Return the newest whole version of each training on the tier, except those in `without`.
+
+        Args:
+            without: Versions to skip, each with its training.
+            within_s: Seconds within which the tier must answer.
+            job: Another job's id, or 0 for this job.
+
+        Raises:
+            TierFailed: The tier cannot be read within that time.
+        """
         reason = f"{self.tier}: the file system does not answer"
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -391,8 +438,10 @@ class Saver:
         return manifests
 
     async def glance(self) -> None:
-        """A job begins: where there is no such directory, its user hears of it now, and not when it is wanted. A
-        user's own one of the site's is made then, and never later: where it has vanished it is to be waited for."""
+        """Read the tier at the job's start, so that the user hears of a missing directory now, not when it is needed.
+
+        A user's own directory of the site is created now, and never later: if it vanishes, agents must wait for it.
+        """
         try:
             await self._look((), begin=True, make=self._choice.users)
         except TierFailed as error:
@@ -405,16 +454,16 @@ class Saver:
 
     @property
     def problem(self) -> str:
-        """Why it is not known what is on the tier."""
+        """Return the reason why the tier's content is unknown, or ""."""
         return self.troubles.text("")
 
     def say(self, name: str, number: int, reason: str, host: str = "") -> None:
-        """Why a set's version is not on the tier, once."""
+        """Log once why a training's version is not on the tier."""
         if self.troubles.met(name, reason, host):
             self._log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
 
     async def _name(self, name: str, stamp: Stamp) -> str:
-        """This version of the tier gets the names that it is to have; why it has not, or ""."""
+        """Give this version on the tier its names. Return the reason for a failure, or ""."""
         names = self._keeps.due(name, stamp)
         order = orders.Name(self.tier, self._identity.job, name, stamp, names, key=self._membership.key)
         try:
@@ -426,10 +475,10 @@ class Saver:
         return ""
 
     async def clean(self, name: str, before: Stamp | None = None) -> None:
-        """Remove what has not become whole, and is older."""
+        """Remove older versions that have not become whole."""
         limit = before
         try:
-            async with self._turns[name]:  # of a round before one may just become whole
+            async with self._turns[name]:  # a version of an earlier round may just become whole
                 await worker_process.carry_out(
                     orders.Clean(self.tier, self._identity.job, name, limit, key=self._membership.key)
                 )
@@ -437,7 +486,7 @@ class Saver:
             self.say(name, 0, f"cannot remove incomplete versions: {error}")
 
     async def publish(self, name: str, gathering: SaveProgress) -> str:
-        """All files are there: the version becomes whole. Why it has not, or ""."""
+        """Make a version whole, after all its files are written. Return the reason for a failure, or ""."""
         over = self._published(gathering)
         try:
             return await self._publish(name, gathering)

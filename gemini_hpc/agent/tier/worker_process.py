@@ -1,4 +1,4 @@
-"""The process that reads and writes on the tier for this agent: started for one order, bounded in what it may say."""
+"""A process that reads and writes on the tier for this agent, started for one order, with bounded answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gemini_hpc.tier import orders
 from gemini_hpc.tier.errors import TierFailed
 
 _LINE_BYTES = 64 << 20
-STUCK_S = 120.0  # without a sign of life: the file system hangs
+STUCK_S = 120.0  # after this time without an answer the file system hangs
 
 
 _supervisor: list[Channel] = []
 
 
 def use(channel: Channel) -> None:
-    """From now on this agent's workers are forked by the supervisor at the other end."""
+    """Register the supervisor whose end of the channel forks this agent's workers from now on."""
     _supervisor[:] = [channel]
 
 
 async def _to_the_end(call: Callable[[dict[int, int]], int], fds: dict[int, int]) -> int:
-    """In a thread; whoever is cancelled meanwhile waits for it nevertheless, since it uses descriptors by number."""
+    """Run `call` in a thread. A cancelled caller still waits for its end, because it uses descriptors by number."""
     task = asyncio.ensure_future(asyncio.to_thread(call, fds))
     try:
         return await asyncio.shield(task)
@@ -40,14 +40,19 @@ async def _to_the_end(call: Callable[[dict[int, int]], int], fds: dict[int, int]
 
 
 class _Process:
-    """A worker, its orders' way in and its answers' way out."""
+    """A worker with the pipe for its orders and the pipe for its answers."""
 
     def __init__(self, pidfd: int, reader: asyncio.StreamReader, ways: Sequence[asyncio.BaseTransport]) -> None:
         self._pidfd, self.answers, self._ways = pidfd, reader, ways
 
     @classmethod
     async def start(cls, channel: Channel, order: bytes, fds: Sequence[int]) -> _Process:
-        """With the order on its way. Raises `NoWorker` and OSError."""
+        """Start a worker and send it the order.
+
+        Raises:
+            NoWorker: The supervisor has started no process.
+            OSError: The pipes cannot be created.
+        """
         loop = asyncio.get_running_loop()
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
@@ -71,7 +76,7 @@ class _Process:
         return cls(pidfd, reader, (out, into))
 
     async def end(self) -> None:
-        """Killed, if it has not ended; one that hangs in the kernel is left to end when it can."""
+        """Kill the worker if it has not ended. A worker that hangs in the kernel is left to end when it can."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         gone = asyncio.Event()
@@ -95,9 +100,18 @@ async def carry_out(
     *,
     stuck_s: float = STUCK_S,
 ) -> orders.Answer:
-    """Have an order carried out and return its last answer. fds: descriptors that it names. Raises `TierFailed`,
-    also where nothing is heard for `stuck_s`; a process that hangs in the kernel is then left to end when it can.
-    Cancelled, it ends the process."""
+    """Have an order carried out and return its last answer. Cancelling the call ends the process.
+
+    Args:
+        order: The order.
+        fds: Descriptors that the order names.
+        progress: Called with the bytes done so far.
+        stuck_s: Seconds without an answer after which the process counts as stuck. If it hangs in the kernel, it
+            is left to end when it can.
+
+    Raises:
+        TierFailed: The order fails, or no answer arrives for `stuck_s` seconds.
+    """
     if not _supervisor:
         raise TierFailed("this agent has no supervisor to start a tier process")
     try:

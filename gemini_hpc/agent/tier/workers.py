@@ -1,8 +1,8 @@
-"""Processes that an agent's supervisor forks for it, to work on the tier.
+"""Worker processes that an agent's supervisor forks for it, to work on the tier.
 
-An agent's memory must not be its owner's to trace (`privileges.shut`), and the kernel lets the owner trace whatever
-the owner's process executes. So nobody here executes anything: the supervisor, which has one thread, forks. The agent
-asks on a socket of their own; what comes back is a descriptor of the process.
+The owner of an agent must not be able to trace the agent's memory (`privileges.shut`). The kernel lets the owner
+trace any program that the owner's process executes. Workers therefore execute no program: the supervisor, which has
+one thread, forks them. The agent asks over a dedicated socket, and receives a descriptor of the process.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ _TITLE = b"gemini_hpc.tier.worker"
 
 
 class NoWorker(Exception):
-    """No process was started; one sentence."""
+    """A failure to start a process. The message is one sentence."""
 
 
 class Channel:
-    """The agent's end."""
+    """The agent's end of the socket to its supervisor."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._lock = sock, threading.Lock()
         sock.settimeout(_ANSWER_S)
 
     def start(self, fds: dict[int, int]) -> int:
-        """Have a worker forked, with these descriptors: by its number there, ours. Returns a pidfd. Blocking, for
-        10 s at most. Raises `NoWorker`."""
+        """Have a worker forked (blocking, for 10 s at most). Return its pidfd.
+
+        Args:
+            fds: Descriptors for the worker: its number there, and the agent's number.
+
+        Raises:
+            NoWorker: No process was started.
+        """
         numbers = list(fds)
         with self._lock:
             try:
@@ -50,7 +56,7 @@ class Channel:
                     socket.send_fds(self._sock, [packet], [fds[number] for number in part])
                 said, got, _, _ = socket.recv_fds(self._sock, _PACKET_BYTES, 1)
             except OSError as error:
-                # What it may still answer would be taken for the answer to the next request.
+                # A late answer would be mistaken for the answer to the next request.
                 self._sock.close()
                 raise NoWorker(f"the agent's supervisor does not answer: {error.strerror or error}") from None
         if got:
@@ -60,17 +66,23 @@ class Channel:
 
 
 class Workers:
-    """The supervisor's end: all workers of one agent."""
+    """The supervisor's end of the socket, and all workers of one agent."""
 
     def __init__(self, work: Callable[[int], int], fork: Callable[[], int] = os.fork) -> None:
-        """work: what a worker does, with the descriptors in place, given its parent's pid; its exit status."""
+        """Create the socket.
+
+        Args:
+            work: Runs in a worker with its descriptors in place. Receives the parent's pid, and returns the exit
+                status.
+            fork: Forks the process.
+        """
         self.sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._work, self._start = work, fork
         self._pidfds: dict[int, int] = {}
         self._fds: dict[int, int] = {}
 
     def serve(self) -> bool:
-        """Take the packet that has come; False: the agent's end is closed."""
+        """Handle the packet that has arrived. Return False if the agent's end is closed."""
         try:
             data, got, flags, _ = socket.recv_fds(self.sock, _PACKET_BYTES, _FDS_A_PACKET)
         except OSError:
@@ -115,7 +127,7 @@ class Workers:
         try:
             _title()
             above = max(fds, default=2) + 1
-            # First all out of each other's way, then each to its number; nothing else stays open.
+            # First move all descriptors out of the way, then each to its number. No other descriptor stays open.
             high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in fds.items()}
             for number, fd in high.items():
                 os.dup2(fd, number)
@@ -133,17 +145,17 @@ class Workers:
             os._exit(status)
 
     def pidfds(self) -> list[int]:
-        """Readable where a worker has ended."""
+        """Return the pidfds of all workers. A pidfd is readable when its worker has ended."""
         return list(self._pidfds.values())
 
     def ended(self, pid: int) -> None:
-        """A child has been reaped."""
+        """Close the pidfd of a worker that has been reaped."""
         pidfd = self._pidfds.pop(pid, -1)
         if pidfd >= 0:
             os.close(pidfd)
 
     def close(self) -> None:
-        """End all of them: their agent has gone."""
+        """Kill all workers, because their agent has gone."""
         self.sock.close()
         for pidfd in self._pidfds.values():
             with suppress(OSError):
@@ -156,7 +168,7 @@ class Workers:
 
 
 def _title() -> None:
-    """What `ps` shows: not one more agent."""
+    """Set the process title that `ps` shows, so that a worker does not look like another agent."""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", encoding="ascii", errors="replace") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -167,9 +179,9 @@ def _title() -> None:
 
 
 def tier(parent: int) -> int:
-    """Carry out one order of the agent's; the exit status. Loaded in the worker alone."""
+    """Carry out one of the agent's orders and return the exit status. Its code is loaded only in the worker."""
     sys.argv = [_TITLE.decode(), str(parent)]
-    sys.stdin = os.fdopen(0, closefd=False)  # with nothing in its buffer that is the supervisor's
+    sys.stdin = os.fdopen(0, closefd=False)  # without buffered input of the supervisor
     from gemini_hpc.tier import worker
 
     return worker.main()

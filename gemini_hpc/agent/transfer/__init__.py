@@ -1,1 +1,1 @@
-"""Slots' bytes on their way to and from other nodes."""
+"""Transfers of slots' bytes to and from other nodes."""

@@ -1,4 +1,4 @@
-"""Making a shard again, or a parity anew, of what other nodes of the stripe have (`core.parity`)."""
+"""Reconstruction of a shard, or new parity, from the parts that other nodes of the stripe hold (`core.parity`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,22 @@ Parts = Sequence[tuple[pull.Source | Memfd, Copy]]
 
 
 class Making:
-    """A copy, or the parity beside it, on its way into `memory`. parts: where each one that it is made of is. Raises
-    `pull.PullFailed`. First `clear`, then `fold` each of the regions, in any threads, then `checked`."""
+    """A copy, or the parity beside it, that is reconstructed into `memory`.
+
+    First call `clear`, then `fold` for each of the regions, in any threads, then `checked`.
+    """
 
     def __init__(self, copy: Copy, memory: Memfd, parts: Parts) -> None:
+        """Plan the reconstruction.
+
+        Args:
+            copy: The copy or parity to make.
+            memory: Memory to write to.
+            parts: Source and description of each part that it is made of.
+
+        Raises:
+            pull.PullFailed: The parts do not make the copy.
+        """
         self._copy, self._memory = copy, memory
         self._where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
         try:
@@ -36,30 +48,41 @@ class Making:
         by_place: dict[int, list[parity.Fold]] = {}
         for fold in folds:
             by_place.setdefault(fold.at, []).append(fold)
-        self.regions = list(by_place.values())  # each of its own bytes
+        self.regions = list(by_place.values())  # the regions are disjoint
 
     def clear(self) -> None:
-        """Blocking."""
+        """Fill the memory with zeros (blocking)."""
         with self._memory.view() as view:
             for at in range(0, self._copy.used, _PIECE_BYTES):
                 size = min(_PIECE_BYTES, self._copy.used - at)
                 view[at : at + size] = bytes(size)
 
     def fold(self, region: Sequence[parity.Fold], stop: Event) -> int:
-        """The bytes that have come for it (blocking). Raises `pull.PullFailed`, also soon after `stop` is set."""
+        """Fold the parts of a region into the memory (blocking). Return the bytes received for the region.
+
+        Raises:
+            pull.PullFailed: A part is not available, or `stop` has been set shortly before.
+        """
         with self._memory.view() as view:
             return sum(_fold_in(one, view, self._where, stop) for one in region)
 
     def checked(self, found: str) -> str:
-        """Return the digest of what was made. Raises `pull.PullFailed` where it is not what it should be."""
+        """Return the digest of the result.
+
+        Raises:
+            pull.PullFailed: The digest is not the expected one.
+        """
         if not self._copy.of and found != self._copy.digest:
             raise pull.PullFailed("the digest does not match: what it was made of does not belong together")
         return found
 
 
 def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int]:
-    """All of it, one after the other (blocking): the digest of what was made, and the bytes that came for it. Raises
-    `pull.PullFailed`, also soon after `stop` is set."""
+    """Reconstruct all regions in sequence (blocking). Return the digest of the result and the bytes received.
+
+    Raises:
+        pull.PullFailed: The parts do not make the copy, or `stop` has been set shortly before.
+    """
     made = Making(copy, memory, parts)
     made.clear()
     came = sum(made.fold(region, stop) for region in made.regions)
@@ -94,7 +117,7 @@ def _fold_in(
     if found is None:
         raise pull.PullFailed(f"the {'parity beside' if one.parity else 'copy of'} shard {one.rank} is not known")
     source, part = found
-    end = min(one.end, part.used)  # the rest of a parity is zeros
+    end = min(one.end, part.used)  # the rest of a parity is zero
     if end <= one.start:
         return 0
     if isinstance(source, Memfd):

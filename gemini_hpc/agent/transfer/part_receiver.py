@@ -1,9 +1,9 @@
-"""What agents push for the parity here: of each shard of its stripe the bytes that this parity has of it.
+"""Receiver of the parity here: of each shard of the stripe, agents push the bytes that this parity covers.
 
-A connection for each shard, as for a whole copy (`push_receiver`), but what comes is folded into one slot with what
-the others send. The sender is told that the rest of its shard is not wanted. A version counts when all of the stripe
-are in it, each as its home's agent has sent it: `PushDone.part` is the digest of the bytes that came. That of the
-whole shard is noted, for whoever makes the shard again.
+Each shard has its own connection, as for a whole copy (`push_receiver`). The bytes are folded into one slot together
+with the other members' bytes. The receiver tells the sender that the rest of its shard is not wanted. A version
+counts when all members of the stripe are folded in, each as its home's agent has sent it. `PushDone.part` is the
+digest of the bytes that arrive. The digest of the whole shard is noted for an agent that reconstructs the shard.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 SEAL_WAIT_S = 1.5
-_LATE_S = 1.0  # a version of which nothing more comes for so long makes room for a newer one
-# What has not come for so long, and for so many usual iterations, does not come; where these are not known:
+_LATE_S = 1.0  # a version without new bytes for this long makes room for a newer one
+# A missing version is lost after this time and this many usual iterations; the last value serves without a pace:
 _LOST_S, _LOST, _LOST_UNKNOWN_S = 10.0, 10.0, 60.0
 _RETRY_S = 0.001
 _PIECE_BYTES = 1 << 20
 
 
 class Part(NamedTuple):
-    """One member's bytes of a version: those of its shard that come, and where they are folded in, in order."""
+    """The bytes that one member contributes to a version, and the places to fold them in, in order."""
 
     shard: Shard
     fold: Fold
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class PartReceiver:
-    """All of them on this node."""
+    """The receiver of all parity parts on this node."""
 
     def __init__(self, membership: Membership, sets: Trainings, store: Store, filling: SlotWrites, log: Log) -> None:
         self._membership, self._sets, self._store = membership, sets, store
@@ -59,11 +59,11 @@ class PartReceiver:
         return self._store.parity_of(ask.set, ask.rank, self._membership.round)
 
     def expects(self, ask: peer.PushAsk) -> bool:
-        """Whether the shard is in a parity here."""
+        """Return whether parity here covers the shard."""
         return self._parity_of(ask) is not None
 
     def refusal(self, ask: peer.PushAsk, host: str) -> str:
-        """Why nothing is taken from there now; "": it is."""
+        """Return why no bytes are accepted from this host now, or "" if they are."""
         shard, here = self._parity_of(ask), self._membership
         if shard is None or shard.parity is None or shard.registered_round != here.round:
             return f"no parity of the shard of rank {ask.rank} is registered here"
@@ -76,7 +76,12 @@ class PartReceiver:
 
     @staticmethod
     def take(link: BlockingLink, part: Part, silence_s: float) -> str:
-        """The digest of the bytes that came, all of which are folded in. Raises LinkClosed, OSError."""
+        """Receive a member's bytes and fold them in. Return their digest.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
+        """
         at, end = part.wanted
         hasher, piece = Digest(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
         places = iter(part.places)
@@ -90,7 +95,7 @@ class PartReceiver:
             while at < stop:
                 while place is not None and place.end <= at:
                     place = next(places, None)
-                assert place is not None  # together they are what is wanted
+                assert place is not None  # the places together cover the wanted bytes
                 with memoryview(piece)[: min(len(piece), stop - at, place.end - at)] as data:
                     link.fill(data, silence_s)
                     hasher.update(data)
@@ -102,7 +107,7 @@ class PartReceiver:
     # ---- on the loop -----------------------------------------------------------------------------------
 
     async def begin(self, ask: peer.PushAsk, host: str, head: peer.PushHead) -> Part | str:
-        """Where this version's bytes go, or why they are not taken."""
+        """Return the places for this version's bytes, or the reason why they are not accepted."""
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
             training, shard = self._sets.get(ask.set), self._parity_of(ask)
@@ -139,8 +144,11 @@ class PartReceiver:
         return reason
 
     async def _grow(self, training: Training, shard: Shard, of: Parity, head: peer.PushHead) -> str:
-        """A shard has outgrown its slots at its home: a larger parity, from the next version on, for what others have
-        sent of this one is in the smaller. Returns why this one is not taken."""
+        """Create larger parity for a shard that has outgrown its slots at its home.
+
+        Return why this version is not accepted. The larger parity serves from the next version on, because other
+        members' bytes of this version are in the smaller parity.
+        """
         number = self._membership.round
         room = parity.block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
         try:
@@ -150,13 +158,17 @@ class PartReceiver:
         except NoMemory as exc:
             training.note = str(exc)
             return str(exc)
-        if self._membership.round == number:  # else it is nobody's in the new one
+        if self._membership.round == number:  # else no rank has registered it in the new round
             larger.registered_round = number
             self._filling.passed(larger, head.version)
         return "the parity has grown for it: from the next version on"
 
     async def _fold(self, training: Training, shard: Shard, into: Parity, version: int) -> Fold | None:
-        """The version's, begun here if need be; None: look again. Raises `core.slots.Refused`."""
+        """Return the version's fold, begun here if necessary, or None if the caller must check again.
+
+        Raises:
+            core.slots.Refused: No slot may be written to now.
+        """
         stamp = Stamp(self._membership.epoch, version)
         if into.fill is not None and into.fill.stamp == stamp:
             slot = shard.pair.slots[into.fill.index]
@@ -181,14 +193,14 @@ class PartReceiver:
 
     @staticmethod
     def _under_way(training: Training, shard: Shard, fill: Fold) -> bool:
-        """Whether others of the stripe may still bring this version: who goes on to the next is not to spoil it."""
+        """Return whether other members may still complete this version. A newer version must not spoil it then."""
         slot, sealing = shard.pair.slots[fill.index], training.sealing
         decided = sealing is None or fill.stamp in sealing.word.abandoned
         wanted = slot.state == "filling" and slot.stamp == fill.stamp and not fill.torn
         return wanted and not decided and (bool(fill.writing) or clock.monotonic() - fill.touched < _LATE_S)
 
     def _settled(self, training: Training, shard: Shard) -> bool:
-        """Whether waiting for a seal, or for who is writing, is of no use."""
+        """Return whether waiting for a seal, or for the members that are writing, is useless."""
         sealed = training.sealed or Stamp(0, 0)
         fill = shard.parity.fill if shard.parity is not None else None
         if fill is not None and self._under_way(training, shard, fill):
@@ -199,9 +211,12 @@ class PartReceiver:
         return not undecided or training.sealing is None or training.sealing.degraded
 
     def tend(self) -> None:
-        """Called now and then: give up what will not become whole. Its home has had the shard beside it for long, and
-        nothing more comes of the others: a member may have sent it to an agent that has died since, and then waits
-        for this one to say that it has not got it."""
+        """Abandon versions that will not become whole. Called now and then.
+
+        The home has long had the shard beside the parity, and the other members send nothing more. A member may have
+        sent its bytes to an agent that has died since. The member then waits until this agent reports that it lacks
+        the version.
+        """
         now = clock.monotonic()
         for shard in self._store.parities.values():
             beside, state = self._store.get(shard.set, shard.rank), shard.parity
@@ -225,8 +240,15 @@ class PartReceiver:
                     self._filling.passed(shard, slot.stamp.version)
 
     async def end(self, part: Part, digest: str, claimed: str, found: str, mark: int) -> int:
-        """Nobody writes these bytes any more; how many have come. digest: of the whole shard, where all have come;
-        claimed, found: of those that came, as said and as read; mark: of the shard's moment (`core.moments`)."""
+        """End the writing of a member's bytes. Return how many bytes have arrived.
+
+        Args:
+            part: The member's bytes. No thread writes them any more.
+            digest: Digest of the whole shard, or "" if bytes are missing.
+            claimed: Digest of the member's bytes as the sender reports it.
+            found: Digest of the member's bytes as they arrived.
+            mark: Mark of the shard's moment (`core.moments`).
+        """
         shard, fold = part.shard, part.fold
         fold.writing.discard(part.rank)
         fold.touched = clock.monotonic()
@@ -239,7 +261,7 @@ class PartReceiver:
             member = fold.members[part.rank]
             fold.members[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest, mark)
         slot, state = shard.pair.slots[fold.index], shard.parity
-        if not any(shard is held for held in self._store.every()):  # it has been freed meanwhile
+        if not any(shard is held for held in self._store.every()):  # the parity has been freed meanwhile
             return 0
         if state is None or state.fill is not fold or slot.state != "filling" or slot.stamp != fold.stamp:
             return 0

@@ -1,4 +1,4 @@
-"""Moving one copy from a holder to this node: a connection of its own, raw bytes, digest checked on landing."""
+"""Transfer of one copy from a holder to this node: a connection of its own, raw bytes, digest verified on arrival."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
 SILENCE_S = 5.0
-PATIENCE_S = 60.0  # with a source that is making it, or pulls it itself
+PATIENCE_S = 60.0  # patience with a source that still makes or pulls the copy
 _LOOK_S = 0.05
 _PIECE_BYTES = 4 << 20
-_STEP_BYTES = 512 << 10  # what is received and hashed at once: the processor's cache has it
+_STEP_BYTES = 512 << 10  # bytes received and hashed at once, small enough for the processor's cache
 
 
 class PullFailed(Exception):
-    """No source could serve the copy; the message names each with its reason."""
+    """A failure of all sources to serve the copy. The message names each source with its reason."""
 
 
 class Source(NamedTuple):
-    """An agent that may serve a copy, and the stamp that it has there."""
+    """An agent that may serve a copy, and the stamp that the copy has there."""
 
     host: str
     address: str
@@ -41,11 +41,17 @@ class Source(NamedTuple):
 
 
 class NotYet(PullFailed):
-    """The source does not have it yet."""
+    """A source that does not have the copy yet."""
 
 
 async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
-    """Answer one `PullAsk` on a connection and close it. find: the copy; whether it is on its way here."""
+    """Answer one `PullAsk` on a connection and close it.
+
+    Args:
+        link: The connection.
+        pool: Threads that make the digest of a part.
+        find: Returns the copy with its memory, or whether the copy is on its way here.
+    """
     try:
         async with asyncio.timeout(SILENCE_S):
             ask = await link.receive()
@@ -82,9 +88,16 @@ def fetch(
     sources: Sequence[Source],
     stop: Event,
 ) -> tuple[str, str]:
-    """Pull a copy into `memory` (blocking): (source host, what went wrong with earlier sources).
+    """Pull a copy into `memory` (blocking). Return the source host and the failures of earlier sources.
 
-    sources: in the order in which they are tried. Raises `PullFailed`, also soon after `stop` is set.
+    Args:
+        copy: The copy to pull.
+        memory: Memory to write to.
+        sources: Sources in the order in which they are tried.
+        stop: Cancels the pull.
+
+    Raises:
+        PullFailed: All sources fail, or `stop` has been set shortly before.
     """
     failures: list[str] = []
     for source in sources:
@@ -99,9 +112,23 @@ def fetch(
 def fetch_part(
     copy: Copy, start: int, end: int, source: Source, take: Callable[[int, memoryview], None], stop: Event
 ) -> None:
-    """Pull the bytes from `start` to `end` of a copy, or of the parity beside it (blocking): `take` gets them, each
-    piece with its distance from `start`, before it is known whether all are as they were sent. Raises `PullFailed`,
-    OSError, `HandshakeError`, `LinkClosed`, `FrameError`."""
+    """Pull the bytes from `start` to `end` of a copy, or of the parity beside it (blocking).
+
+    Args:
+        copy: The copy.
+        start: First byte.
+        end: Byte after the last one.
+        source: Agent to pull from.
+        take: Receives each piece with its distance from `start`, before the digest of the whole part is verified.
+        stop: Cancels the pull.
+
+    Raises:
+        PullFailed: The source cannot serve the part, the digest does not match, or `stop` is set.
+        OSError: The connection fails.
+        HandshakeError: The handshake fails.
+        LinkClosed: The source closes the connection.
+        FrameError: The source sends a malformed frame.
+    """
     link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
     try:
         link.sock.settimeout(SILENCE_S)

@@ -1,4 +1,4 @@
-"""The pulls of one node in one round: its own copies as planned, and guests that a rank asked for."""
+"""The pulls of one node in one round: its own copies as planned, and guests that a rank has requested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 
-_REGIONS = 4  # of one shard or parity that are made at once
+_REGIONS = 4  # regions of one shard or parity that are made at once
 _AT_ONCE = 4
 
 
@@ -38,15 +38,17 @@ class Former(Protocol):
     """The job's predecessor."""
 
     async def bequest(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
-        """The memory itself of a copy that its agent on this node has; None where it does not give it away. Its bytes
-        are not checked."""
+        """Return the memory of a copy that the predecessor's agent on this node has, unverified.
+
+        Return None if the agent does not give the memory away.
+        """
 
     def client(self, host: str, purpose: str, job: int) -> Client:
-        """The calling side of a handshake with the agent of that job on a host."""
+        """Return the client side of a handshake with the predecessor's agent on a host."""
 
 
 class PullScheduler:
-    """Fetches copies from peers, a few at once, next source on failure."""
+    """A scheduler that fetches copies from peers, a few at once, and tries the next source after a failure."""
 
     def __init__(
         self,
@@ -59,7 +61,18 @@ class PullScheduler:
         log: Log,
         spawn: Spawn,
     ) -> None:
-        """predecessor: whose agents are called for what is taken over from them."""
+        """Create the scheduler.
+
+        Args:
+            identity: Identity of this agent.
+            membership: This agent's view of the job.
+            store: Shards of this node.
+            sets: Trainings of this agent.
+            tier: Choice of the job's tier.
+            predecessor: Former job whose agents serve the copies that this job takes over.
+            log: Event log.
+            spawn: Starts a background task.
+        """
         self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
         self._tier, self._predecessor, self._log, self._spawn = tier, predecessor, log, spawn
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
@@ -68,10 +81,10 @@ class PullScheduler:
         self._stamps: dict[tuple[str, int], Stamp] = {}
         self._rounds_begun = 0
         self.bytes = 0
-        self.unreadable: set[tuple[str, Stamp]] = set()  # versions on the tier of which a shard could not be read
+        self.unreadable: set[tuple[str, Stamp]] = set()  # versions on the tier with an unreadable shard
 
     async def cease(self) -> None:
-        """Give up all pulls and return when none writes any more."""
+        """Stop all pulls and return when none writes any more."""
         self._rounds_begun += 1
         for stop in self._stops.values():
             stop.set()
@@ -80,14 +93,14 @@ class PullScheduler:
         self._stops.clear()
 
     def overtaken(self, set_name: str, sealed: Stamp) -> None:
-        """Something newer has been sealed: what is still being pulled of this set is of no use any more."""
+        """Stop the pulls of this training that are older than a newly sealed version. They are useless now."""
         for (name, rank), stop in self._stops.items():
             task = self._running.get((name, rank))
             if name == set_name and task is not None and self._stamps.get((name, rank), sealed) < sealed:
                 stop.set()
 
     def start(self, orders: list[peer.PullOrder]) -> None:
-        """Begin what the plan gives this node to do."""
+        """Begin the pulls that the plan orders from this node."""
         if orders:
             self._spawn(self._all(orders, clock.time()))
 
@@ -107,7 +120,11 @@ class PullScheduler:
         self._log("pulled", version=version, detail=f"{len(good)} shards, {size} bytes in {took:.3f} s")
 
     async def obtain(self, training: Training, copy: Copy) -> Memfd:
-        """Memory with this verified copy: held here, being pulled, or pulled now as a guest. Raises `PullFailed`."""
+        """Return memory with this verified copy: held here, being pulled, or pulled now as a guest.
+
+        Raises:
+            PullFailed: No source can serve the copy.
+        """
         key = (copy.set, copy.rank)
         if key in self._running:
             return await asyncio.shield(self._running[key])
@@ -154,9 +171,9 @@ class PullScheduler:
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
             held = shard.pair.find(stamp)
-            if held is not None and shard.pair.slots[held].digest == copy.digest:  # of a round before
+            if held is not None and shard.pair.slots[held].digest == copy.digest:  # held since an earlier round
                 return shard.memory[held]
-            # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
+            # Begin before waiting for the gate: a trainer that begins a newer version first would exclude this one.
             index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
             shard.pair.slots[index].busy = True
             shard.memory[index].commit(None)
@@ -196,7 +213,7 @@ class PullScheduler:
             await asyncio.to_thread(made.clear)
             for first in range(0, len(made.regions), _REGIONS):
                 some = made.regions[first : first + _REGIONS]
-                # All have to end, also where one fails: they write to the memory.
+                # Wait for all even if one fails, because they write to the memory.
                 came = await asyncio.gather(
                     *(asyncio.to_thread(made.fold, region, stop) for region in some), return_exceptions=True
                 )
@@ -206,7 +223,7 @@ class PullScheduler:
             return made.checked(await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING))
 
     def _source(self, host: str, stamp: Stamp) -> pull.Source | None:
-        """An agent of this job; None: it is dead."""
+        """Return an agent of this job as a source, or None if it is dead."""
         incarnation, settings = self._membership.incarnation, self._identity.settings
         if incarnation is None or host in incarnation.mesh.dead:
             return None
@@ -223,7 +240,10 @@ class PullScheduler:
         self._sets.recount(copy.set)
 
     async def _moved(self, copy: Copy, sources: tuple[str, ...], number: int) -> Memfd | None:
-        """There is no room for another copy beside the predecessor's on this node: so that one becomes this job's."""
+        """Take over the predecessor's copy on this node, because there is no room for another copy beside it.
+
+        Return None if the predecessor has no such copy here, or does not give it away.
+        """
         heritage = self._heritage
         origin = heritage.origin(copy.set, copy.stamp) if heritage is not None else None
         if heritage is None or origin is None or peer.BEFORE + self._identity.node not in sources:
@@ -271,7 +291,7 @@ class PullScheduler:
 
     @property
     def _heritage(self) -> peer.Heritage | None:
-        """What the job takes over from another one, by the plan of this round."""
+        """Return the heritage in this round's plan, which lists what the job takes over from another job."""
         incarnation = self._membership.incarnation
         plan = incarnation.rounds.plan if incarnation is not None else None
         return plan.heritage if plan is not None else None
@@ -324,11 +344,11 @@ class PullScheduler:
 
 
 def _key(copy: Copy) -> tuple[str, int]:
-    """A parity is no rank's shard."""
+    """Return the key of a pull. Parity gets a negative rank, because it is no rank's shard."""
     return copy.set, -1 - copy.rank if copy.of else copy.rank
 
 
 def _planned_port(incarnation: Incarnation, host: str) -> int:
-    """The port that the plan names for a host."""
+    """Return the port that the plan names for a host."""
     plan = incarnation.rounds.plan
     return plan.ports.get(host, 0) if plan is not None else 0

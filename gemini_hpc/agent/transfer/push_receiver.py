@@ -1,8 +1,8 @@
-"""Versions that the agents of other nodes push here: raw bytes, received straight into the slot.
+"""Versions that the agents of other nodes push here: raw bytes, received directly into the slot.
 
-One connection, and one thread, per shard. What is said is believed as a trainer's word is: the connection's other end
-must be the agent of the shard's home in this incarnation, epoch and round, the slot is given out by the same rules
-(R1), and the copy counts when its digest has been verified (R5). Whatever else comes ends the connection.
+Each shard has one connection and one thread. A push is trusted like a trainer. The other end of the connection must
+be the agent of the shard's home in this incarnation, epoch and round. The slot is assigned by the same rules (R1).
+The copy counts when its digest has been verified (R5). Any other message ends the connection.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
 SILENCE_S = 5.0
-SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the home sooner than this node
+SEAL_WAIT_S = 1.5  # wait for the seal of the previous version, which may reach the home sooner than this node
 _RETRY_S = 0.001
 T = TypeVar("T")
 
 
 class _OnLoop(Protocol):
-    """Has the loop do something, for a thread that waits for it."""
+    """A function that runs a coroutine on the event loop for a waiting thread."""
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T: ...
 
 
 @dataclass
 class _Taken:
-    """A slot that is being filled."""
+    """A slot in progress, filled by a push."""
 
     shard: Shard
     index: int
     stamp: Stamp
     view: memoryview
-    there: tuple[Range, ...] = ()  # these bytes need not come
-    filled: bool = False  # some of them by a rank here
+    there: tuple[Range, ...] = ()  # these bytes need not be sent
+    filled: bool = False  # a rank here has filled some of them
 
 
 @dataclass(eq=False)
 class _Push:
-    """One connection."""
+    """A connection that pushes one shard."""
 
     ask: peer.PushAsk
     host: str
@@ -88,11 +88,11 @@ class PushReceiver:
         self.bytes = 0
 
     def tend(self) -> None:
-        """Called now and then."""
+        """Abandon parity that will not become whole. Called now and then."""
         self._parts.tend()
 
     def stop(self) -> None:
-        """No byte of the old epoch is taken any more; see `ended`."""
+        """Stop accepting bytes of the old epoch. Wait for the end with `ended`."""
         for push in self._pushes.values():
             push.stop()
 
@@ -103,7 +103,7 @@ class PushReceiver:
                 await push.over.wait()
 
     async def forsake(self, hosts: Collection[str]) -> None:
-        """Take nothing more of what these are sending now: they are dead. Nothing of theirs is written on return."""
+        """Stop the pushes from these dead hosts. On return none of these pushes writes any more."""
         left = [push for push in self._pushes.values() if push.host in hosts]
         for push in left:
             push.stop()
@@ -111,7 +111,12 @@ class PushReceiver:
             await push.over.wait()
 
     async def serve(self, link: Link) -> None:
-        """Take what comes over a connection made for pushing. Raises LinkClosed, TimeoutError."""
+        """Receive the versions that arrive over a push connection.
+
+        Raises:
+            LinkClosed: The push is refused, violates the protocol, or ends early.
+            TimeoutError: The peer sends no request.
+        """
         async with asyncio.timeout(SILENCE_S):
             ask = await link.receive()
         if not isinstance(ask, peer.PushAsk):
@@ -140,7 +145,7 @@ class PushReceiver:
             push.over.set()
 
     def _refusal(self, push: _Push) -> str:
-        """Why nothing is taken from there now; "": it is."""
+        """Return why no bytes are accepted from this push now, or "" if they are."""
         ask, here, incarnation = push.ask, self._membership, self._membership.training
         training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
         if push.stopped or incarnation is None or training is None:
@@ -160,7 +165,12 @@ class PushReceiver:
     # ---- in the push's thread --------------------------------------------------------------------------
 
     def _receive(self, push: _Push, loop: asyncio.AbstractEventLoop) -> None:
-        """Versions until the other end has no more. Raises LinkClosed, OSError."""
+        """Receive versions until the other end has no more.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
+        """
 
         def on_loop(work: Coroutine[Any, Any, T]) -> T:
             return asyncio.run_coroutine_threadsafe(work, loop).result()
@@ -192,7 +202,7 @@ class PushReceiver:
             finally:
                 taken.view.release()
                 counts = on_loop(self._end(taken, claimed, found))
-            if not counts and not taken.filled:  # its home is to give it up, too: nobody would bring a newer one else
+            if not counts and not taken.filled:  # the home must abort it too, or no newer version would be pushed
                 raise LinkClosed("the digest differs")
             link.send(peer.PushAck(head.used))
 
@@ -217,9 +227,11 @@ class PushReceiver:
         link.send(peer.PushAck(head.used))
 
     def _fill(self, link: BlockingLink, taken: _Taken, used: int) -> str:
-        """The digest of the bytes in the slot. What comes is hashed as it comes: it is in the processor's cache then,
-        and the training is mostly not on the network; the pool hashes what is there. Nobody else is given the slot to
-        write to meanwhile."""
+        """Receive the slot's missing bytes. Return the digest of all bytes in the slot.
+
+        Arriving bytes are hashed at once, while they are in the processor's cache; the training is mostly not on the
+        network then. The pool hashes the bytes that are present already. No other writer gets the slot meanwhile.
+        """
         end, view, pieces = 0, taken.view, Pieces(used)
         memory, stays = taken.shard.memory[taken.index], deque(taken.there)
         there = [pieces.whole(*stay) for stay in stays]
@@ -232,7 +244,7 @@ class PushReceiver:
                 end = stays.popleft()[1]
             if end >= used:
                 break
-            link.wait(None)  # a chunk goes when the training leaves room for it
+            link.wait(None)  # a chunk is sent only when the training leaves bandwidth for it
             chunk = link.receive(peer.PushChunk)
             if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {end} of {used} bytes")
@@ -254,7 +266,11 @@ class PushReceiver:
         return self._refusal(push) or await self._parts.begin(push.ask, push.host, head)
 
     async def _begin(self, push: _Push, head: peer.PushHead) -> _Taken | str:
-        """A slot for this version, or why there is none. Raises LinkClosed for a version that cannot be."""
+        """Return a slot for this version, or the reason why there is none.
+
+        Raises:
+            LinkClosed: The version is impossible.
+        """
         ask = push.ask
         _check(head)
         if reason := ranges.fault(head.kept, head.used):
@@ -277,7 +293,7 @@ class PushReceiver:
                 return reason
             if fill is not None and self._store.get(ask.set, ask.rank) is shard:
                 shard.pair.slots[fill.index].busy = True
-                # a fill that has failed may have written over what was kept
+                # a failed fill may have overwritten kept bytes
                 have = [*fill.there, *self._kept(head, fill.before)] if fill.there else []
                 view = shard.memory[fill.index].view()
                 return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
@@ -304,7 +320,7 @@ class PushReceiver:
         return reason
 
     def _kept(self, head: peer.PushHead, before: Slot) -> Sequence[Range]:
-        """What a slot, as it was before it was given out, had of this version."""
+        """Return the ranges of this version that the slot already contained before it was assigned."""
         had = before.state == "complete" and before.stamp == Stamp(self._membership.epoch, head.base)
         return head.kept if had and head.kept and head.kept[-1][1] <= before.bytes_used else ()
 
@@ -314,14 +330,17 @@ class PushReceiver:
         return () if ranges.fault(found, head.used) else tuple(found)
 
     async def _grow(self, training: Training, shard: Shard, size_bytes: int) -> str:
-        """The shard has outgrown its slots at its home: larger ones here too. "", or why there are none."""
+        """Create larger slots here, because the shard has outgrown its slots at its home.
+
+        Return the reason for a failure, or "".
+        """
         number = self._membership.round
         try:
             larger = await self._store.make(shard.set, shard.rank, shard.world, shard.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             return str(exc)
-        if self._membership.round == number:  # else it is nobody's in the new one
+        if self._membership.round == number:  # else no rank has registered it in the new round
             larger.registered_round, larger.pushed = number, True
             training.page.set_grown(training.page.grown + 1)
             self._sets.recount(shard.set)
@@ -331,8 +350,9 @@ class PushReceiver:
         """End a push into a slot that has no writer any more. Return whether the copy counts.
 
         Args:
-            claimed: the version and its digest, as its home has read it; None: bytes are missing.
-            found: the digest of the bytes that have arrived.
+            taken: The slot.
+            claimed: The version and its digest, as its home has read it. None if bytes are missing.
+            found: Digest of the bytes that have arrived.
         """
         slot = taken.shard.pair.slots[taken.index]
         if slot.state != "filling" or slot.stamp != taken.stamp:
@@ -344,13 +364,13 @@ class PushReceiver:
         counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
-            # Its home keeps the version and sends the next one whole, so no rank waits for this one.
+            # The home keeps the version and sends the next one whole, so no rank waits for this one.
             self._filling.passed(taken.shard, taken.stamp.version)
         return counts
 
 
 def _pass_over(view: memoryview, pieces: Pieces, start: int, end: int) -> None:
-    """Let the stream of a slot's bytes go past those that are there, but for what is of no whole piece."""
+    """Skip the bytes that are present, except those outside whole pieces."""
     first, last = pieces.whole(start, end)
     if first == last:
         with view[start:end] as part:
@@ -363,6 +383,10 @@ def _pass_over(view: memoryview, pieces: Pieces, start: int, end: int) -> None:
 
 
 def _check(head: peer.PushHead) -> None:
-    """Raises LinkClosed for a version that cannot be."""
+    """Check the plausibility of a version's header.
+
+    Raises:
+        LinkClosed: The version is impossible.
+    """
     if not 0 < head.used <= head.bytes or not head.version:
         raise LinkClosed(f"impossible version {head.version}: {head.used} bytes in a slot of {head.bytes}")

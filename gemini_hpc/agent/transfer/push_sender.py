@@ -1,9 +1,11 @@
-"""Versions of this node's own shards on their way to the other holders: raw bytes, straight from the slot.
+"""Versions of this node's own shards on their way to other holders: raw bytes, sent directly from the slot.
 
-A training rank says over a channel what may go, and when; two threads per channel carry it: one from the channel to
-the connection with the holder's agent, one that brings the acknowledgements back. Nothing is copied or kept here: the
-kernel sends the slot's own pages. These do not change before the holder has verified the version, or it is void. The
-digest that the holder is told is this agent's own, made beside the sending.
+Over a channel a training rank decides which bytes to send, and when. Two threads per channel carry them. One thread
+sends from the channel to the connection with the holder's agent. The other thread returns the acknowledgements.
+
+No bytes are copied or kept here: the kernel sends the slot's own pages. These pages do not change until the holder
+has verified the version, or the version is void. The digest sent to the holder is this agent's own, made while the
+bytes are sent.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from gemini_hpc.wire.message import Message
 
 SILENCE_S = 5.0
 DIAL_S, ANSWER_S = 2.0, 2.0
-READ_S = 8.0  # for the digest, after the last byte: it is there long before, but where nobody lets the pool work
+READ_S = 8.0  # wait for the digest after the last byte; it comes long before, unless the pool gets no processor
 _LOOK_S = 0.25
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0
 _PIECE_BYTES = 1 << 20
@@ -49,7 +51,7 @@ T = TypeVar("T")
 
 
 class PushLost(Exception):
-    """The version on its way does not arrive."""
+    """A failure after which the current version does not arrive."""
 
 
 class PushSender:
@@ -60,7 +62,7 @@ class PushSender:
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
     def open(self, client: Client, shard: Shard, host: str) -> int:
-        """The training rank's end of a new channel; an older one for the same shard and holder ends."""
+        """Return the training rank's end of a new channel. An older channel for the same shard and holder ends."""
         key = (shard.set, shard.rank, host)
         if (older := self._channels.get(key)) is not None:
             older.stop()
@@ -79,25 +81,25 @@ class PushSender:
                 del self._channels[key]
 
     def gone(self, client: Client) -> None:
-        """A training rank's connection has ended."""
+        """Stop the channels of a training rank whose connection has ended."""
         for channel in self._channels.values():
             if channel.client is client:
                 channel.stop()
 
     def stop(self) -> None:
-        """A new round, or the end; see `ended`."""
+        """Stop all channels, at a new round or at the end. Wait for the end with `ended`."""
         for channel in self._channels.values():
             channel.stop()
 
     async def ended(self) -> None:
-        """Return when nothing is sent any more."""
+        """Return when no channel sends any more."""
         while self._channels:
             self.stop()
             await asyncio.sleep(0.002)
 
 
 class Channel:
-    """One shard's way to one holder."""
+    """The channel of one shard to one holder."""
 
     def __init__(
         self,
@@ -115,21 +117,21 @@ class Channel:
         self.client, self.set, self.rank, self.host = client, set_name, rank, host
         self._sock = sock
         self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _on_loop
-        self._link: BlockingLink | None = None  # None also when its reader has seen its end
+        self._link: BlockingLink | None = None  # None also after its reader has seen its end
         self._reader: tuple[threading.Thread, BlockingLink] | None = None
-        self._on_loop: Future[Any] | None = None  # what the thread waits for
+        self._on_loop: Future[Any] | None = None  # the call that the thread waits for
         self._awaited: deque[type[Message]] = deque()
         self._progress = 0.0
         self._stopped = False
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
-        self._reading: asyncio.Future[str] | None = None  # of all of the slot
-        self._part: Digest | None = None  # digest of what goes, where the holder wants no more of the shard
-        self._there: deque[Range] = deque()  # what the holder has, and what is still to be passed over
+        self._reading: asyncio.Future[str] | None = None  # digest of the whole slot
+        self._part: Digest | None = None  # digest of the bytes sent, if the holder wants only a part of the shard
+        self._there: deque[Range] = deque()  # ranges that the holder has, still to be skipped
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
 
     def stop(self) -> None:
-        """From any thread: what is on its way is lost."""
+        """Stop the channel, from any thread. A version on its way is lost."""
         with self._lock:
             self._stopped = True
             if self._link is not None:
@@ -140,13 +142,13 @@ class Channel:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def _reply(self, message: local.Message) -> None:
-        with suppress(OSError):  # the rank is gone, or does not read: its loss
+        with suppress(OSError):  # the rank has gone or does not read; the answer is dropped
             self._sock.send(local.encode(message), socket.MSG_DONTWAIT)
 
     # ---- from the channel to the connection ------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the training rank closes the channel, or a version is lost."""
+        """Carry versions until the training rank closes the channel, or a version is lost."""
         try:
             while data := self._sock.recv(local.MAX_PACKET_BYTES):
                 request = local.push_decoder.decode(data)
@@ -173,7 +175,7 @@ class Channel:
             if self._stopped:
                 raise PushLost("given up")
             if self._link is not None and not self._awaited and self._link.wait(0):
-                self._link = None  # nothing can come but its end, which the reader is about to see
+                self._link = None  # only its end can arrive, which the reader is about to see
         try:
             head, self._file, self._reading, link = self._wait_for(self._prepare(m))
         except PushLost as exc:
@@ -187,7 +189,11 @@ class Channel:
         self._send(head, peer.PushAnswer)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the loop do something. Raises PushLost."""
+        """Run a coroutine on the event loop and wait for its result.
+
+        Raises:
+            PushLost: The channel has been stopped.
+        """
         with self._lock:
             if self._stopped:
                 work.close()
@@ -212,7 +218,7 @@ class Channel:
         self._at += length
 
     def _pass_over(self) -> None:
-        """What the holder has."""
+        """Skip the ranges that the holder has already."""
         while self._there and self._at == self._there[0][0]:
             self._at = self._there.popleft()[1]
 
@@ -262,7 +268,11 @@ class Channel:
 
     @staticmethod
     async def _read_by(reading: asyncio.Future[str]) -> str:
-        """The slot's digest. Raises PushLost."""
+        """Return the slot's digest.
+
+        Raises:
+            PushLost: The digest is not ready within `READ_S` seconds.
+        """
         try:
             async with asyncio.timeout(READ_S):
                 return await asyncio.shield(reading)
@@ -272,8 +282,11 @@ class Channel:
     async def _prepare(
         self, m: local.PushOffer
     ) -> tuple[peer.PushHead, FileIO, asyncio.Future[str], BlockingLink | None]:
-        """Return the offer, its slot, its digest in the making, and a new link where there was none. Raises
-        PushLost."""
+        """Return the offer, its slot, its pending digest, and a new link if there was none.
+
+        Raises:
+            PushLost: The version cannot be sent, or the holder cannot be reached.
+        """
         shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
         if shard is None or incarnation is None:
             raise PushLost("this node has no part in a running training")
@@ -286,7 +299,7 @@ class Channel:
         if self.host in incarnation.mesh.dead:
             raise PushLost("the node is dead")
         head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
-        slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
+        slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference
         try:
             reading = self._filling.read(shard, index, m.used)
         except ValueError as exc:
@@ -350,21 +363,25 @@ class Channel:
                     if reason := ranges.fault(message.there, self._used):
                         raise PushLost(reason)
                     self._part = Digest() if message.part else None
-                    self._there.extend(message.there)  # the thread that sends waits for this
+                    self._there.extend(message.there)  # the sending thread waits for this
                     self._reply(local.Taken(message.there))
                 else:
                     self._reply(local.Ok())
         except (PushLost, LinkClosed, OSError) as exc:
             reason = str(exc)
-        link.shut()  # a sender that the other end's silence blocks in it would be waited for
+        link.shut()  # unblock a sender that waits for the silent other end
         with self._lock:
-            self._link = None  # an idle one is made anew for the next version
+            self._link = None  # the next version gets a new link
             lost = bool(self._awaited)
         if lost:
             self._fail(f"{self.host}: {reason}")
 
     def _look(self) -> None:
-        """Raises PushLost where there is no point in waiting."""
+        """Check that the holder may still answer.
+
+        Raises:
+            PushLost: Waiting is useless: the channel is stopped, the holder is dead, or it does not acknowledge.
+        """
         incarnation = self._membership.incarnation
         with self._lock:
             if self._stopped:

@@ -1,4 +1,7 @@
-"""Threads for transfers that last as long as an incarnation: they would take asyncio's few from digests and pulls."""
+"""Threads for transfers that last as long as an incarnation.
+
+In asyncio's few threads such transfers would block digests and pulls.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import suppress
 
 
 async def beside(name: str, work: Callable[[], None]) -> None:
-    """Run `work` in a thread of its own and return when it has ended. Raises what it raises."""
+    """Run `work` in a thread of its own and return when it has ended. Exceptions of `work` are raised here."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
@@ -27,7 +30,7 @@ async def beside(name: str, work: Callable[[], None]) -> None:
             work()
         except Exception as exc:
             failure = exc
-        with suppress(RuntimeError):  # the loop has been closed: the agent ends
+        with suppress(RuntimeError):  # the loop is closed: the agent ends
             loop.call_soon_threadsafe(tell, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,4 +1,4 @@
-"""All ways by which bytes of slots come to this node, and leave it."""
+"""All transfers of slots' bytes to and from this node."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gemini_hpc.agent.transfer.push_sender import PushSender
 
 @dataclass(frozen=True)
 class Transfers:
-    """Of one agent."""
+    """The transfers of one agent."""
 
     incoming: PushReceiver
     outgoing: PushSender
     pulls: PullScheduler
 
     async def cease(self) -> None:
-        """Nothing is written to, or read from, the slots by transfers when this returns."""
+        """Stop all transfers. On return none of them reads from or writes to a slot."""
         self.incoming.stop()
         self.outgoing.stop()
         await self.pulls.cease()
