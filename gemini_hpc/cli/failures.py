@@ -29,7 +29,7 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
         "--history",
         metavar="FILE",
         help="take the rate from the site's past: a file with the output of sacct (docs/dev/reproduction.md), the "
-        "word sacct, which asks Slurm, or a directory of protected jobs' event logs (the controller's state_dir/jobs)",
+        "word sacct, which asks Slurm, or a directory of jobs' event logs (the controller's state_dir/jobs)",
     )
     parser.add_argument(
         "--history-days", type=count(1, 3650), default=90, metavar="N", help="to ask sacct for (default: 90)"
