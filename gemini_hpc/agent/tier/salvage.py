@@ -111,7 +111,7 @@ class Salvage:
 
         Args:
             last: Memory is to be freed.
-            asked: An administrator or user requests the try. Automatic tries are not delayed by it.
+            asked: The try is requested by hand. It resets the gap between automatic tries instead of doubling it.
         """
         self._happened(events.Begin(last, asked))
 

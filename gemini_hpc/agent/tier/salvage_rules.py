@@ -2,9 +2,10 @@
 
 The first reachable host of the list leads:
 
-1. The leader asks all others for their last seal and their copies. The newest seal counts. 2. If the tier has no
-version as new, the leader names one host for each node rank. That host writes the node rank's shards as its file
-(`core.salvage`). 3. When every rank's shard is on the tier, the version becomes whole as in any save.
+1. The leader asks all others for their last seal and their copies. The newest seal counts.
+2. If the tier has no version as new, the leader names one host for each node rank. That host writes the node rank's
+   shards as its file (`core.salvage`).
+3. When every rank's shard is on the tier, the version becomes whole as in any save.
 
 The rules contain no clock, no socket and no waiting. Each event comes with the time (monotonic) and with the agent's
 facts. The rules return the effects, in order. `salvage` carries them out.

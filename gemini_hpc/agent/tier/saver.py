@@ -187,7 +187,7 @@ class Saver:
         self._happened(events.Found())
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
-        """Save the newest version now, at the root: nodes are being drained and may go soon.
+        """Save the newest version now, at the root: nodes or a partition are being drained and may go soon.
 
         Args:
             hosts: The nodes being drained.
