@@ -30,7 +30,7 @@ from gemini_hpc.wire import peer
 _VERSIONS = 3  # newest versions kept of a shard: a survivor may lag behind the home by a step or a seal
 _MOST_BYTES = 256 << 20  # of all outlines kept here
 _MOST_SHARDS = 4096
-_LINK_S = 2.0
+_LINK_S = 2.0  # time limit to connect to a peer
 
 
 class Kept(NamedTuple):
@@ -83,14 +83,12 @@ class Outlines:
         self._node, self._membership, self._spawn = node, membership, spawn
         self._live: dict[tuple[str, int], tuple[int, ...]] = {}  # nodes with the tensors of own shards
         self._told: dict[tuple[str, str, int], str] = {}  # key of the directory that a peer has, by peer and shard
-        self._sent: dict[
-            tuple[str, int], tuple[Stamp, list[str]]
-        ] = {}  # stamp of the newest outline, and its receivers
+        self._sent: dict[tuple[str, int], tuple[Stamp, list[str]]] = {}  # the newest outline, and its receivers
         self._kept: dict[tuple[str, int], list[Kept]] = {}
         self._bytes = 0
         self._linking: set[str] = set()
 
-    # ---- of own shards ---------------------------------------------------------------------------------
+    # ---- outlines of own shards ------------------------------------------------------------------------
 
     def lives_on(self, name: str, rank: int, nodes: tuple[int, ...]) -> None:
         """Record that the tensors of this node's shard are on these nodes too, as its rank reports."""
@@ -185,7 +183,7 @@ class Outlines:
         for known in [k for k in self._told if k[0] == host]:
             del self._told[known]
 
-    # ---- of others' shards -----------------------------------------------------------------------------
+    # ---- outlines of others' shards --------------------------------------------------------------------
 
     def heard(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
         """Keep an outline or its digest, sent by the shard's home. The home may be this node."""

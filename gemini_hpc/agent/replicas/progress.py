@@ -13,7 +13,7 @@ from gemini_hpc.wire.progress_page import Progress
 
 _RUNS_S = 5.0  # a rank writes its page once a second, but may be in C code that lets no other thread run
 _KEPT = 32  # number of step lengths that the median is taken of
-_STACK_BYTES = 16384
+_STACK_BYTES = 16384  # most bytes of stacks read at once
 
 
 class _Page:

@@ -76,9 +76,7 @@ class Rejections:
         known = {(r.set, r.low, r.high): r for r in self.all}
         for rejection in found:
             known.setdefault((rejection.set, rejection.low, rejection.high), rejection)
-        for wide in [
-            r for r in known.values() if r.low == (0, 0)
-        ]:  # a rejection from (0, 0) on covers the older ones
+        for wide in [r for r in known.values() if r.low == (0, 0)]:  # covers all older rejections
             for key in [k for k, r in known.items() if r.set == wide.set and r.high < wide.high]:
                 del known[key]
         pledges = self._pledges

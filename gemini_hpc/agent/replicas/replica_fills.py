@@ -20,7 +20,7 @@ from gemini_hpc.wire.local_server import Client
 
 WAIT_S = 1.0  # wait for a rank here that lags behind the shard's home
 _LATE = 4  # versions: a rank that has filled none of the last ones does not fill any more
-_LOOK_S, _LATE_LOOK_S = 0.001, 0.1
+_LOOK_S, _LATE_LOOK_S = 0.001, 0.1  # poll intervals for a fill, and for the end of its process
 _WRITES_S = 15.0  # a begun write ends within this time; longer than the process waits for it before it rejoins
 
 

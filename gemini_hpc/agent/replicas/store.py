@@ -229,8 +229,8 @@ class Store:
     def trim(self, shard: Shard, sealed: Stamp, abandoned: frozenset[Stamp]) -> None:
         """Free the slots that a closed training does not need any more.
 
-        Slots older than the sealed version are freed if the sealed version is here, and so are slots with abandoned
-        versions.
+        If its sealed version is here, empty slots, older versions and abandoned versions are freed. Otherwise all
+        slots stay.
         """
         if shard.pair.find(sealed) is None:
             return

@@ -229,7 +229,7 @@ class Trainings:
             word = Decision(sealed, frozenset(message.abandoned), message.void, message.why)
             sealing.hear(word, message.degraded)
 
-    # ---- what trainers see -----------------------------------------------------------------------------
+    # ---- control pages ---------------------------------------------------------------------------------
 
     def beat(self) -> None:
         """Show on the control pages that this agent lives. Called several times a second."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 _NUMBER = re.compile(r"[0-9]+")  # a number of a version or of bytes does not make a new reason
 _LASTED = 2  # failed tries in a row before the program is informed; one save that the training overtakes is harmless
-_CHARS = 500
+_CHARS = 500  # characters of a reason in the note for the program
 
 
 @dataclass

@@ -17,9 +17,9 @@ from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.link import Link
 
-_ASK_S = 5.0
-_TELL_S = 1.0
-_LOOK_S = 0.2
+_ASK_S = 5.0  # the caller sends its request within this time
+_TELL_S = 1.0  # interval of progress reports
+_LOOK_S = 0.2  # interval of progress reports during a salvage
 _TIER_S = 10.0  # the tier must list its versions within this time
 
 

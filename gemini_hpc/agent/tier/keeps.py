@@ -22,9 +22,9 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 
 MAX_WISHES = 32  # open wishes of one training at a time
-_AGAIN_S = 1.0
+_AGAIN_S = 1.0  # interval at which open wishes are resent
 _KNOWN = 1024  # given names that are remembered
-_SHOWN = 16
+_SHOWN = 16  # given names that `inspect` shows
 
 
 class Keeps:
@@ -52,7 +52,7 @@ class Keeps:
         """
         self._membership, self._pledges, self._rejections = membership, pledges, rejections
         self._tier, self._log, self._wants = tier, log, wanted
-        self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: the name was never given
+        self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: another version has the name
         self._again_at = 0.0
 
     @property
@@ -73,7 +73,7 @@ class Keeps:
         """Return the names for this version of a training, each with the version that was requested."""
         return {wish.name: wish.version for wish in self.wishes if wish.set == name and wish.version <= stamp.version}
 
-    # ---- the wish --------------------------------------------------------------------------------------
+    # ---- wishes ----------------------------------------------------------------------------------------
 
     def ask(self, wish: Wish) -> str:
         """Take a rank's wish to keep a version. Return the reason for a refusal, or "".
@@ -173,7 +173,7 @@ class Keeps:
             self._take(wish)
             self._tell()
 
-    # ---- what became of it -----------------------------------------------------------------------------
+    # ---- outcomes --------------------------------------------------------------------------------------
 
     def saved(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, Stamp]]) -> None:
         """Record the names given, at the agent that had a version made whole.

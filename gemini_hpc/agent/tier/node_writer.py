@@ -29,9 +29,7 @@ from gemini_hpc.wire.stored import NodeFile
 _COPY_BYTES = 16 << 20
 
 
-Told = Callable[
-    [tuple[NodeFile, ...], str], None
-]  # receives the files written, and the reason why files are missing, or ""
+Told = Callable[[tuple[NodeFile, ...], str], None]  # files written, and why any are missing or ""
 
 
 @dataclass(frozen=True)

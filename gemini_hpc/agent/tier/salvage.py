@@ -35,7 +35,7 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile
 
-_TICK_S = 0.2
+_TICK_S = 0.2  # interval of `Tick` events during a salvage
 
 
 class Salvage:
@@ -62,7 +62,7 @@ class Salvage:
         self._clock: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # effects of the current try in progress
 
-    # ---- when ------------------------------------------------------------------------------------------
+    # ---- state and events ------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -85,7 +85,7 @@ class Salvage:
         return self._decides.gathering
 
     def due(self, now: float, *, last: bool = False) -> bool:
-        """Return whether a salvage is due: a node is missing, and no other agent is saving.
+        """Return whether a salvage is due: a node is missing, and the last versions are not reported as saved.
 
         Args:
             now: Current time in seconds.
@@ -111,15 +111,13 @@ class Salvage:
 
         Args:
             last: Memory is to be freed.
-            asked: An administrator or user requests the try. Automatic tries are not delayed by it.
+            asked: The try is requested by hand. It resets the gap between automatic tries instead of doubling it.
         """
         self._happened(events.Begin(last, asked))
 
     def reset(self) -> None:
         """Stop the salvage: another incarnation or round needs the memory."""
-        if (
-            self._decides.leader or self._membership.detached
-        ):  # the writer may read slots that are overwritten from now on
+        if self._decides.leader or self._membership.detached:  # the writer may read slots written from now on
             self._writer.cancel()
         self._happened(events.Reset())
 
@@ -128,7 +126,7 @@ class Salvage:
         if self._able():
             self._happened(events.Heard(host, message))
 
-    # ---- what the decisions rest on --------------------------------------------------------------------
+    # ---- facts for the decisions -----------------------------------------------------------------------
 
     def _facts(self, incarnation: Incarnation) -> events.Facts:
         mesh, here = incarnation.mesh, self._membership
@@ -163,7 +161,7 @@ class Salvage:
                 sealed.append(peer.Sealed(training.name, last, world))
         return peer.SalvageHave(tuple(sealed), tuple(held))
 
-    # ---- what is decided -------------------------------------------------------------------------------
+    # ---- decisions and effects -------------------------------------------------------------------------
 
     def _happened(self, event: events.Event) -> None:
         """Step through events in sequence, including events caused by the effects of earlier events."""

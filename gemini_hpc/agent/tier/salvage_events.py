@@ -51,7 +51,7 @@ class Begin(msgspec.Struct, frozen=True):
 
     Attributes:
         last: Memory is to be freed.
-        asked: The try is requested by hand. Automatic tries are not delayed by it.
+        asked: The try is requested by hand. It resets the gap between automatic tries instead of doubling it.
     """
 
     last: bool = False

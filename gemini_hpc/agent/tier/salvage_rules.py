@@ -2,9 +2,10 @@
 
 The first reachable host of the list leads:
 
-1. The leader asks all others for their last seal and their copies. The newest seal counts. 2. If the tier has no
-version as new, the leader names one host for each node rank. That host writes the node rank's shards as its file
-(`core.salvage`). 3. When every rank's shard is on the tier, the version becomes whole as in any save.
+1. The leader asks all others for their last seal and their copies. The newest seal counts.
+2. If the tier has no version as new, the leader names one host for each node rank. That host writes the node rank's
+   shards as its file (`core.salvage`).
+3. When every rank's shard is on the tier, the version becomes whole as in any save.
 
 The rules contain no clock, no socket and no waiting. Each event comes with the time (monotonic) and with the agent's
 facts. The rules return the effects, in order. `salvage` carries them out.
@@ -50,16 +51,16 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
-REACH_S = 2.0
+REACH_S = 2.0  # time limit to connect to a host
 MUSTER_S = 10.0  # the others answer within this time, or count as missing
 ASKED_S = 10.0  # a host asked to lead takes the lead within this time
-AGAIN_S = 1.0
-LOST_S = 10.0  # a writer that is unreachable and silent for this long is lost
+AGAIN_S = 1.0  # interval at which a silent host is contacted again
+LOST_S = 10.0  # a writer that is unreachable, or a leader that is silent, for this long is lost
 WRITE_S = 3600.0  # all writers finish within this time
 GAP_S, LONGEST_GAP_S = 60.0, 900.0  # gap between tries, doubled up to the longest gap
-TRIES = 3
+TRIES = 3  # tries for one training, and passes over the list in search of a leader
 MAX_SETS = 64
-_SHOWN = 8
+_SHOWN = 8  # ranks or hosts shown in a sentence
 SAID = 400
 
 
@@ -189,7 +190,7 @@ class SalvageRules:
             case Broken():
                 self.stage = "idle"
 
-    # ---- when ------------------------------------------------------------------------------------------
+    # ---- start, reset and ticks ------------------------------------------------------------------------
 
     def _start(self, facts: Facts, now: float) -> Iterator[Effect]:
         self.again_at, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
@@ -217,7 +218,7 @@ class SalvageRules:
         elif self.stage == "writing":
             yield from self._write(facts, now)
 
-    # ---- who -------------------------------------------------------------------------------------------
+    # ---- choice of a leader ----------------------------------------------------------------------------
 
     def _follow(self, facts: Facts, now: float) -> Iterator[Effect]:
         if now - facts.heard.get(self.leader, 0.0) > LOST_S:
@@ -443,9 +444,7 @@ class SalvageRules:
         if not reason:
             yield from self._next(True, facts)
             return
-        lead.first = (
-            lead.first or reason
-        )  # later failures may only follow from leaving out hosts that could not write
+        lead.first = lead.first or reason  # a retry may fail only for lack of the hosts left out
         if lead.tries < TRIES and self._known() != lead.before:
             yield from self._try(facts, now)
             return

@@ -24,9 +24,9 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.tier_interval import automatic_s
 from gemini_hpc.wire import peer
 
-AGAIN_S = 5.0  # wait after a failure, unless the interval is shorter
-GATHER_S = 3600.0
-FLUSH_TRIES = 3
+AGAIN_S = 5.0  # wait after a failure, unless the interval is shorter; also the interval of repeated orders
+GATHER_S = 3600.0  # all nodes write their part within this time, or the save fails
+FLUSH_TRIES = 3  # saves that one flush tries
 SAVES = 5  # number of last saves whose durations count
 _NOTHING = Stamp(0, 0)
 
@@ -96,9 +96,7 @@ class SaveRules:
 
     def __init__(self) -> None:
         self.gathering: dict[str, SaveProgress] = {}  # pending saves at the root, by training
-        self.saved: dict[
-            str, tuple[Stamp, float]
-        ] = {}  # at the root: newest version on the tier, and its time (Unix time)
+        self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: newest on the tier, and its Unix time
         self.last = False  # the job has ended here, and its last versions are not yet reported as saved
         self._ended: tuple[int, int] | None = None  # restart and round in which they were reported as saved
         self._due: dict[str, float] = {}
@@ -106,9 +104,7 @@ class SaveRules:
         self._asked: dict[str, float] = {}  # time of the last order to the nodes
         self._finishing: dict[str, SaveProgress] = {}  # saves whose manifest is being written
         self._cleans = 0
-        self._tidy: dict[
-            str, tuple[int, bool]
-        ] = {}  # by training: number of the removal of unfinished versions, and whether it is over
+        self._tidy: dict[str, tuple[int, bool]] = {}  # by training: the last removal, and whether it is over
         self._naming: set[str] = set()
         self._ends_at = math.inf  # as Slurm reports
         self._before_end: dict[str, float] = {}  # the job's end for which the save before the end was begun
@@ -391,7 +387,7 @@ class SaveRules:
         elif event.flush in self._flushes:
             yield from self._answer(event.flush, event.stamp, event.reason, facts, now)
 
-    # ---- now -------------------------------------------------------------------------------------------
+    # ---- flushes ---------------------------------------------------------------------------------------
 
     def _number(self) -> int:
         self._own_flushes -= 1

@@ -42,8 +42,8 @@ from gemini_hpc.wire.stored import NodeFile
 _LOOK_S = 1.0  # interval of retries while the tier cannot be read
 _SHOWN = 16  # nodes shown in a line
 _SAID = 200  # characters kept of another process's text
-_LEAVE_S = 10.0
-_TICK_S = 0.2
+_LEAVE_S = 10.0  # time limit to remove unfinished versions before the agent ends
+_TICK_S = 0.2  # interval of `Tick` events while the rules need them
 
 
 class Saver:
@@ -89,9 +89,7 @@ class Saver:
         self._settled: dict[int, asyncio.Future[None]] = {}
         self._publishing: dict[int, asyncio.Future[None]] = {}  # by attempt
         self.troubles = SaveFailures()
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(
-            asyncio.Lock
-        )  # by training: one publishes or removes at a time
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # publish or remove, by training
         self.directory = ""  # the job's directory on the tier, as last seen by a worker
         self.succeeded = False  # the training has succeeded: no agent will complete a half-written version
 
@@ -141,7 +139,7 @@ class Saver:
             interval_reason=self._choice.reason(self._decides.took_s(name)),
         )
 
-    # ---- what happens ----------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
         """Abort pending saves: a round begins, so they will not become whole."""
@@ -189,7 +187,7 @@ class Saver:
         self._happened(events.Found())
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
-        """Save the newest version now, at the root: nodes are being drained and may go soon.
+        """Save the newest version now, at the root: nodes or a partition are being drained and may go soon.
 
         Args:
             hosts: The nodes being drained.
@@ -233,7 +231,7 @@ class Saver:
             self._settled.pop(number, None)
             self._happened(events.Unsettle(number))
 
-    # ---- what is decided -------------------------------------------------------------------------------
+    # ---- decisions and effects -------------------------------------------------------------------------
 
     def _facts(self, now: float) -> events.Facts:
         here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
@@ -347,7 +345,7 @@ class Saver:
 
         self.node.wanted(Wanted(message.set, message.stamp, message.attempt), self.tier, told)
 
-    # ---- the end ---------------------------------------------------------------------------------------
+    # ---- the agent's end -------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free all copies and end the processes."""

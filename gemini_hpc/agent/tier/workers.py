@@ -22,7 +22,7 @@ WORKERS_MAX = 64
 _FDS_A_PACKET = 200  # the kernel takes 253
 _FDS_MAX = 8192
 _PACKET_BYTES = 8192
-_ANSWER_S = 10.0
+_ANSWER_S = 10.0  # time limit for the supervisor's answer
 _TITLE = b"gemini_hpc.tier.worker"
 
 

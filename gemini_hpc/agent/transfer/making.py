@@ -61,7 +61,7 @@ class Making:
         """Fold the parts of a region into the memory (blocking). Return the bytes received for the region.
 
         Raises:
-            pull.PullFailed: A part is not available, or `stop` has been set shortly before.
+            pull.PullFailed: A part is not available, or `stop` is set meanwhile.
         """
         with self._memory.view() as view:
             return sum(_fold_in(one, view, self._where, stop) for one in region)
@@ -81,7 +81,7 @@ def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int
     """Reconstruct all regions in sequence (blocking). Return the digest of the result and the bytes received.
 
     Raises:
-        pull.PullFailed: The parts do not make the copy, or `stop` has been set shortly before.
+        pull.PullFailed: The parts do not make the copy, or `stop` is set meanwhile.
     """
     made = Making(copy, memory, parts)
     made.clear()

@@ -30,11 +30,11 @@ from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
-SEAL_WAIT_S = 1.5
+SEAL_WAIT_S = 1.5  # wait for the seal of the previous version or for other members
 _LATE_S = 1.0  # a version without new bytes for this long makes room for a newer one
 # A missing version is lost after this time and this many usual iterations; the last value serves without a pace:
 _LOST_S, _LOST, _LOST_UNKNOWN_S = 10.0, 10.0, 60.0
-_RETRY_S = 0.001
+_RETRY_S = 0.001  # interval of retries during that wait
 _PIECE_BYTES = 1 << 20
 
 

@@ -19,9 +19,9 @@ from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
-SILENCE_S = 5.0
+SILENCE_S = 5.0  # time limit for one message or one read
 PATIENCE_S = 60.0  # patience with a source that still makes or pulls the copy
-_LOOK_S = 0.05
+_LOOK_S = 0.05  # interval of retries with a source that does not have the copy yet
 _PIECE_BYTES = 4 << 20
 _STEP_BYTES = 512 << 10  # bytes received and hashed at once, small enough for the processor's cache
 
@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 class NotYet(PullFailed):
-    """A source that does not have the copy yet."""
+    """A refusal of a source that does not have the copy yet."""
 
 
 async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
@@ -97,7 +97,7 @@ def fetch(
         stop: Cancels the pull.
 
     Raises:
-        PullFailed: All sources fail, or `stop` has been set shortly before.
+        PullFailed: All sources fail, or `stop` is set meanwhile.
     """
     failures: list[str] = []
     for source in sources:

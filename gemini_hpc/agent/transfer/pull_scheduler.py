@@ -31,7 +31,7 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 
 _REGIONS = 4  # regions of one shard or parity that are made at once
-_AT_ONCE = 4
+_AT_ONCE = 4  # pulls at once
 
 
 class Former(Protocol):

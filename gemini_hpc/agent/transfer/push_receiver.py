@@ -36,9 +36,9 @@ from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
-SILENCE_S = 5.0
+SILENCE_S = 5.0  # a sender that is silent for this long within a message or chunk is lost
 SEAL_WAIT_S = 1.5  # wait for the seal of the previous version, which may reach the home sooner than this node
-_RETRY_S = 0.001
+_RETRY_S = 0.001  # interval of retries during that wait
 T = TypeVar("T")
 
 
@@ -370,7 +370,7 @@ class PushReceiver:
 
 
 def _pass_over(view: memoryview, pieces: Pieces, start: int, end: int) -> None:
-    """Skip the bytes that are present, except those outside whole pieces."""
+    """Move the digest past bytes that are present already. Bytes outside whole pieces are hashed here."""
     first, last = pieces.whole(start, end)
     if first == last:
         with view[start:end] as part:

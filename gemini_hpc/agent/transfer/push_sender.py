@@ -41,11 +41,11 @@ from gemini_hpc.wire.link import BlockingLink, LinkClosed
 from gemini_hpc.wire.local_server import Client
 from gemini_hpc.wire.message import Message
 
-SILENCE_S = 5.0
-DIAL_S, ANSWER_S = 2.0, 2.0
+SILENCE_S = 5.0  # a holder that owes an acknowledgement for this long is lost
+DIAL_S, ANSWER_S = 2.0, 2.0  # time limits to connect, and for the holder's answer
 READ_S = 8.0  # wait for the digest after the last byte; it comes long before, unless the pool gets no processor
-_LOOK_S = 0.25
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0
+_LOOK_S = 0.25  # interval of checks while no acknowledgement arrives
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0  # pause after a failed connection, doubled up to the longest
 _PIECE_BYTES = 1 << 20
 T = TypeVar("T")
 
