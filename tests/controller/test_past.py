@@ -10,8 +10,7 @@ import pytest
 
 from gemini_hpc.cli import jobs
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.query import past
-from gemini_hpc.query import figures
+from gemini_hpc.query import figures, past
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import MAX_DETAIL, tame
