@@ -255,6 +255,16 @@ class Settings:
         0,
         3650,
     )
+    metrics_file: str = _setting(
+        "",
+        "File (`*.prom`) into which the controller writes its [figures](#metrics) every 15 s, for node_exporter's "
+        "textfile collector. Empty: none.",
+    )
+    metrics_listen: str = _setting(
+        "",
+        'Address and port where the controller serves them, such as `"127.0.0.1:9417"`. Whoever can connect sees job '
+        "numbers and user names. Empty: none.",
+    )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 
     def heartbeat_timeout_s(self) -> float:
