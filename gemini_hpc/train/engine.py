@@ -288,6 +288,7 @@ class SaveEngine:
             lambda: replicator.copy_bytes,
             transport="host" if self._pushed else "gloo" if self._over is not None else "none",
             seal=lambda: session.gate.seal,
+            cpu=lambda: session.gate.cpu,
             dearest=partial(dearest, self._stateful),
         )
 
