@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from gemini_hpc.format import commit_record
 
 _MADV_POPULATE_WRITE = 23
-_POPULATE_STEP_BYTES = 64 << 20
+_POPULATE_STEP_BYTES = 256 << 10  # other threads that map or unmap memory wait for a step: some 0.1 ms
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

@@ -8,13 +8,17 @@ import os
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.client import mapped_slots
 from gemini_hpc.client.mapped_slots import Content, Shard, Slot, populate
 from gemini_hpc.config import Settings
+from gemini_hpc.node import priority
 
 MIB = 1 << 20
 PLENTY = Settings(memory_floor_bytes=0, memory_cap_bytes=1 << 40)
@@ -105,3 +109,34 @@ def test_the_slot_that_is_filled_first_comes_first() -> None:
     shard.slots[1].content = Content(1, 8, 10, "ab")
     assert shard.in_turn() == shard.slots
     shard.close()
+
+
+def test_threads_that_map_memory_wait_for_a_small_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel holds the process's address space during a step: 64 MiB at nice 10 held an event loop for 0.3 s."""
+    steps = list[int]()
+
+    def madvise(at: int, size: int, advice: int) -> int:
+        steps.append(size)
+        return 0
+
+    monkeypatch.setattr(mapped_slots, "_libc", SimpleNamespace(madvise=madvise))
+    populate(mmap.mmap(-1, 8 * MIB + mmap.PAGESIZE))
+    assert (sum(steps), max(steps)) == (8 * MIB + mmap.PAGESIZE, MIB // 4)
+
+
+def test_a_movers_thread_goes_behind_the_training() -> None:
+    """And the threads that it starts; the event loop does not."""
+    found = list[int]()
+
+    def nice() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def work() -> None:
+        nice()
+        other = threading.Thread(target=nice)
+        other.start()
+        other.join()
+
+    asyncio.run(beside("gemini-test", work))
+    nice()
+    assert found[:2] == [max(priority.NICE, found[2])] * 2
