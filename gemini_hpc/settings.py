@@ -114,6 +114,13 @@ class Settings:
         "Free memory that reservations leave untouched. A detached agent releases everything when the node has less.",
         0,
     )
+    agent_cores: float = _setting(
+        0.0,
+        "Cores that one agent may use on average. Above that its training saves fewer versions: "
+        "[agents' processors](#the-agents-processors). 0: a sixteenth of the node's, and 0.5 at least.",
+        0,
+        100000,
+    )
     agent_restarts: int = _setting(
         5, "How often the supervisor starts a dead agent again. A life of more than a minute resets the count.", 0
     )

@@ -1,4 +1,4 @@
-"""Threads for transfers that last as long as an incarnation.
+"""Threads for transfers that last as long as an incarnation, with a lower priority than the training's.
 
 In asyncio's few threads such transfers would block digests and pulls.
 """
@@ -9,6 +9,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+from gemini_hpc.node import priority
 
 
 async def beside(name: str, work: Callable[[], None]) -> None:
@@ -26,6 +28,7 @@ async def beside(name: str, work: Callable[[], None]) -> None:
 
     def run() -> None:
         failure: Exception | None = None
+        priority.lower()
         try:
             work()
         except Exception as exc:
