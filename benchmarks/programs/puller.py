@@ -24,7 +24,7 @@ import msgspec
 
 from gemini_hpc.agent.replicas.digest_pool import DigestPool
 from gemini_hpc.agent.replicas.memory import Memfd
-from gemini_hpc.agent.transfer import pull
+from gemini_hpc.agent.transfer import pull, pull_source
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.handshake import Client
@@ -70,7 +70,7 @@ async def serve(host: str, size: int) -> None:
 
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = await accept(reader, writer, lambda greeting: "", host=host, restart=lambda: 0, instance="source")
-        await pull.serve(link, pool, lambda ask: (copy, memory))
+        await pull_source.serve(link, pool, lambda ask: (copy, memory))
 
     server = await asyncio.start_server(call, "0.0.0.0", 0)
     listener = socket.create_server(("0.0.0.0", 0))

@@ -22,6 +22,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.transfer import making, pull
+from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -31,7 +32,7 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 
 _REGIONS = 4  # regions of one shard or parity that are made at once
-_AT_ONCE = 4  # pulls at once
+_AT_ONCE = 8  # copies at once, and connections that they share: as many streams fill a link (as for pushes)
 
 
 class Former(Protocol):
@@ -284,9 +285,11 @@ class PullScheduler:
                     ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
                 elif host != me.node and (way := self._source(host, copy.stamp)) is not None:
                     ways.append(way)
-            source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
-        if trouble:
-            self._log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
+            connections = max(1, _AT_ONCE // max(1, len(self._running)))
+            pulled = await beside("gemini-pull", lambda: pull.fetch(copy, memory, ways, stop, connections))
+        if pulled.failures:
+            detail = f"shard {copy.rank} from {', '.join(pulled.hosts)}; {pulled.failures}"
+            self._log("next_holder", version=copy.stamp[1], detail=detail)
         self.bytes += copy.used
 
     @property
