@@ -7,9 +7,11 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Event
 
 import pytest
+from waiting import until
 
 from gemini_hpc.agent.replicas.digest_pool import DigestPool
 from gemini_hpc.agent.replicas.memory import Memfd
@@ -20,6 +22,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import munge, peer
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, accept
+
+from .test_push_bad_input import Site
 
 USED = 40 * PIECE_BYTES + 12345  # three runs, the last piece short
 DATA = random.Random(1).randbytes(USED)
@@ -290,3 +294,18 @@ def test_questions_that_cannot_be(holders: Holders) -> None:
     with pytest.raises(LinkClosed):
         link.receive(peer.PullHead)
     link.close()
+
+
+@pytest.mark.slow
+def test_a_replacement_pulls_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From real agents: n4 takes the place of n3, and has what n3 held."""
+    monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    site = Site(tmp_path / "job")
+    try:
+        stamp = (site.ranks[0].epoch, site.version)
+        site.job.requeue(["n1", "n2", "n4"])
+        new = site.job.all["n4"]
+        until(lambda: all(stamp in site.job.held(new, rank) for rank in (1, 2)), what="the copies of two ranks")
+    finally:
+        site.close()

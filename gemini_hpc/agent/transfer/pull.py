@@ -25,6 +25,7 @@ from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
+AT_ONCE = 8  # copies of a node at once, and connections that they share: more streams do not make a link faster
 SILENCE_S = 5.0  # time limit for one message or one read
 PATIENCE_S = 60.0  # patience with a source that still makes or pulls the copy, or hashes it
 _LOOK_S = 0.05  # interval of retries with a source that does not have the copy yet

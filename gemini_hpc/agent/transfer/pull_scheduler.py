@@ -32,7 +32,6 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 
 _REGIONS = 4  # regions of one shard or parity that are made at once
-_AT_ONCE = 8  # copies at once, and connections that they share: as many streams fill a link (as for pushes)
 
 
 class Former(Protocol):
@@ -77,7 +76,7 @@ class PullScheduler:
         self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
         self._tier, self._predecessor, self._log, self._spawn = tier, predecessor, log, spawn
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
-        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._gate = asyncio.Semaphore(pull.AT_ONCE)
         self._stops: dict[tuple[str, int], Event] = {}
         self._stamps: dict[tuple[str, int], Stamp] = {}
         self._rounds_begun = 0
@@ -285,7 +284,7 @@ class PullScheduler:
                     ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
                 elif host != me.node and (way := self._source(host, copy.stamp)) is not None:
                     ways.append(way)
-            connections = max(1, _AT_ONCE // max(1, len(self._running)))
+            connections = max(1, pull.AT_ONCE // max(1, len(self._running)))
             pulled = await beside("gemini-pull", lambda: pull.fetch(copy, memory, ways, stop, connections))
         if pulled.failures:
             detail = f"shard {copy.rank} from {', '.join(pulled.hosts)}; {pulled.failures}"

@@ -48,7 +48,7 @@ async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tup
 
 
 class _Serving:
-    """One connection's thread."""
+    """A connection with one copy, and its thread."""
 
     def __init__(self, first: peer.PullAsk, record: Copy, memory: Memfd, pool: DigestPool) -> None:
         self._first, self._record, self._memory, self._pool = first, record, memory, pool
