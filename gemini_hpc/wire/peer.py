@@ -732,8 +732,7 @@ class PushHead(Message, frozen=True, tag="version"):
 class PushChunk(Message, frozen=True, tag="chunk"):
     """The header of `length` raw bytes (covered by the digest) for this offset in the slot.
 
-    The offset is the end of the previous bytes, or of a `there` range behind them. `PushAck` answers once the bytes
-    have arrived.
+    The offset is the end of the previous bytes, or of a `there` range behind them.
     """
 
     offset: Bytes
@@ -743,7 +742,7 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 class PushDone(Message, frozen=True, tag="done"):
     """The end of all `used` bytes, with their digest (`core.digest`, made by the home's agent).
 
-    `PushAck` answers. The holder verifies the digest before it counts the copy (R5).
+    `PushVerified` answers. The holder verifies the digest before it counts the copy (R5).
 
     Attributes:
         part: Digest of a part, if only that part was wanted.
@@ -756,6 +755,13 @@ class PushDone(Message, frozen=True, tag="done"):
 
 
 class PushAck(Message, frozen=True, tag="acked"):
-    """An acknowledgement: the slot has all bytes before the offset `end`."""
+    """A cumulative acknowledgement: this many bytes of the version have arrived.
 
-    end: Bytes
+    It is sent while bytes arrive, and at the latest before the holder waits for more.
+    """
+
+    arrived: Bytes
+
+
+class PushVerified(Message, frozen=True, tag="verified"):
+    """The answer to `PushDone`: the holder has done with the version."""

@@ -54,6 +54,7 @@ AnyMessage = (
     | peer.PushChunk
     | peer.PushDone
     | peer.PushAck
+    | peer.PushVerified
     | inspect_schema.InspectAsk
     | inspect_schema.InspectPart
     | controller.Registration

@@ -26,6 +26,7 @@ from gemini_hpc.agent.replicas.store import Key, Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
+from gemini_hpc.agent.transfer.receipts import Receipts
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import PIECE_BYTES, Pieces, is_digest
@@ -194,7 +195,6 @@ class PushReceiver:
             try:
                 link.send(peer.PushAnswer(there=taken.there))
                 found = self._fill(link, taken, head.used)
-                link.wait(None)
                 digest = link.receive(peer.PushDone).digest
                 if not is_digest(digest):
                     raise LinkClosed("not a digest")
@@ -204,7 +204,7 @@ class PushReceiver:
                 counts = on_loop(self._end(taken, claimed, found))
             if not counts and not taken.filled:  # the home must abort it too, or no newer version would be pushed
                 raise LinkClosed("the digest differs")
-            link.send(peer.PushAck(head.used))
+            link.send(peer.PushVerified())
 
     def _receive_part(self, push: _Push, link: BlockingLink, head: peer.PushHead, on_loop: _OnLoop) -> None:
         part = on_loop(self._begin_part(push, head))
@@ -217,22 +217,21 @@ class PushReceiver:
             rest = ((0, start), (end, head.used))
             link.send(peer.PushAnswer(there=tuple((a, b) for a, b in rest if a < b), part=True))
             found = self._parts.take(link, part, SILENCE_S)
-            link.wait(None)
             done = link.receive(peer.PushDone)
             if not is_digest(done.digest) or not is_digest(done.part):
                 raise LinkClosed("not a digest")
             digest, claimed, mark = done.digest, done.part, done.mark
         finally:
             self.bytes += on_loop(self._parts.end(part, digest, claimed, found, mark))
-        link.send(peer.PushAck(head.used))
+        link.send(peer.PushVerified())
 
     def _fill(self, link: BlockingLink, taken: _Taken, used: int) -> str:
-        """Receive the slot's missing bytes. Return the digest of all bytes in the slot.
+        """Receive the slot's missing bytes, up to the next message. Return the digest of all bytes in the slot.
 
         Arriving bytes are hashed at once, while they are in the processor's cache; the training is mostly not on the
         network then. The pool hashes the bytes that are present already. No other writer gets the slot meanwhile.
         """
-        end, view, pieces = 0, taken.view, Pieces(used)
+        end, view, pieces, receipts = 0, taken.view, Pieces(used), Receipts(link)
         memory, stays = taken.shard.memory[taken.index], deque(taken.there)
         there = [pieces.whole(*stay) for stay in stays]
         beside = [
@@ -244,14 +243,16 @@ class PushReceiver:
                 end = stays.popleft()[1]
             if end >= used:
                 break
-            link.wait(None)  # a chunk is sent only when the training leaves bandwidth for it
+            receipts.wait()  # a chunk is sent only when the training leaves bandwidth for it
             chunk = link.receive(peer.PushChunk)
             if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {end} of {used} bytes")
             with view[end : end + chunk.length] as part:
                 link.fill(part, SILENCE_S, pieces.update)
             end += chunk.length
-            link.send(peer.PushAck(end))
+            receipts.add(chunk.length)
+        receipts.wait()
+        receipts.tell()
         for reading in beside:
             try:
                 reading.result()

@@ -116,13 +116,15 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self.client, self.set, self.rank, self.host = client, set_name, rank, host
         self._sock = sock
-        self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _on_loop
+        self._lock = threading.Lock()  # guards the fields from here to _stopped
         self._link: BlockingLink | None = None  # None also after its reader has seen its end
-        self._reader: tuple[threading.Thread, BlockingLink] | None = None
         self._on_loop: Future[Any] | None = None  # the call that the thread waits for
         self._awaited: deque[type[Message]] = deque()
+        self._chunks: deque[int] = deque()  # ends of the chunks that are not acknowledged, in bytes of the version
+        self._sent = self._arrived = 0  # bytes of the version
         self._progress = 0.0
         self._stopped = False
+        self._reader: tuple[threading.Thread, BlockingLink] | None = None
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
         self._reading: asyncio.Future[str] | None = None  # digest of the whole slot
@@ -174,8 +176,10 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
-            if self._link is not None and not self._awaited and self._link.wait(0):
+            if self._link is not None and not self._awaited and not self._chunks and self._link.wait(0):
                 self._link = None  # only its end can arrive, which the reader is about to see
+            self._sent = self._arrived = 0
+            self._chunks.clear()
         try:
             head, self._file, self._reading, link = self._wait_for(self._prepare(m))
         except PushLost as exc:
@@ -209,7 +213,7 @@ class Channel:
         most = (self._there[0][0] if self._there else self._used) - self._at
         if not 0 < length <= most:
             raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
-        link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
+        link = self._send(peer.PushChunk(self._at, length), length, more=True)
         assert self._file is not None
         link.send_file(self._file.fileno(), self._at, length)
         if self._part is not None:  # the slot's pages do not change meanwhile
@@ -230,18 +234,29 @@ class Channel:
         digest = self._wait_for(self._read_by(self._reading))
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.hexdigest() if self._part is not None else ""
-        self._send(peer.PushDone(digest, part, mark), peer.PushAck)
+        self._send(peer.PushDone(digest, part, mark), peer.PushVerified)
         self._forget_slot()
         self._used = self._at = 0
 
-    def _send(self, message: Message, answer: type[Message], *, more: bool = False) -> BlockingLink:
+    def _send(self, message: Message, awaited: type[Message] | int, *, more: bool = False) -> BlockingLink:
+        """Send a message. Return the link for the bytes behind the message, if any.
+
+        Args:
+            message: The message.
+            awaited: The kind of the answer, or the number of bytes behind the message.
+            more: The bytes follow at once.
+        """
         with self._lock:
             link = self._link
             if link is None or self._stopped:
                 raise PushLost("the connection has ended")
-            if not self._awaited:
+            if not self._awaited and not self._chunks:
                 self._progress = clock.monotonic()
-            self._awaited.append(answer)
+            if isinstance(awaited, int):
+                self._sent += awaited
+                self._chunks.append(self._sent)
+            else:
+                self._awaited.append(awaited)
         link.send(message, more=more)
         return link
 
@@ -342,6 +357,7 @@ class Channel:
         with self._lock:
             self._link = link
             self._awaited.clear()
+            self._chunks.clear()
         thread.start()
 
     def _read(self, link: BlockingLink) -> None:
@@ -352,8 +368,12 @@ class Channel:
                     self._look()
                     continue
                 message = link.take()
+                if isinstance(message, peer.PushAck):
+                    for _ in range(self._acknowledge(message.arrived)):
+                        self._reply(local.Ok())
+                    continue
                 with self._lock:
-                    wanted = self._awaited.popleft() if self._awaited else None
+                    wanted = self._awaited.popleft() if self._awaited and not self._chunks else None
                     self._progress = clock.monotonic()
                 if wanted is None or not isinstance(message, wanted):
                     raise PushLost(f"unexpected message {type(message).__name__}")
@@ -372,9 +392,25 @@ class Channel:
         link.shut()  # unblock a sender that waits for the silent other end
         with self._lock:
             self._link = None  # the next version gets a new link
-            lost = bool(self._awaited)
+            lost = bool(self._awaited or self._chunks)
         if lost:
             self._fail(f"{self.host}: {reason}")
+
+    def _acknowledge(self, arrived: int) -> int:
+        """Record that this many bytes have arrived. Return how many chunks have arrived with them.
+
+        Raises:
+            PushLost: The bytes have not been sent, or were acknowledged before.
+        """
+        with self._lock:
+            if not self._arrived < arrived <= self._sent:
+                raise PushLost(f"{arrived} bytes acknowledged after {self._arrived} of {self._sent}")
+            self._arrived, self._progress = arrived, clock.monotonic()
+            count = 0
+            while self._chunks and self._chunks[0] <= arrived:
+                self._chunks.popleft()
+                count += 1
+        return count
 
     def _look(self) -> None:
         """Check that the holder may still answer.
@@ -386,7 +422,7 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
-            if not self._awaited:
+            if not self._awaited and not self._chunks:
                 return
             silent_s = clock.monotonic() - self._progress
         if incarnation is None or self.host in incarnation.mesh.dead:
