@@ -73,30 +73,6 @@ class Pieces:
         self.length = length
         self.count = -(-length // PIECE_BYTES)
         self._found = bytearray(PIECE_DIGEST_BYTES * self.count)
-        self._piece, self._at = xxhash.xxh3_128(), 0
-
-    def whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first of the pieces that lie within these bytes, and the piece after the last."""
-        first = -(-start // PIECE_BYTES)
-        return first, max(first, self.count if end == self.length else end // PIECE_BYTES)
-
-    def update(self, data: memoryview) -> None:
-        """Add the stream's next bytes. The GIL is released meanwhile."""
-        at = 0
-        while at < len(data):
-            number = self._at // PIECE_BYTES
-            end = min(len(data), at + PIECE_BYTES - self._at % PIECE_BYTES)
-            with data[at:end] as part:
-                self._piece.update(part)
-            self._at += end - at
-            at = end
-            if self._at % PIECE_BYTES == 0 or self._at == self.length:
-                self.put(number, self._piece.digest())
-                self._piece.reset()
-
-    def pass_to(self, number: int) -> None:
-        """Let the stream, which has reached the end of a piece, go on with piece `number`."""
-        self._at = min(self.length, number * PIECE_BYTES)
 
     def bounds(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield number, first byte and end of the pieces from `first` to before `end`."""

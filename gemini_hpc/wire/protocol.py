@@ -49,6 +49,7 @@ AnyMessage = (
     | peer.PullAsk
     | peer.PullHead
     | peer.PushAsk
+    | peer.PushStripe
     | peer.PushAnswer
     | peer.PushHead
     | peer.PushChunk

@@ -10,16 +10,22 @@ import sys
 from gemini_hpc.agent import __main__ as supervisor
 from gemini_hpc.agent.daemon import serve as run_agent
 from gemini_hpc.agent.tier import worker_process, workers
+from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 from tests.forking import Request, serve
 
 
 def start(request: Request) -> None:
-    """Run an agent of this user, without MUNGE where "open"; where "tiered" with what works on the tier."""
+    """Run an agent of this user, without MUNGE where "open"; where "tiered" with what works on the tier.
+
+    stripes: connections of a pair of agents; else as this machine's cores make it.
+    """
     if request["open"]:  # credentials that anybody can open
         munge.encode = lambda payload, *, for_uid: payload
         munge.decode = lambda credential: (credential, os.geteuid())
+    if request.get("stripes"):
+        stripes.usual = lambda: request["stripes"]
     if request["tiered"]:  # workers are forked by a supervisor, with which the agent dies
         mine = workers.Workers(workers.tier)
         if agent := os.fork():
