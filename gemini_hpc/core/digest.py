@@ -53,7 +53,7 @@ class Digest:
     def hexdigest(self) -> str:
         """Return the digest of the bytes added so far."""
         rest = self._piece.digest() if self._length % PIECE_BYTES else b""
-        return _root(self._done + rest, self._length)
+        return root(self._done + rest, self._length)
 
     def copy(self) -> Digest:
         """Return an independent digest that continues from the same bytes."""
@@ -63,11 +63,7 @@ class Digest:
 
 
 class Pieces:
-    """The digests of the pieces of `length` bytes, each recorded when it is known, from any thread.
-
-    Some pieces may come as a stream from one thread (`update`), others separately. `whole` tells which pieces lie
-    within a range, and the stream skips those (`pass_to`).
-    """
+    """The digests of the pieces of `length` bytes, each recorded when it is known, from any thread."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -83,10 +79,25 @@ class Pieces:
         """Record the digest of one piece, of 16 bytes."""
         self._found[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES] = found
 
+    @property
+    def found(self) -> bytes:
+        """Return the digests of all pieces in order, of 16 bytes each."""
+        return bytes(self._found)
+
+    def differing(self, other: bytes) -> list[int]:
+        """Return the numbers of the pieces whose digests differ from another list of as many."""
+        each = range(0, len(self._found), PIECE_DIGEST_BYTES)
+        return [
+            at // PIECE_DIGEST_BYTES
+            for at in each
+            if self._found[at : at + PIECE_DIGEST_BYTES] != other[at : at + PIECE_DIGEST_BYTES]
+        ]
+
     def hexdigest(self) -> str:
         """Return the digest of all bytes. Each piece must have been recorded."""
-        return _root(self._found, self.length)
+        return root(self._found, self.length)
 
 
-def _root(pieces: bytes | bytearray, length: int) -> str:
+def root(pieces: bytes | bytearray, length: int) -> str:
+    """Return the digest of `length` bytes whose pieces have these digests."""
     return xxhash.xxh3_128_hexdigest(bytes(pieces) + length.to_bytes(8, "little"))

@@ -46,6 +46,7 @@ from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 PushName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 MAX_SMALL_BYTES, MAX_DIRECTORY_BYTES = 1 << 20, 4 << 20
+MAX_AGAIN = 64  # pieces that come again; a copy with more bad ones is lost
 MAX_STRIPES = 8  # connections of one shard to one holder
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
@@ -764,9 +765,11 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 class PushDone(Message, frozen=True, tag="done"):
     """The end of all `used` bytes, with their digest (`core.digest`, made by the home's agent).
 
-    `PushVerified` answers. The holder verifies the digest before it counts the copy (R5).
+    The holder verifies the digest before it counts the copy (R5). `PushVerified` answers, or `PushAgain`, after which
+    these pieces come again, and then this message.
 
     Attributes:
+        pieces: Digests of the pieces, of 16 bytes each; empty for parity, and where they are too long for a frame.
         part: Digest of a part, if only that part was wanted.
         mark: Mark of the shard's moment (`core.moments`).
     """
@@ -774,6 +777,15 @@ class PushDone(Message, frozen=True, tag="done"):
     digest: str
     part: str = ""
     mark: Mark = UNKNOWN
+    pieces: bytes = b""
+
+
+class PushAgain(Message, frozen=True, tag="again"):
+    """The answer to `PushDone` where some pieces differ: their numbers in order. It comes once a version."""
+
+    pieces: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1, max_length=MAX_AGAIN)
+    ]
 
 
 class PushAck(Message, frozen=True, tag="acked"):

@@ -55,6 +55,7 @@ AnyMessage = (
     | peer.PushChunk
     | peer.PushDone
     | peer.PushAck
+    | peer.PushAgain
     | peer.PushVerified
     | inspect_schema.InspectAsk
     | inspect_schema.InspectPart

@@ -113,8 +113,8 @@ def payload(rank: int, version: int, used: int = USED) -> bytes:
 class Site:
     """Three agents and three ranks; version 3 is sealed."""
 
-    def __init__(self, directory: Path, size: int = SIZE, used: int = USED, stripes: int = 0) -> None:
-        self.job = RealJob(directory, 3, 2, heartbeat_s=2.0, stripes=stripes)
+    def __init__(self, directory: Path, size: int = SIZE, used: int = USED, stripes: int = 0, flips: int = 0) -> None:
+        self.job = RealJob(directory, 3, 2, heartbeat_s=2.0, stripes=stripes, flips=flips)
         self.ranks = [Rank(self.job, k, size, used) for k in range(3)]
         self.version = 0
         self.round = self.ranks[0].page.round
@@ -174,8 +174,8 @@ class Push:
         self.link.sock.sendall(data)
         return self.link.receive(peer.PushAck).arrived
 
-    def done(self, text: str) -> None:
-        self.link.send(peer.PushDone(text))
+    def done(self, text: str, pieces: bytes = b"") -> None:
+        self.link.send(peer.PushDone(text, pieces=pieces))
         self.link.receive(peer.PushVerified)
 
     def ended(self) -> bool:

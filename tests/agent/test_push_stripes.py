@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import xxhash
 from waiting import until
 
-from gemini_hpc.core.digest import PIECE_BYTES, digest
+from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
@@ -189,3 +190,59 @@ def test_connections_without_a_word_leave_nothing(site: Site) -> None:
         for number in (1, 2):
             site.stripe(lead, number).close()
         lead.close()
+
+
+# ---- bad pieces come again -----------------------------------------------------------------------------
+
+
+def listed(data: bytes) -> bytes:
+    """The digests of the pieces."""
+    pieces = Pieces(len(data))
+    for number, start, end in pieces.bounds(0, pieces.count):
+        pieces.put(number, xxhash.xxh3_128_digest(data[start:end]))
+    return pieces.found
+
+
+def flipped(data: bytes, *places: int) -> bytes:
+    found = bytearray(data)
+    for at in places:
+        found[at] ^= 1
+    return bytes(found)
+
+
+def test_only_bad_pieces_are_asked_for(site: Site, three: list[Push]) -> None:
+    data = payload(0, site.version + 1, USED)
+    three[0].chunk(0, flipped(data, 3, PIECE_BYTES - 1, USED - 1))
+    three[0].link.send(peer.PushDone(digest(data), pieces=listed(data)))
+    last = USED // PIECE_BYTES
+    assert three[0].link.receive(peer.PushAgain) == peer.PushAgain((0, last))
+    three[1].chunk(last * PIECE_BYTES, data[last * PIECE_BYTES :])
+    three[0].chunk(0, data[:100])
+    three[2].chunk(100, data[100:PIECE_BYTES])
+    three[0].done(digest(data), listed(data))
+    site.version += 1
+    assert ("complete", (site.ranks[0].epoch, site.version)) in site.slots()
+
+
+@pytest.mark.parametrize(
+    "how", ["bad again", "other pieces", "another digest", "no list", "a list of something else", "too early"]
+)
+def test_a_version_is_mended_once(site: Site, three: list[Push], how: str) -> None:
+    data = payload(0, site.version + 1, USED)
+    lead = three[0]
+    lead.chunk(0, flipped(data, MID))
+    known = {"no list": b"", "a list of something else": listed(flipped(data, 9))}.get(how, listed(data))
+    lead.link.send(peer.PushDone(digest(data), pieces=known))
+    if "list" not in how:
+        assert lead.link.receive(peer.PushAgain).pieces == (2,)
+        start, end = 2 * PIECE_BYTES, 3 * PIECE_BYTES
+        if how == "other pieces":
+            three[1].link.send(peer.PushChunk(end, 10))
+        elif how == "too early":
+            lead.chunk(start, data[start : end - 1])
+            lead.link.send(peer.PushDone(digest(data), pieces=known))
+        else:
+            lead.chunk(start, flipped(data, MID if how == "bad again" else 0)[start:end])
+            said = digest(data if how == "bad again" else data[1:])
+            lead.link.send(peer.PushDone(said, pieces=known))
+    assert all(one.ended() for one in three)

@@ -16,9 +16,9 @@ import pytest
 
 from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.arrival import Arrival, Connection
-from gemini_hpc.agent.transfer.push_sender import Channel
+from gemini_hpc.agent.transfer.push_sender import Channel, PushLost
 from gemini_hpc.agent.transfer.stripes import Stripes
-from gemini_hpc.core.digest import PIECE_BYTES, digest
+from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import Session
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
@@ -127,3 +127,10 @@ def test_a_lost_connection_ends_all_and_the_rank_learns_it(
         assert pairs[1][1].sock.recv(1) == b""
         sending._forget_link()
     sending._file = None
+
+
+@pytest.mark.parametrize("numbers", [(5, 3), (3, 3), (17,), (1 << 40,)])
+def test_pieces_that_do_not_exist_are_not_sent(slot: FileIO, numbers: tuple[int, ...]) -> None:
+    rank, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with rank, agents, pytest.raises(PushLost, match="do not exist"):
+        asyncio.run(channel(SimpleNamespace(dead=set[str]()), agents))._send_again(numbers, Pieces(USED))

@@ -32,6 +32,7 @@ class RealNode:
     tiered: bool = False
     heartbeat_s: float = 0.1
     stripes: int = 0
+    flips: int = 0  # the place of a byte that changes when it first comes with a push
     process: Child | None = None
     path: str = field(init=False)
 
@@ -59,6 +60,7 @@ class RealNode:
             open=True,
             tiered=self.tiered,
             stripes=self.stripes,
+            flips=self.flips,
         )
         self.ask(local.VerdictRequest())
 
@@ -115,9 +117,10 @@ class RealJob:
         parity: int = 0,
         heartbeat_s: float = 0.1,
         stripes: int = 0,
+        flips: int = 0,
     ) -> None:
         directory.mkdir()
-        self._stripes = stripes
+        self._stripes, self._flips = stripes, flips
         self._parity, self._heartbeat_s = parity, heartbeat_s
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
@@ -132,7 +135,13 @@ class RealJob:
         for name in names:
             if name not in self.all:
                 self.all[name] = RealNode(
-                    name, self._directory / name, self._base, self.tier is not None, self._heartbeat_s, self._stripes
+                    name,
+                    self._directory / name,
+                    self._base,
+                    self.tier is not None,
+                    self._heartbeat_s,
+                    self._stripes,
+                    self._flips,
                 )
         replies: dict[str, local.Reply] = {}
 

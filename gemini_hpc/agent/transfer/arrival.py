@@ -73,6 +73,14 @@ class Arrival:
                 raise LinkClosed("too many gaps between the chunks")
             return self._view[offset : offset + length]
 
+    def again(self, numbers: Sequence[int]) -> None:
+        """Let these pieces come again, all bytes having arrived."""
+        with self._lock:
+            for number, start, end in (next(self.pieces.bounds(n, n + 1)) for n in numbers):
+                self._open.append((start, end))
+                self._lacks[number] = end - start
+                self._missing += end - start
+
     def landed(self, number: int, count: int, found: bytes | None) -> None:
         """Record that bytes of a piece have arrived.
 

@@ -31,13 +31,14 @@ from gemini_hpc.agent.transfer.arrival import Arrival, Connection
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
-from gemini_hpc.core.digest import is_digest
+from gemini_hpc.core.digest import is_digest, root
 from gemini_hpc.core.moments import UNKNOWN
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Slot, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
+from gemini_hpc.wire.peer import MAX_AGAIN
 
 SILENCE_S = 5.0  # a sender that is silent for this long within a message or chunk is lost
 SEAL_WAIT_S = 1.5  # wait for the seal of the previous version, which may reach the home sooner than this node
@@ -61,6 +62,7 @@ class _Taken:
     view: memoryview
     there: tuple[Range, ...] = ()  # these bytes need not be sent
     filled: bool = False  # a rank here has filled some of them
+    again: int = 0  # number of bytes that came twice, as they were damaged
 
 
 @dataclass(eq=False)
@@ -294,25 +296,42 @@ class PushReceiver:
         beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in arrival.present()]
         push.arrival = arrival  # before any byte can come
         link.send(peer.PushAnswer(there=taken.there))
-        digest = self._receive_chunks(Connection(arrival, link, SILENCE_S), link)
-        if not is_digest(digest) or arrival.missing:
-            raise LinkClosed(f"not a digest, or {arrival.missing} bytes are missing")
+        lead = Connection(arrival, link, SILENCE_S)
+        done = self._receive_chunks(lead, link)
         for reading in beside:
             try:
                 reading.result()
             except CancelledError:
                 raise LinkClosed("this agent ends") from None
-        return digest, pieces.hexdigest()
+        bad = pieces.differing(done.pieces)
+        if (
+            pieces.hexdigest() != done.digest == root(done.pieces, used)
+            and not taken.filled
+            and len(bad) <= MAX_AGAIN
+        ):
+            arrival.again(bad)
+            taken.again = arrival.missing
+            link.send(peer.PushAgain(tuple(bad)))
+            if self._receive_chunks(lead, link).digest != done.digest:
+                raise LinkClosed("another digest")
+        return done.digest, pieces.hexdigest()
 
     @staticmethod
-    def _receive_chunks(lead: Connection, link: BlockingLink) -> str:
-        """Receive chunks up to the home's digest, and return the digest."""
+    def _receive_chunks(lead: Connection, link: BlockingLink) -> peer.PushDone:
+        """Receive chunks up to the home's digest, and return the message with it.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
+        """
         while True:
             lead.wait()  # a chunk is sent only when the training leaves bandwidth for it
             message = link.take()
             if isinstance(message, peer.PushDone):
                 lead.tell()
-                return message.digest
+                if not is_digest(message.digest) or lead.arrival.missing:
+                    raise LinkClosed(f"not a digest, or {lead.arrival.missing} bytes are missing")
+                return message
             if not isinstance(message, peer.PushChunk):
                 raise LinkClosed(f"wanted PushChunk, got {type(message).__name__}")
             lead.receive(message)
@@ -447,7 +466,10 @@ class PushReceiver:
         if claimed is None:
             self._filling.void(taken.shard, taken.index)
             return False
-        self.bytes += claimed.used_bytes - ranges.size(taken.there)
+        self.bytes += claimed.used_bytes - ranges.size(taken.there) + taken.again
+        if taken.again:
+            detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"
+            self._log("mended", version=taken.stamp.version, detail=detail)
         counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from io import FileIO
@@ -28,12 +28,12 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.replicas.store import Reading, Shard, Store
 from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.stripes import Stripes
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
-from gemini_hpc.core.digest import Digest
+from gemini_hpc.core.digest import Digest, Pieces
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
@@ -49,6 +49,8 @@ READ_S = 8.0  # wait for the digest after the last byte; it comes long before, u
 _LOOK_S = 0.25  # interval of checks while no acknowledgement arrives
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0  # pause after a failed connection, doubled up to the longest
 _PIECE_BYTES = 1 << 20
+_MOST_LIST_BYTES = 8 << 20  # digests of the pieces of half a TiB; a frame takes 16 MiB
+_Kinds = type[Message] | tuple[type[Message], ...]
 T = TypeVar("T")
 
 
@@ -121,7 +123,7 @@ class Channel:
         self._lock = threading.Lock()  # guards the fields from here to _stopped
         self._link: Stripes | None = None  # None also after its reader has seen its end
         self._on_loop: Future[Any] | None = None  # the call that the thread waits for
-        self._awaited: deque[type[Message]] = deque()
+        self._awaited: deque[_Kinds] = deque()
         self._chunks: deque[int] = deque()  # ends of the chunks that are not acknowledged, in bytes of the version
         self._sent = 0  # bytes of the version
         self._progress = 0.0
@@ -129,7 +131,7 @@ class Channel:
         self._reader: tuple[threading.Thread, Stripes] | None = None
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
-        self._reading: asyncio.Future[str] | None = None  # digest of the whole slot
+        self._reading: Reading | None = None  # of the whole slot
         self._part: Digest | None = None  # digest of the bytes sent, if the holder wants only a part of the shard
         self._there: deque[Range] = deque()  # ranges that the holder has, still to be skipped
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
@@ -236,12 +238,36 @@ class Channel:
             raise PushLost(f"a digest after {self._at} of {self._used} bytes")
         self._all_arrived()
         assert self._file is not None and self._reading is not None
-        digest = self._wait_for(self._read_by(self._reading))
+        digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.hexdigest() if self._part is not None else ""
-        self._expect(peer.PushVerified).lead.send(peer.PushDone(digest, part, mark))
+        known = b"" if part or len(pieces.found) > _MOST_LIST_BYTES else pieces.found
+        done = peer.PushDone(digest, part, mark, known)
+        link = self._expect((peer.PushVerified, peer.PushAgain))
+        link.lead.send(done)
+        answer = link.answer()
+        if isinstance(answer, peer.PushAgain):
+            self._send_again(answer.pieces, pieces)
+            link.lead.send(done)
+            link.answer()
+        self._reply(local.Ok())
         self._forget_slot()
         self._used = self._at = 0
+
+    def _send_again(self, numbers: Sequence[int], pieces: Pieces) -> None:
+        """Send the pieces that differ at the holder. They are few, so they do not wait for the training.
+
+        Raises:
+            PushLost: There are no such pieces.
+        """
+        if list(numbers) != sorted(set(numbers)) or numbers[-1] >= pieces.count:
+            raise PushLost("pieces that do not exist")
+        link = self._expect(peer.PushVerified)
+        assert self._file is not None
+        for number in numbers:
+            for _, start, end in pieces.bounds(number, number + 1):
+                link.send(self._file, start, end - start)
+        link.settle()
 
     def _all_arrived(self) -> None:
         """Check that the rank has waited for its chunks.
@@ -253,11 +279,11 @@ class Channel:
             if self._chunks:
                 raise PushLost("the rank has not waited for its chunks")
 
-    def _expect(self, awaited: type[Message] | int) -> Stripes:
+    def _expect(self, awaited: _Kinds | int) -> Stripes:
         """Return the connections, on which a message or bytes now go.
 
         Args:
-            awaited: The kind of the message's answer, or the number of bytes.
+            awaited: The possible answers to the message, or the number of bytes.
         """
         with self._lock:
             link = self._link
@@ -306,10 +332,8 @@ class Channel:
         except TimeoutError:
             raise PushLost(f"its bytes have not been read within {READ_S:g} s") from None
 
-    async def _prepare(
-        self, m: local.PushOffer
-    ) -> tuple[peer.PushHead, FileIO, asyncio.Future[str], list[BlockingLink]]:
-        """Return the offer, its slot, its pending digest, and new connections if there were none.
+    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, Reading, list[BlockingLink]]:
+        """Return the offer, its slot, the reading of its bytes, and new connections if there were none.
 
         Raises:
             PushLost: The version cannot be sent, or the holder cannot be reached.
@@ -417,11 +441,11 @@ class Channel:
                     if isinstance(message, peer.PushAck):
                         self._acknowledge(link.acknowledged(one, message.arrived))
                     elif one is link.lead:
-                        self._answer(message)
+                        self._answer(message, link)
                     else:
                         raise PushLost(f"unexpected message {type(message).__name__}")
         except (PushLost, LinkClosed, OSError) as exc:
-            reason = link.failure or str(exc)
+            reason = link.failure = link.failure or str(exc)
         link.shut()  # unblock a sender that waits for the silent other end
         with self._lock:
             self._link = None  # the next version gets a new link
@@ -429,8 +453,8 @@ class Channel:
         if lost:
             self._fail(f"{self.host}: {reason}")
 
-    def _answer(self, message: protocol.AnyMessage) -> None:
-        """Return the holder's answer to the rank.
+    def _answer(self, message: protocol.AnyMessage, link: Stripes) -> None:
+        """Pass the holder's answer to the rank, or to the thread that sends.
 
         Raises:
             PushLost: No such answer is awaited.
@@ -440,7 +464,9 @@ class Channel:
             self._progress = clock.monotonic()
         if wanted is None or not isinstance(message, wanted):
             raise PushLost(f"unexpected message {type(message).__name__}")
-        if isinstance(message, peer.PushAnswer) and message.reason:
+        if isinstance(message, (peer.PushVerified, peer.PushAgain)):
+            link.say(message)
+        elif isinstance(message, peer.PushAnswer) and message.reason:
             self._reply(local.Refused(f"{self.host}: {message.reason}"))
         elif isinstance(message, peer.PushAnswer) and (message.there or message.part):
             if reason := ranges.fault(message.there, self._used):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from typing import NamedTuple
 
@@ -68,8 +68,9 @@ class Stripes:
         self._changed = threading.Condition()
         self._chunks: deque[_Chunk] = deque()  # that no connection has begun to send
         self._sent, self._arrived = [0] * len(links), [0] * len(links)
+        self._said: deque[peer.PushVerified | peer.PushAgain] = deque()
         self._over = False
-        self.failure = ""  # of one of the threads
+        self.failure = ""  # why the connections end
         self._threads = [
             threading.Thread(target=self._carry, args=(number,), name=f"{name}-{number}", daemon=True)
             for number in range(1, len(links))
@@ -100,6 +101,35 @@ class Stripes:
         while (chunk := self._next(0)) is not None:
             self._put(self.lead, chunk)
 
+    def settle(self) -> None:
+        """Wait until all bytes sent are acknowledged.
+
+        Raises:
+            OSError: The connections have ended.
+        """
+        self._wait_for(lambda: sum(self._sent) == sum(self._arrived))
+
+    def say(self, message: peer.PushVerified | peer.PushAgain) -> None:
+        """Pass the holder's answer to the thread that sends."""
+        with self._changed:
+            self._said.append(message)
+            self._changed.notify_all()
+
+    def answer(self) -> peer.PushVerified | peer.PushAgain:
+        """Wait for the holder's answer.
+
+        Raises:
+            OSError: The connections have ended.
+        """
+        self._wait_for(lambda: self._said)
+        return self._said.popleft()
+
+    def _wait_for(self, there: Callable[[], object]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: there() or self._over)
+            if not there():
+                raise OSError(self.failure or "the connections have ended")
+
     def acknowledged(self, link: BlockingLink, arrived: int) -> int:
         """Record an acknowledgement of a connection. Return how many bytes of the version are acknowledged in all.
 
@@ -111,7 +141,9 @@ class Stripes:
             if not self._arrived[number] < arrived <= self._sent[number]:
                 raise LinkClosed(f"{arrived} of {self._sent[number]} bytes acknowledged")
             self._arrived[number] = arrived
-            return sum(self._arrived)
+            if (total := sum(self._arrived)) == sum(self._sent):
+                self._changed.notify_all()
+            return total
 
     def shut(self) -> None:
         """End all connections, from any thread."""
