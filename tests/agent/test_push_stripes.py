@@ -246,3 +246,4 @@ def test_a_version_is_mended_once(site: Site, three: list[Push], how: str) -> No
             said = digest(data if how == "bad again" else data[1:])
             lead.link.send(peer.PushDone(said, pieces=known))
     assert all(one.ended() for one in three)
+    assert f"event=mended host=n2 version={site.version + 1} " not in site.holder.log()

@@ -1,4 +1,4 @@
-"""One version's bytes on their way into a slot, over several connections at once.
+"""The bytes of a version on their way into a slot, over several connections at once.
 
 Each byte arrives once. A piece (`core.digest`) whose bytes arrive in order over one connection is hashed as they
 arrive, while they are in the processor's cache. Other pieces are hashed by the thread that brings their last byte.
@@ -103,7 +103,7 @@ class Arrival:
 
 
 class Connection:
-    """One of the connections that bring a version's bytes, used by one thread."""
+    """A connection that brings bytes of a version, used by one thread."""
 
     def __init__(self, arrival: Arrival, link: BlockingLink, silence_s: float) -> None:
         self.arrival, self._link, self._silence_s = arrival, link, silence_s

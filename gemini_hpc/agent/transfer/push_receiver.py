@@ -467,10 +467,10 @@ class PushReceiver:
             self._filling.void(taken.shard, taken.index)
             return False
         self.bytes += claimed.used_bytes - ranges.size(taken.there) + taken.again
-        if taken.again:
+        counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
+        if counts and taken.again:
             detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"
             self._log("mended", version=taken.stamp.version, detail=detail)
-        counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
             # The home keeps the version and sends the next one whole, so no rank waits for this one.
