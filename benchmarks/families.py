@@ -93,7 +93,14 @@ FAMILIES = {
             "pp.{delay,delay_share}_{2.0,2.1,4.0,4.1,4.2,4.3}",
         ),
     ),
-    "plane": Family("plane", ("plane.{digest_ratio,digest_gbs,own_ratio,own_s,inventory_ratio}",), cluster=False),
+    "plane": Family(
+        "plane",
+        (
+            "plane.{digest_ratio,digest_gbs,own_ratio,own_s,inventory_ratio}",
+            "plane.{push_ratio,push_gbs,push_cpu_ratio,push_cpu,ranks_ratio,wakes}",
+        ),
+        cluster=False,
+    ),
     "pull": Family("pull", ("pull.{throughput_ratio,rate_gbs,rate_with_reserve_gbs}",)),
     "agent": Family(
         "agent", ("agent.{start_s,socket_s,start_cpu_s,first_sealed_s,loop_late_ms,rss_mib,supervisor_rss_mib}",)

@@ -1,10 +1,11 @@
-"""Measure the hashing of agents against the same cores' plain threads: pool, own version, inventory of a round."""
+"""Measure what agents do with bytes against the same cores' plain threads and sockets: hashing, sealing, pushing."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,9 @@ from gemini_hpc.core.digest import PIECE_BYTES
 from gemini_hpc.core.slots import Stamp
 
 _SHARDS = 3
-_PROGRAM = Path(__file__).parent / "programs" / "sealer.py"
+_PROGRAMS = Path(__file__).parent / "programs"
+_RANKS = 4  # on a node
+_ENOUGH_CORES = 8  # with fewer, both ends of two nodes take turns on them, and speeds say little
 
 
 def measure(options: Options) -> list[Row]:
@@ -34,7 +37,11 @@ def measure(options: Options) -> list[Row]:
     options.progress.say("plane", f"{2 * _SHARDS} slots of {size >> 20} MiB")
     pool_s, plain_s, inventory_s, threads = asyncio.run(_hashing(size, runs))
     options.progress.say("plane", f"{runs} versions of {options.gb:g} GB, m = 1, beside memcpy")
-    own = _own(options.state_bytes, runs)
+    own = _program("sealer.py", options.state_bytes, runs)
+    options.progress.say("plane", f"{runs} versions of {options.gb:g} GB, m = 2, beside plain sockets")
+    pushed = _program("pusher.py", options.state_bytes, runs, 1)
+    options.progress.say("plane", f"{runs} versions of {options.gb:g} GB, m = 2, {_RANKS} ranks a node")
+    shared = _program("pusher.py", options.state_bytes, runs, _RANKS)
     cores = f"{threads} threads on {os.cpu_count()} cores"
     rates = [size / s / 1e9 for s in pool_s]
     return [
@@ -62,6 +69,54 @@ def measure(options: Options) -> list[Row]:
             "x",
             [all_s / (2 * _SHARDS * one_s) for all_s, one_s in zip(inventory_s, pool_s, strict=True)],
             limit=1.3,
+        ),
+        *_pushes(options, pushed, shared),
+    ]
+
+
+def _pushes(options: Options, pushed: list[dict[str, float]], shared: list[dict[str, float]]) -> list[Row]:
+    """The rows of versions that travel between two nodes, both ways at once."""
+    cores = len(os.sched_getaffinity(0))
+    are_enough, both = cores >= _ENOUGH_CORES, 2 * options.gb
+    alone_s = statistics.median(line["push_s"] for line in pushed)
+    return [
+        median_row(
+            "plane.push_ratio",
+            f"bytes of a version over the time from copied to sealed, m = 2, {options.gb:g} GB both ways, on {cores} "
+            "cores, against plain sockets with sendfile, recv_into and xxh3, in turns: speed",
+            "x",
+            [line["plain_s"] / line["push_s"] for line in pushed],
+            limit=0.9 if are_enough else None,
+            at_least=True,
+        ),
+        median_row("plane.push_gbs", "the same: each way", "GB/s", [options.gb / line["push_s"] for line in pushed]),
+        median_row(
+            "plane.push_cpu_ratio",
+            "the same: CPU of both agents against that of the plain sockets' processes",
+            "x",
+            [line["cpu_s"] / line["plain_cpu_s"] for line in pushed],
+            limit=1.25,
+        ),
+        median_row(
+            "plane.push_cpu",
+            "the same: CPU of both agents for each GB that went",
+            "core-s/GB",
+            [line["cpu_s"] / both for line in pushed],
+        ),
+        median_row(
+            "plane.ranks_ratio",
+            f"the same bytes from {_RANKS} ranks a node against one: speed, {cores} cores",
+            "x",
+            [alone_s / line["push_s"] for line in shared],
+            limit=1.0 if are_enough else None,
+            at_least=True,
+        ),
+        median_row(
+            "plane.wakes",
+            f"voluntary switches of a rank for a version of {options.gb:g} GB, m = 2",
+            "",
+            [line["wakes"] for line in pushed],
+            limit=200,
         ),
     ]
 
@@ -115,16 +170,16 @@ def _plain(shard: Shard, size: int, pool: DigestPool) -> float:
         return time.perf_counter() - began
 
 
-def _own(state_bytes: int, runs: int) -> list[dict[str, float]]:
+def _program(name: str, *words: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="gemini-plane-") as directory:
-        argv = [sys.executable, str(_PROGRAM), directory, str(state_bytes), str(runs)]
+        argv = [sys.executable, str(_PROGRAMS / name), directory, *map(str, words)]
         try:
             done = subprocess.run(
                 argv,
-                env={**os.environ, "PYTHONPATH": str(_PROGRAM.parents[2])},
+                env={**os.environ, "PYTHONPATH": str(_PROGRAMS.parents[1])},
                 capture_output=True,
                 text=True,
-                timeout=120 + 60 * runs,
+                timeout=900,
                 check=False,
             )
         except subprocess.TimeoutExpired:

@@ -67,40 +67,12 @@ class Digest:
 
 
 class Pieces:
-    """The digests of the pieces of `length` bytes, each recorded when it is known, from any thread.
-
-    Some pieces may come as a stream from one thread (`update`), others separately. `whole` tells which pieces lie
-    within a range, and the stream skips those (`pass_to`).
-    """
+    """The digests of the pieces of `length` bytes, each recorded when it is known, from any thread."""
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.count = -(-length // PIECE_BYTES)
         self._found = bytearray(PIECE_DIGEST_BYTES * self.count)
-        self._piece, self._at = xxhash.xxh3_128(), 0
-
-    def whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first of the pieces that lie within these bytes, and the piece after the last."""
-        first = -(-start // PIECE_BYTES)
-        return first, max(first, self.count if end == self.length else end // PIECE_BYTES)
-
-    def update(self, data: memoryview) -> None:
-        """Add the stream's next bytes. The GIL is released meanwhile."""
-        at = 0
-        while at < len(data):
-            number = self._at // PIECE_BYTES
-            end = min(len(data), at + PIECE_BYTES - self._at % PIECE_BYTES)
-            with data[at:end] as part:
-                self._piece.update(part)
-            self._at += end - at
-            at = end
-            if self._at % PIECE_BYTES == 0 or self._at == self.length:
-                self.put(number, self._piece.digest())
-                self._piece.reset()
-
-    def pass_to(self, number: int) -> None:
-        """Let the stream, which has reached the end of a piece, go on with piece `number`."""
-        self._at = min(self.length, number * PIECE_BYTES)
 
     def bounds(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield number, first byte and end of the pieces from `first` to before `end`."""
@@ -115,6 +87,15 @@ class Pieces:
     def found(self) -> bytes:
         """Return the digests of all pieces, one after the other. Each piece must have been recorded."""
         return bytes(self._found)
+
+    def differing(self, other: bytes) -> list[int]:
+        """Return the numbers of the pieces whose digests differ from another list of as many."""
+        each = range(0, len(self._found), PIECE_DIGEST_BYTES)
+        return [
+            at // PIECE_DIGEST_BYTES
+            for at in each
+            if self._found[at : at + PIECE_DIGEST_BYTES] != other[at : at + PIECE_DIGEST_BYTES]
+        ]
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes. Each piece must have been recorded."""

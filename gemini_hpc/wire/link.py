@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -506,6 +506,15 @@ class BlockingLink:
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    @staticmethod
+    def ready(links: Sequence[BlockingLink], timeout_s: float) -> list[BlockingLink]:
+        """Return the links where data arrived, or that ended, within `timeout_s` seconds."""
+        poll = select.poll()
+        found = {link.sock.fileno(): link for link in links}
+        for fd in found:
+            poll.register(fd, select.POLLIN)
+        return [found[fd] for fd, _ in poll.poll(timeout_s * 1000)]
 
     def shut(self) -> None:
         """End the connection; safe to call from a thread other than the link's user."""

@@ -43,8 +43,11 @@ from gemini_hpc.core.standstill import Host, Standing
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
+PushName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 MAX_SMALL_BYTES, MAX_DIRECTORY_BYTES = 1 << 20, 4 << 20
+MAX_AGAIN = 64  # pieces that come again; a copy with more bad ones is lost
+MAX_STRIPES = 8  # connections of one shard to one holder
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
@@ -694,7 +697,7 @@ class PullHead(Message, frozen=True, tag="pull"):
 
 
 class PushAsk(Message, frozen=True, tag="push?"):
-    """The first message on a push connection.
+    """The first message on a shard's leading push connection.
 
     The sender is this shard's home and will push the shard version by version.
     """
@@ -705,11 +708,29 @@ class PushAsk(Message, frozen=True, tag="push?"):
     round: Round
 
 
+class PushStripe(Message, frozen=True, tag="stripe?"):
+    """The first message on a further connection, which carries chunks of the same shard beside the leading one.
+
+    It ends with the leading connection, and that one with it.
+
+    Attributes:
+        push: The leading connection, as its holder calls it.
+        number: Number of this connection; the leading one has 0.
+    """
+
+    set: str
+    rank: Count
+    push: PushName
+    number: Annotated[int, msgspec.Meta(ge=1, lt=MAX_STRIPES)]
+
+
 class PushAnswer(Message, frozen=True, tag="push"):
-    """The answer to `PushAsk` and `PushHead`.
+    """The answer to `PushAsk`, `PushStripe` and `PushHead`.
 
     Attributes:
         reason: Reason for a refusal; "": accepted.
+        push: In answer to `PushAsk`: the holder's name for this connection.
+        stripes: In answer to `PushAsk`: how many connections the holder takes, this one included.
         there: Byte ranges that the holder already has; the home does not send them.
         part: For parity: the bytes in `there` are not wanted, and those that come have a digest of their own.
     """
@@ -717,6 +738,8 @@ class PushAnswer(Message, frozen=True, tag="push"):
     reason: str = ""
     there: tuple[tuple[Bytes, Bytes], ...] = ()
     part: bool = False
+    push: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
 
 
 class PushHead(Message, frozen=True, tag="version"):
@@ -737,8 +760,7 @@ class PushHead(Message, frozen=True, tag="version"):
 class PushChunk(Message, frozen=True, tag="chunk"):
     """The header of `length` raw bytes (covered by the digest) for this offset in the slot.
 
-    The offset is the end of the previous bytes, or of a `there` range behind them. `PushAck` answers once the bytes
-    have arrived.
+    Over the connections of a shard together, each byte that is not in `there` comes once, in any order.
     """
 
     offset: Bytes
@@ -748,9 +770,11 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 class PushDone(Message, frozen=True, tag="done"):
     """The end of all `used` bytes, with their digest (`core.digest`, made by the home's agent).
 
-    `PushAck` answers. The holder verifies the digest before it counts the copy (R5).
+    The holder verifies the digest before it counts the copy (R5). `PushVerified` answers, or `PushAgain`, after which
+    these pieces come again, and then this message.
 
     Attributes:
+        pieces: Digests of the pieces, of 16 bytes each; empty for parity, and where they are too long for a frame.
         part: Digest of a part, if only that part was wanted.
         mark: Mark of the shard's moment (`core.moments`).
     """
@@ -758,9 +782,25 @@ class PushDone(Message, frozen=True, tag="done"):
     digest: str
     part: str = ""
     mark: Mark = UNKNOWN
+    pieces: bytes = b""
+
+
+class PushAgain(Message, frozen=True, tag="again"):
+    """The answer to `PushDone` where some pieces differ: their numbers in order. It comes once a version."""
+
+    pieces: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1, max_length=MAX_AGAIN)
+    ]
 
 
 class PushAck(Message, frozen=True, tag="acked"):
-    """An acknowledgement: the slot has all bytes before the offset `end`."""
+    """A cumulative acknowledgement: this many bytes of the version have arrived on this connection.
 
-    end: Bytes
+    It is sent while bytes arrive, and at the latest before the holder waits for more.
+    """
+
+    arrived: Bytes
+
+
+class PushVerified(Message, frozen=True, tag="verified"):
+    """The answer to `PushDone`: the holder has done with the version."""

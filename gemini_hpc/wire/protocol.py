@@ -49,11 +49,14 @@ AnyMessage = (
     | peer.PullAsk
     | peer.PullHead
     | peer.PushAsk
+    | peer.PushStripe
     | peer.PushAnswer
     | peer.PushHead
     | peer.PushChunk
     | peer.PushDone
     | peer.PushAck
+    | peer.PushAgain
+    | peer.PushVerified
     | inspect_schema.InspectAsk
     | inspect_schema.InspectPart
     | controller.Registration

@@ -10,16 +10,37 @@ import sys
 from gemini_hpc.agent import __main__ as supervisor
 from gemini_hpc.agent.daemon import serve as run_agent
 from gemini_hpc.agent.tier import worker_process, workers
+from gemini_hpc.agent.transfer import arrival, stripes
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 from tests.forking import Request, serve
 
 
+def flip(at: int) -> None:
+    """Change a bit of the byte at this place of a slot when it first arrives, as bad memory of a switch would."""
+    take, done = arrival.Connection._take, [False]
+
+    def flipped(me: arrival.Connection, data: memoryview) -> None:
+        if not done[0] and me._at <= at < me._at + len(data):
+            data[at - me._at] ^= 1
+            done[0] = True
+        take(me, data)
+
+    arrival.Connection._take = flipped  # type: ignore[method-assign]
+
+
 def start(request: Request) -> None:
-    """Run an agent of this user, without MUNGE where "open"; where "tiered" with what works on the tier."""
+    """Run an agent of this user, without MUNGE where "open"; where "tiered" with what works on the tier.
+
+    stripes: connections of a pair of agents; else as this machine's cores make it. flips: see `flip`.
+    """
     if request["open"]:  # credentials that anybody can open
         munge.encode = lambda payload, *, for_uid: payload
         munge.decode = lambda credential: (credential, os.geteuid())
+    if at := request.get("flips"):
+        flip(at)
+    if request.get("stripes"):
+        stripes.usual = lambda: request["stripes"]
     if request["tiered"]:  # workers are forked by a supervisor, with which the agent dies
         mine = workers.Workers(workers.tier)
         if agent := os.fork():

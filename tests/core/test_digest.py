@@ -46,28 +46,6 @@ def test_steps_and_orders_do_not_matter(length: int, cuts: list[int], order: ran
     assert pieces.hexdigest() == wanted
 
 
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.lists(st.integers(0, 3 * PIECE_BYTES + 7), max_size=6), st.integers(1, 3 * PIECE_BYTES))
-def test_a_stream_with_stretches_that_others_hash(length: int, cuts: list[int], step: int) -> None:
-    """Such stretches are the bytes that a holder has already, between arriving ones."""
-    data = memoryview(_BYTES)[:length]
-    pieces = Pieces(length)
-    bounds = [0, *sorted(min(cut, length) for cut in cuts), length]
-    for turn, (start, end) in enumerate(pairwise(bounds)):
-        first, last = pieces.whole(start, end)
-        if turn % 2 and first < last:
-            for number, begin, stop in pieces.bounds(first, last):
-                assert start <= begin < stop <= end
-                pieces.put(number, xxhash.xxh3_128_digest(data[begin:stop]))
-            pieces.update(data[start : first * PIECE_BYTES])
-            pieces.pass_to(last)
-            pieces.update(data[min(end, last * PIECE_BYTES) : end])
-            continue
-        for at in range(start, end, step):
-            pieces.update(data[at : min(end, at + step)])
-    assert pieces.hexdigest() == by_its_definition(bytes(data))
-
-
 def test_a_byte_or_the_length_alone_makes_another() -> None:
     data = bytearray(_BYTES)
     wanted = digest(data)

@@ -289,6 +289,27 @@ class Thread:
             self._process.loop.block(self._waiting.append, timeout)
 
 
+class Condition:
+    """As threading's. Only a wait lets another thread go on, so that there is nothing to lock."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_for(self, there: Callable[[], object]) -> None:
+        """Until it is there; whoever makes it so calls `notify_all`."""
+        while not there():
+            current().loop.block(self._waiting.append)
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for go_on in waiting:
+            go_on()
+
+
 class Clock:
     """That of the host at work. skew_s: by how much the time of day of a host is wrong."""
 

@@ -12,7 +12,7 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -26,7 +26,7 @@ from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.agent.replicas import memory
 from gemini_hpc.agent.replicas import store as store_module
 from gemini_hpc.agent.replicas.digest_pool import DigestPool
-from gemini_hpc.agent.transfer import push_sender, threads
+from gemini_hpc.agent.transfer import push_sender, stripes, threads
 from gemini_hpc.client import seal_wait
 from gemini_hpc.core.digest import Pieces
 from gemini_hpc.wire import link, local, munge
@@ -39,6 +39,7 @@ from .network import Network, Socket
 
 OWNER, SLURM = 1000, 990
 GIB = 1 << 30
+STRIPES = 2  # connections of a pair of agents
 
 
 class World:
@@ -142,6 +143,20 @@ class BlockingLink(link.BlockingLink):
 
     def wait(self, timeout_s: float | None) -> bool:
         return bool(self.sock.readable(timeout_s))
+
+    @staticmethod
+    def ready(links: Sequence[link.BlockingLink], timeout_s: float) -> list[link.BlockingLink]:
+        def readable() -> list[link.BlockingLink]:
+            return [one for one in links if one.wait(0)]
+
+        def wait(go_on: Callable[[], None]) -> None:
+            for one in links:
+                one.sock.waiting.append(go_on)  # type: ignore[attr-defined]
+
+        if not (found := readable()) and timeout_s > 0:
+            world().loop.block(wait, timeout_s)
+            found = readable()
+        return found
 
     def shut(self) -> None:
         self.sock.shutdown(link.socket.SHUT_RDWR)
@@ -495,9 +510,10 @@ def install(made: World) -> None:
     link.BlockingLink.connect = staticmethod(_connect)  # type: ignore[assignment, method-assign]
     agent_module.LocalServer = LocalServer  # type: ignore[assignment, misc]
     agent_module.OwnDirectory = OwnDirectory  # type: ignore[assignment, misc]
-    shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock)
-    threads.threading = push_sender.threading = shim
+    shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock, Condition=kernel.Condition)
+    threads.threading = push_sender.threading = stripes.threading = shim
     threads.priority = SimpleNamespace(lower=lambda: None)  # type: ignore[assignment]
+    stripes.usual = lambda: STRIPES
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})
     push_sender.socket = packets
     rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]

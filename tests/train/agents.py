@@ -31,6 +31,8 @@ class RealNode:
     base: int
     tiered: bool = False
     heartbeat_s: float = 0.1
+    stripes: int = 0
+    flips: int = 0  # the place of a byte that changes when it first comes with a push
     process: Child | None = None
     path: str = field(init=False)
 
@@ -49,7 +51,17 @@ class RealNode:
         }
         agent = {"job": JOB, "node": self.name, "directory": str(self.directory), "again": again}
         log = self.directory / "log"
-        self.process = Child(FORKED, out=log, err=log, settings=settings, agent=agent, open=True, tiered=self.tiered)
+        self.process = Child(
+            FORKED,
+            out=log,
+            err=log,
+            settings=settings,
+            agent=agent,
+            open=True,
+            tiered=self.tiered,
+            stripes=self.stripes,
+            flips=self.flips,
+        )
         self.ask(local.VerdictRequest())
 
     def die(self) -> None:
@@ -90,7 +102,8 @@ class RealNode:
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
     their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row of a group of m.
-    heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up."""
+    heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up.
+    stripes: connections of a pair of agents; 0: as this machine's cores make it."""
 
     def __init__(
         self,
@@ -103,8 +116,11 @@ class RealJob:
         hang: int | None = None,
         parity: int = 0,
         heartbeat_s: float = 0.1,
+        stripes: int = 0,
+        flips: int = 0,
     ) -> None:
         directory.mkdir()
+        self._stripes, self._flips = stripes, flips
         self._parity, self._heartbeat_s = parity, heartbeat_s
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
@@ -119,7 +135,13 @@ class RealJob:
         for name in names:
             if name not in self.all:
                 self.all[name] = RealNode(
-                    name, self._directory / name, self._base, self.tier is not None, self._heartbeat_s
+                    name,
+                    self._directory / name,
+                    self._base,
+                    self.tier is not None,
+                    self._heartbeat_s,
+                    self._stripes,
+                    self._flips,
                 )
         replies: dict[str, local.Reply] = {}
 
@@ -174,7 +196,8 @@ class RealJob:
     def call(self, node: RealNode, purpose: str, **changes: int | str) -> BlockingLink:
         """A connection to the agent's TCP port. Credentials are open in this process too: see `open_munge`."""
         greeting = {"job": JOB, "restart": self.restart, "source": "n9", "target": node.name, "cluster": CLUSTER}
-        client = Client(purpose=purpose, instance="i", server_uid=my_uid(), **(greeting | changes))  # type: ignore[arg-type]
+        greeting |= {"instance": "i"} | changes
+        client = Client(purpose=purpose, server_uid=my_uid(), **greeting)  # type: ignore[arg-type]
         return BlockingLink.connect("127.0.0.1", node.port, client)
 
     def held(self, node: RealNode, rank: int) -> set[tuple[int, int]]:

@@ -13,6 +13,7 @@ from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.store import Reading, Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.core.digest import Pieces
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 
@@ -87,8 +88,8 @@ class SlotWrites:
         shard.pair.void(index)
         self._sets.recount(shard.set)
 
-    def read(self, shard: Shard, index: int, used: int) -> asyncio.Future[str]:
-        """Return the digest of the leading `used` bytes of a slot in progress, read once in the background.
+    def read(self, shard: Shard, index: int, used: int) -> Reading:
+        """Return the reading of the leading `used` bytes of a slot in progress, made once in the background.
 
         The writer guarantees that these bytes do not change any more. A caller that waits for the digest must shield
         the future.
@@ -100,12 +101,13 @@ class SlotWrites:
         if reading is not None and reading.slot is slot:
             if reading.used != used:
                 raise ValueError(f"{used} bytes used, after {reading.used}")
-            return reading.found
+            return reading
         if reading is not None:
             reading.found.cancel()
-        found = asyncio.wrap_future(self._pool.read(shard.memory[index], used, urgency=Urgency.OWN))
-        shard.readings[index] = Reading(slot, used, found)
-        return found
+        pieces = Pieces(used)
+        hashing = self._pool.hash(shard.memory[index], pieces, 0, pieces.count, urgency=Urgency.OWN)
+        reading = shard.readings[index] = Reading(slot, used, pieces, asyncio.wrap_future(hashing))
+        return reading
 
     def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
         """Verify and complete a slot whose writer, a process here, reports that all bytes are written.
@@ -118,7 +120,7 @@ class SlotWrites:
         Raises:
             ValueError: The writer has named another number of bytes before.
         """
-        found = self.read(shard, index, claimed.used_bytes)
+        found = self.read(shard, index, claimed.used_bytes).found
         shard.pair.slots[index].busy = True
         self._spawn(self._verify(shard, index, claimed, found))
 

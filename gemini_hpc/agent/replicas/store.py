@@ -13,6 +13,7 @@ from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.replica_fill import Fill
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.digest import Pieces
 from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.slots import Slot, SlotPair, Stamp
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
@@ -26,6 +27,7 @@ class Reading:
 
     slot: Slot
     used: int
+    pieces: Pieces
     found: asyncio.Future[str]
 
 

@@ -21,6 +21,7 @@ from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.transfer.receipts import Receipts
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Member
 from gemini_hpc.core.digest import Digest
@@ -76,22 +77,22 @@ class PartReceiver:
 
     @staticmethod
     def take(link: BlockingLink, part: Part, silence_s: float) -> str:
-        """Receive a member's bytes and fold them in. Return their digest.
+        """Receive a member's bytes, up to the message behind them, and fold them in. Return their digest.
 
         Raises:
             LinkClosed: The sender violates the protocol or closes the connection.
             OSError: The connection fails.
         """
         at, end = part.wanted
-        hasher, piece = Digest(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
+        hasher, piece, receipts = Digest(), bytearray(min(_PIECE_BYTES, max(1, end - at))), Receipts(link)
         places = iter(part.places)
         place = next(places, None)
         while at < end:
-            link.wait(None)
+            receipts.wait()
             chunk = link.receive(peer.PushChunk)
             if chunk.offset != at or not 0 < chunk.length <= end - at:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {at} of {end} bytes")
-            stop = at + chunk.length
+            start, stop = at, at + chunk.length
             while at < stop:
                 while place is not None and place.end <= at:
                     place = next(places, None)
@@ -101,7 +102,9 @@ class PartReceiver:
                     hasher.update(data)
                     part.fold.add(place.at + at - place.start, data, place.by)
                     at += len(data)
-            link.send(peer.PushAck(at))
+            receipts.add(stop - start)
+        receipts.wait()
+        receipts.tell()
         return hasher.hexdigest()
 
     # ---- on the loop -----------------------------------------------------------------------------------

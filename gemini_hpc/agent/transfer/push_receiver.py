@@ -1,15 +1,16 @@
 """Versions that the agents of other nodes push here: raw bytes, received directly into the slot.
 
-Each shard has one connection and one thread. A push is trusted like a trainer. The other end of the connection must
-be the agent of the shard's home in this incarnation, epoch and round. The slot is assigned by the same rules (R1).
-The copy counts when its digest has been verified (R5). Any other message ends the connection.
+Each shard has a leading connection, and further ones beside it that carry bytes only, each with a thread. They end
+together. A push is trusted like a trainer. The other end of the connections must be the agent of the shard's home in
+this incarnation, epoch and round. The slot is assigned by the same rules (R1). The copy counts when its digest has
+been verified (R5). Any other message ends the connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -25,16 +26,19 @@ from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.transfer import stripes
+from gemini_hpc.agent.transfer.arrival import Arrival, Connection
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
-from gemini_hpc.core.digest import PIECE_BYTES, Pieces, is_digest
+from gemini_hpc.core.digest import is_digest, root
 from gemini_hpc.core.moments import UNKNOWN
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Slot, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
+from gemini_hpc.wire.peer import MAX_AGAIN
 
 SILENCE_S = 5.0  # a sender that is silent for this long within a message or chunk is lost
 SEAL_WAIT_S = 1.5  # wait for the seal of the previous version, which may reach the home sooner than this node
@@ -58,22 +62,43 @@ class _Taken:
     view: memoryview
     there: tuple[Range, ...] = ()  # these bytes need not be sent
     filled: bool = False  # a rank here has filled some of them
+    again: int = 0  # number of bytes that came twice, as they were damaged
 
 
 @dataclass(eq=False)
-class _Push:
-    """A connection that pushes one shard."""
+class _Stripe:
+    """A connection that carries bytes of a push."""
 
-    ask: peer.PushAsk
-    host: str
     link: BlockingLink | None = None
-    stopped: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
-        self.stopped = True
         if self.link is not None:
             self.link.shut()
+
+
+@dataclass(eq=False)
+class _Push(_Stripe):
+    """The leading connection of a push of one shard."""
+
+    ask: peer.PushAsk = field(kw_only=True)
+    host: str = field(kw_only=True)
+    instance: str = field(kw_only=True)
+    name: str = field(default_factory=lambda: os.urandom(8).hex())
+    stopped: bool = False
+    beside: dict[int, _Stripe] = field(default_factory=dict)  # the further connections
+    arrival: Arrival | None = None  # of the version under way
+
+    def stop(self) -> None:
+        self.stopped = True
+        super().stop()
+        for stripe in self.beside.values():
+            stripe.stop()
+
+    async def alone(self) -> None:
+        """Return when no further connection brings bytes any more."""
+        for stripe in self.beside.values():
+            await stripe.over.wait()
 
 
 class PushReceiver:
@@ -119,9 +144,11 @@ class PushReceiver:
         """
         async with asyncio.timeout(SILENCE_S):
             ask = await link.receive()
+        if isinstance(ask, peer.PushStripe):
+            return await self._serve_beside(link, ask)
         if not isinstance(ask, peer.PushAsk):
             raise LinkClosed(f"wanted PushAsk, got {type(ask).__name__}")
-        push = _Push(ask, link.session.peer_host)
+        push = _Push(ask=ask, host=link.session.peer_host, instance=link.session.peer_instance)
         key, reason = (ask.set, ask.rank), self._refusal(push)
         while not reason and (older := self._pushes.get(key)) is not None:
             older.stop()
@@ -132,17 +159,51 @@ class PushReceiver:
             raise LinkClosed(f"push of shard {ask.rank} from {push.host} refused: {reason}")
         self._pushes[key] = push
         try:
-            push.link = await link.block(peer.PushAnswer())
+            most = 1 if self._parts.expects(ask) else stripes.usual()
+            push.link = await link.block(peer.PushAnswer(push=push.name, stripes=most))
             push.link.bound(SILENCE_S)
             if push.stopped:
                 raise LinkClosed("cancelled by a new recovery round")
             loop = asyncio.get_running_loop()
             await beside(f"gemini-pushed-{ask.rank}", lambda: self._receive(push, loop))
         finally:
+            push.stop()
+            await push.alone()
             if push.link is not None:
                 push.link.close()
             del self._pushes[key]
             push.over.set()
+
+    async def _serve_beside(self, link: Link, ask: peer.PushStripe) -> None:
+        """Receive bytes that arrive over a further connection.
+
+        Raises:
+            LinkClosed: The connection is refused, violates the protocol, or ends early.
+        """
+        push, session = self._pushes.get((ask.set, ask.rank)), link.session
+        reason = ""
+        if push is None or push.stopped or push.name != ask.push:
+            reason = "there is no such push"
+        elif (push.host, push.instance) != (session.peer_host, session.peer_instance):
+            reason = "the push is another agent's"
+        elif ask.number in push.beside:
+            reason = "that connection is there already"
+        elif self._parts.expects(push.ask) or ask.number >= stripes.usual():
+            reason = "so many connections are not wanted"
+        if push is None or reason:
+            await link.flush(peer.PushAnswer(reason))
+            raise LinkClosed(f"bytes of shard {ask.rank} from {session.peer_host} refused: {reason}")
+        stripe = push.beside[ask.number] = _Stripe()
+        try:
+            stripe.link = await link.block(peer.PushAnswer())
+            stripe.link.bound(SILENCE_S)
+            if not push.stopped:
+                await beside(f"gemini-pushed-{ask.rank}-{ask.number}", lambda: self._receive_beside(push, stripe))
+        finally:
+            push.stop()  # bytes may be missing
+            if stripe.link is not None:
+                stripe.link.close()
+            stripe.over.set()
 
     def _refusal(self, push: _Push) -> str:
         """Return why no bytes are accepted from this push now, or "" if they are."""
@@ -192,19 +253,14 @@ class PushReceiver:
             claimed: Committed | None = None
             found, counts = "", False
             try:
-                link.send(peer.PushAnswer(there=taken.there))
-                found = self._fill(link, taken, head.used)
-                link.wait(None)
-                digest = link.receive(peer.PushDone).digest
-                if not is_digest(digest):
-                    raise LinkClosed("not a digest")
+                digest, found = self._fill(push, link, taken, head.used)
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
-                taken.view.release()
-                counts = on_loop(self._end(taken, claimed, found))
+                push.arrival = None
+                counts = on_loop(self._end(push, taken, claimed, found))
             if not counts and not taken.filled:  # the home must abort it too, or no newer version would be pushed
                 raise LinkClosed("the digest differs")
-            link.send(peer.PushAck(head.used))
+            link.send(peer.PushVerified())
 
     def _receive_part(self, push: _Push, link: BlockingLink, head: peer.PushHead, on_loop: _OnLoop) -> None:
         part = on_loop(self._begin_part(push, head))
@@ -217,47 +273,92 @@ class PushReceiver:
             rest = ((0, start), (end, head.used))
             link.send(peer.PushAnswer(there=tuple((a, b) for a, b in rest if a < b), part=True))
             found = self._parts.take(link, part, SILENCE_S)
-            link.wait(None)
             done = link.receive(peer.PushDone)
             if not is_digest(done.digest) or not is_digest(done.part):
                 raise LinkClosed("not a digest")
             digest, claimed, mark = done.digest, done.part, done.mark
         finally:
             self.bytes += on_loop(self._parts.end(part, digest, claimed, found, mark))
-        link.send(peer.PushAck(head.used))
+        link.send(peer.PushVerified())
 
-    def _fill(self, link: BlockingLink, taken: _Taken, used: int) -> str:
-        """Receive the slot's missing bytes. Return the digest of all bytes in the slot.
+    def _fill(self, push: _Push, link: BlockingLink, taken: _Taken, used: int) -> tuple[str, str]:
+        """Receive the slot's missing bytes. Return the home's digest, and the digest of all bytes in the slot.
 
         Arriving bytes are hashed at once, while they are in the processor's cache; the training is mostly not on the
         network then. The pool hashes the bytes that are present already. No other writer gets the slot meanwhile.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
         """
-        end, view, pieces = 0, taken.view, Pieces(used)
-        memory, stays = taken.shard.memory[taken.index], deque(taken.there)
-        there = [pieces.whole(*stay) for stay in stays]
-        beside = [
-            self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in there if them[0] < them[1]
-        ]
-        while True:
-            while stays and end == stays[0][0]:
-                _pass_over(view, pieces, *stays[0])
-                end = stays.popleft()[1]
-            if end >= used:
-                break
-            link.wait(None)  # a chunk is sent only when the training leaves bandwidth for it
-            chunk = link.receive(peer.PushChunk)
-            if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
-                raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {end} of {used} bytes")
-            with view[end : end + chunk.length] as part:
-                link.fill(part, SILENCE_S, pieces.update)
-            end += chunk.length
-            link.send(peer.PushAck(end))
+        arrival = Arrival(taken.view, used, taken.there)
+        memory, pieces = taken.shard.memory[taken.index], arrival.pieces
+        beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in arrival.present()]
+        push.arrival = arrival  # before any byte can come
+        link.send(peer.PushAnswer(there=taken.there))
+        lead = Connection(arrival, link, SILENCE_S)
+        done = self._receive_chunks(lead, link)
         for reading in beside:
             try:
                 reading.result()
             except CancelledError:
                 raise LinkClosed("this agent ends") from None
-        return pieces.hexdigest()
+        bad = pieces.differing(done.pieces)
+        if (
+            pieces.hexdigest() != done.digest == root(done.pieces, used)
+            and not taken.filled
+            and len(bad) <= MAX_AGAIN
+        ):
+            arrival.again(bad)
+            taken.again = arrival.missing
+            link.send(peer.PushAgain(tuple(bad)))
+            if self._receive_chunks(lead, link).digest != done.digest:
+                raise LinkClosed("another digest")
+        return done.digest, pieces.hexdigest()
+
+    @staticmethod
+    def _receive_chunks(lead: Connection, link: BlockingLink) -> peer.PushDone:
+        """Receive chunks up to the home's digest, and return the message with it.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
+        """
+        while True:
+            lead.wait()  # a chunk is sent only when the training leaves bandwidth for it
+            message = link.take()
+            if isinstance(message, peer.PushDone):
+                lead.tell()
+                if not is_digest(message.digest) or lead.arrival.missing:
+                    raise LinkClosed(f"not a digest, or {lead.arrival.missing} bytes are missing")
+                return message
+            if not isinstance(message, peer.PushChunk):
+                raise LinkClosed(f"wanted PushChunk, got {type(message).__name__}")
+            lead.receive(message)
+
+    @staticmethod
+    def _receive_beside(push: _Push, stripe: _Stripe) -> None:
+        """Receive bytes of versions until the other end has no more.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
+        """
+        link, into = stripe.link, None
+        assert link is not None
+        while True:
+            if into is None:
+                link.wait(None)
+            else:
+                into.wait()
+            if not link.sock.recv(1, socket.MSG_PEEK):
+                return
+            chunk, arrival = link.receive(peer.PushChunk), push.arrival
+            if arrival is None:
+                raise LinkClosed("bytes of no version")
+            if into is None or into.arrival is not arrival:
+                into = Connection(arrival, link, SILENCE_S)
+            into.receive(chunk)
 
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
@@ -346,40 +447,35 @@ class PushReceiver:
             self._sets.recount(shard.set)
         return ""
 
-    async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> bool:
-        """End a push into a slot that has no writer any more. Return whether the copy counts.
+    async def _end(self, push: _Push, taken: _Taken, claimed: Committed | None, found: str) -> bool:
+        """End a push into a slot, which has no writer any more then. Return whether the copy counts.
 
         Args:
+            push: The push. If bytes are missing, its connections end.
             taken: The slot.
             claimed: The version and its digest, as its home has read it. None if bytes are missing.
             found: Digest of the bytes that have arrived.
         """
+        if claimed is None:
+            push.stop()
+            await push.alone()
+        taken.view.release()
         slot = taken.shard.pair.slots[taken.index]
         if slot.state != "filling" or slot.stamp != taken.stamp:
             return False
         if claimed is None:
             self._filling.void(taken.shard, taken.index)
             return False
-        self.bytes += claimed.used_bytes - ranges.size(taken.there)
+        self.bytes += claimed.used_bytes - ranges.size(taken.there) + taken.again
         counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
+        if counts and taken.again:
+            detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"
+            self._log("mended", version=taken.stamp.version, detail=detail)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
             # The home keeps the version and sends the next one whole, so no rank waits for this one.
             self._filling.passed(taken.shard, taken.stamp.version)
         return counts
-
-
-def _pass_over(view: memoryview, pieces: Pieces, start: int, end: int) -> None:
-    """Move the digest past bytes that are present already. Bytes outside whole pieces are hashed here."""
-    first, last = pieces.whole(start, end)
-    if first == last:
-        with view[start:end] as part:
-            pieces.update(part)
-        return
-    with view[start : first * PIECE_BYTES] as head, view[min(end, last * PIECE_BYTES) : end] as tail:
-        pieces.update(head)
-        pieces.pass_to(last)
-        pieces.update(tail)
 
 
 def _check(head: peer.PushHead) -> None:

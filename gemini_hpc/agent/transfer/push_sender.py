@@ -1,7 +1,7 @@
 """Versions of this node's own shards on their way to other holders: raw bytes, sent directly from the slot.
 
-Over a channel a training rank decides which bytes to send, and when. Two threads per channel carry them. One thread
-sends from the channel to the connection with the holder's agent. The other thread returns the acknowledgements.
+Over a channel a training rank decides which bytes to send, and when. One thread of the channel sends them over the
+connections with the holder's agent (`stripes`). The other thread returns the acknowledgements.
 
 No bytes are copied or kept here: the kernel sends the slot's own pages. These pages do not change until the holder
 has verified the version, or the version is void. The digest sent to the holder is this agent's own, made while the
@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from io import FileIO
@@ -28,14 +28,16 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.replicas.store import Reading, Shard, Store
+from gemini_hpc.agent.transfer import stripes
+from gemini_hpc.agent.transfer.stripes import Stripes
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
-from gemini_hpc.core.digest import Digest
+from gemini_hpc.core.digest import Digest, Pieces
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
-from gemini_hpc.wire import local, peer
+from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 from gemini_hpc.wire.local_server import Client
@@ -47,6 +49,8 @@ READ_S = 8.0  # wait for the digest after the last byte; it comes long before, u
 _LOOK_S = 0.25  # interval of checks while no acknowledgement arrives
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0  # pause after a failed connection, doubled up to the longest
 _PIECE_BYTES = 1 << 20
+_MOST_LIST_BYTES = 8 << 20  # digests of the pieces of half a TiB; a frame takes 16 MiB
+_Kinds = type[Message] | tuple[type[Message], ...]
 T = TypeVar("T")
 
 
@@ -116,16 +120,18 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self.client, self.set, self.rank, self.host = client, set_name, rank, host
         self._sock = sock
-        self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _on_loop
-        self._link: BlockingLink | None = None  # None also after its reader has seen its end
-        self._reader: tuple[threading.Thread, BlockingLink] | None = None
+        self._lock = threading.Lock()  # guards the fields from here to _stopped
+        self._link: Stripes | None = None  # None also after its reader has seen its end
         self._on_loop: Future[Any] | None = None  # the call that the thread waits for
-        self._awaited: deque[type[Message]] = deque()
+        self._awaited: deque[_Kinds] = deque()
+        self._chunks: deque[int] = deque()  # ends of the chunks that are not acknowledged, in bytes of the version
+        self._sent = 0  # bytes of the version
         self._progress = 0.0
         self._stopped = False
+        self._reader: tuple[threading.Thread, Stripes] | None = None
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
-        self._reading: asyncio.Future[str] | None = None  # digest of the whole slot
+        self._reading: Reading | None = None  # of the whole slot
         self._part: Digest | None = None  # digest of the bytes sent, if the holder wants only a part of the shard
         self._there: deque[Range] = deque()  # ranges that the holder has, still to be skipped
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
@@ -162,11 +168,12 @@ class Channel:
             self._fail(f"{self.host}: {exc}")
         finally:
             self.stop()
-            self._forget_slot()
             self._forget_link()
+            self._forget_slot()
             self._sock.close()
 
     def _offer(self, m: local.PushOffer) -> None:
+        self._all_arrived()
         self._forget_slot()
         self._used = self._at = 0
         self._part = self._reading = None
@@ -174,19 +181,22 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
-            if self._link is not None and not self._awaited and self._link.wait(0):
+            if self._link is not None and not self._awaited and self._link.lead.ready(self._link.links, 0):
                 self._link = None  # only its end can arrive, which the reader is about to see
+            self._sent = 0
         try:
-            head, self._file, self._reading, link = self._wait_for(self._prepare(m))
+            head, self._file, self._reading, links = self._wait_for(self._prepare(m))
         except PushLost as exc:
             if self._stopped:
                 raise
             self._reply(local.Refused(f"{self.host}: {exc}"))
             return
-        if link is not None:
-            self._take(link)
+        if links:
+            self._take(links)
         self._used = head.used
-        self._send(head, peer.PushAnswer)
+        link = self._expect(peer.PushAnswer)
+        link.begin()
+        link.lead.send(head)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop and wait for its result.
@@ -209,9 +219,9 @@ class Channel:
         most = (self._there[0][0] if self._there else self._used) - self._at
         if not 0 < length <= most:
             raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
-        link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
+        link = self._expect(length)
         assert self._file is not None
-        link.send_file(self._file.fileno(), self._at, length)
+        link.send(self._file, self._at, length)
         if self._part is not None:  # the slot's pages do not change meanwhile
             for at in range(self._at, self._at + length, _PIECE_BYTES):
                 self._part.update(os.pread(self._file.fileno(), min(_PIECE_BYTES, self._at + length - at), at))
@@ -226,23 +236,66 @@ class Channel:
         self._pass_over()
         if not self._used or self._at != self._used:
             raise PushLost(f"a digest after {self._at} of {self._used} bytes")
+        self._all_arrived()
         assert self._file is not None and self._reading is not None
-        digest = self._wait_for(self._read_by(self._reading))
+        digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.hexdigest() if self._part is not None else ""
-        self._send(peer.PushDone(digest, part, mark), peer.PushAck)
+        known = b"" if part or len(pieces.found) > _MOST_LIST_BYTES else pieces.found
+        done = peer.PushDone(digest, part, mark, known)
+        link = self._expect((peer.PushVerified, peer.PushAgain))
+        link.lead.send(done)
+        answer = link.answer()
+        if isinstance(answer, peer.PushAgain):
+            self._send_again(answer.pieces, pieces)
+            link.lead.send(done)
+            link.answer()
+        self._reply(local.Ok())
         self._forget_slot()
         self._used = self._at = 0
 
-    def _send(self, message: Message, answer: type[Message], *, more: bool = False) -> BlockingLink:
+    def _send_again(self, numbers: Sequence[int], pieces: Pieces) -> None:
+        """Send the pieces that differ at the holder. They are few, so they do not wait for the training.
+
+        Raises:
+            PushLost: There are no such pieces.
+        """
+        if list(numbers) != sorted(set(numbers)) or numbers[-1] >= pieces.count:
+            raise PushLost("pieces that do not exist")
+        link = self._expect(peer.PushVerified)
+        assert self._file is not None
+        for number in numbers:
+            for _, start, end in pieces.bounds(number, number + 1):
+                link.send(self._file, start, end - start)
+        link.settle()
+
+    def _all_arrived(self) -> None:
+        """Check that the rank has waited for its chunks.
+
+        Raises:
+            PushLost: It has not.
+        """
+        with self._lock:
+            if self._chunks:
+                raise PushLost("the rank has not waited for its chunks")
+
+    def _expect(self, awaited: _Kinds | int) -> Stripes:
+        """Return the connections, on which a message or bytes now go.
+
+        Args:
+            awaited: The possible answers to the message, or the number of bytes.
+        """
         with self._lock:
             link = self._link
             if link is None or self._stopped:
                 raise PushLost("the connection has ended")
-            if not self._awaited:
+            if not self._awaited and not self._chunks:
                 self._progress = clock.monotonic()
-            self._awaited.append(answer)
-        link.send(message, more=more)
+            if isinstance(awaited, int):
+                self._sent += awaited
+                self._chunks.append(self._sent)
+            else:
+                self._awaited.append(awaited)
         return link
 
     def _forget_slot(self) -> None:
@@ -254,7 +307,7 @@ class Channel:
         if self._reader is not None:
             thread, link = self._reader
             link.shut()
-            thread.join()
+            thread.join()  # before its descriptors are closed
             link.close()
             self._reader = None
 
@@ -279,10 +332,8 @@ class Channel:
         except TimeoutError:
             raise PushLost(f"its bytes have not been read within {READ_S:g} s") from None
 
-    async def _prepare(
-        self, m: local.PushOffer
-    ) -> tuple[peer.PushHead, FileIO, asyncio.Future[str], BlockingLink | None]:
-        """Return the offer, its slot, its pending digest, and a new link if there was none.
+    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, Reading, list[BlockingLink]]:
+        """Return the offer, its slot, the reading of its bytes, and new connections if there were none.
 
         Raises:
             PushLost: The version cannot be sent, or the holder cannot be reached.
@@ -298,7 +349,8 @@ class Channel:
             raise PushLost(reason)
         if self.host in incarnation.mesh.dead:
             raise PushLost("the node is dead")
-        head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
+        head = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept)
+        links: list[BlockingLink] = []
         slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference
         try:
             reading = self._filling.read(shard, index, m.used)
@@ -306,75 +358,135 @@ class Channel:
             raise PushLost(str(exc)) from None
         if self._link is None:
             ask = peer.PushAsk(self.set, self.rank, epoch, incarnation.rounds.round)
-            link = await self._dial(incarnation.mesh, ask)
-        return head, slot, reading, link
+            links = await self._dial(incarnation.mesh, ask)
+        return head, slot, reading, links
 
-    async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> BlockingLink:
+    async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> list[BlockingLink]:
+        """Return the leading connection and the other ones.
+
+        Raises:
+            PushLost: One of them cannot be made, or is refused.
+        """
         if clock.monotonic() < self._not_before:
             raise PushLost("the node could not be reached a moment ago")
         self._not_before = clock.monotonic() + DIAL_S + ANSWER_S + self._pause_s
+        links: dict[int, BlockingLink] = {}
         try:
-            link = await mesh.dial(self.host, "push", DIAL_S)
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    link.send(ask)
-                    answer = await link.receive()
-                if not isinstance(answer, peer.PushAnswer) or answer.reason:
-                    raise PushLost(answer.reason if isinstance(answer, peer.PushAnswer) else "unexpected answer")
-                blocking = await link.block()
-            except BaseException:
-                link.abort()
+            answer = await self._join(mesh, ask, links, 0)
+            count = min(answer.stripes, stripes.share(sum(not shard.pushed for shard in self._store)))
+            asks = {k: peer.PushStripe(self.set, self.rank, answer.push, k) for k in range(1, count)}
+            async with asyncio.TaskGroup() as joining:  # none of them goes on after a failure
+                for k, more in asks.items():
+                    joining.create_task(self._join(mesh, more, links, k))
+        except BaseException as exc:
+            for link in links.values():
+                link.close()
+            first = exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else exc
+            if not isinstance(first, (OSError, TimeoutError, HandshakeError, LinkClosed, PushLost)):
                 raise
-        except (OSError, TimeoutError, HandshakeError, LinkClosed, PushLost) as exc:
             self._not_before = clock.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
-            raise PushLost(str(exc) or type(exc).__name__) from None
+            raise PushLost(str(first) or type(first).__name__) from None
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
-        return blocking
+        return [links[number] for number in sorted(links)]
+
+    async def _join(
+        self, mesh: Mesh, ask: peer.PushAsk | peer.PushStripe, links: dict[int, BlockingLink], number: int
+    ) -> peer.PushAnswer:
+        """Add a connection to `links`. Return the holder's answer.
+
+        Raises:
+            OSError: The holder cannot be reached.
+            TimeoutError: It does not answer.
+            HandshakeError: It refuses the connection, or does not authenticate.
+            LinkClosed: It closes the connection.
+            PushLost: It refuses the push.
+        """
+        link = await mesh.dial(self.host, "push", DIAL_S)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                link.send(ask)
+                answer = await link.receive()
+            if not isinstance(answer, peer.PushAnswer) or answer.reason:
+                raise PushLost(answer.reason if isinstance(answer, peer.PushAnswer) else "unexpected answer")
+            links[number] = await link.block()
+        except BaseException:
+            link.abort()
+            raise
+        return answer
 
     # ---- from the connection to the channel ------------------------------------------------------------
 
-    def _take(self, link: BlockingLink) -> None:
+    def _take(self, links: list[BlockingLink]) -> None:
         self._forget_link()
-        link.bound(SILENCE_S)
+        for one in links:
+            one.bound(SILENCE_S)
+        link = Stripes(links, f"gemini-push-{self.rank}")
         thread = threading.Thread(target=self._read, args=(link,), name=f"gemini-acks-{self.rank}", daemon=True)
         self._reader = thread, link
         with self._lock:
             self._link = link
             self._awaited.clear()
+            self._chunks.clear()
         thread.start()
 
-    def _read(self, link: BlockingLink) -> None:
+    def _read(self, link: Stripes) -> None:
         reason = ""
         try:
             while True:
-                if not link.wait(_LOOK_S):
+                if not (ready := link.lead.ready(link.links, _LOOK_S)):
                     self._look()
-                    continue
-                message = link.take()
-                with self._lock:
-                    wanted = self._awaited.popleft() if self._awaited else None
-                    self._progress = clock.monotonic()
-                if wanted is None or not isinstance(message, wanted):
-                    raise PushLost(f"unexpected message {type(message).__name__}")
-                if isinstance(message, peer.PushAnswer) and message.reason:
-                    self._reply(local.Refused(f"{self.host}: {message.reason}"))
-                elif isinstance(message, peer.PushAnswer) and (message.there or message.part):
-                    if reason := ranges.fault(message.there, self._used):
-                        raise PushLost(reason)
-                    self._part = Digest() if message.part else None
-                    self._there.extend(message.there)  # the sending thread waits for this
-                    self._reply(local.Taken(message.there))
-                else:
-                    self._reply(local.Ok())
+                for one in ready:
+                    message = one.take()
+                    if isinstance(message, peer.PushAck):
+                        self._acknowledge(link.acknowledged(one, message.arrived))
+                    elif one is link.lead:
+                        self._answer(message, link)
+                    else:
+                        raise PushLost(f"unexpected message {type(message).__name__}")
         except (PushLost, LinkClosed, OSError) as exc:
-            reason = str(exc)
+            reason = link.failure = link.failure or str(exc)
         link.shut()  # unblock a sender that waits for the silent other end
         with self._lock:
             self._link = None  # the next version gets a new link
-            lost = bool(self._awaited)
+            lost = bool(self._awaited or self._chunks)
         if lost:
             self._fail(f"{self.host}: {reason}")
+
+    def _answer(self, message: protocol.AnyMessage, link: Stripes) -> None:
+        """Pass the holder's answer to the rank, or to the thread that sends.
+
+        Raises:
+            PushLost: No such answer is awaited.
+        """
+        with self._lock:
+            wanted = self._awaited.popleft() if self._awaited and not self._chunks else None
+            self._progress = clock.monotonic()
+        if wanted is None or not isinstance(message, wanted):
+            raise PushLost(f"unexpected message {type(message).__name__}")
+        if isinstance(message, (peer.PushVerified, peer.PushAgain)):
+            link.say(message)
+        elif isinstance(message, peer.PushAnswer) and message.reason:
+            self._reply(local.Refused(f"{self.host}: {message.reason}"))
+        elif isinstance(message, peer.PushAnswer) and (message.there or message.part):
+            if reason := ranges.fault(message.there, self._used):
+                raise PushLost(reason)
+            self._part = Digest() if message.part else None
+            self._there.extend(message.there)  # the sending thread waits for this
+            self._reply(local.Taken(message.there))
+        else:
+            self._reply(local.Ok())
+
+    def _acknowledge(self, arrived: int) -> None:
+        """Tell the rank which of its chunks are among this many bytes of the version."""
+        with self._lock:
+            self._progress = clock.monotonic()
+            count = 0
+            while self._chunks and self._chunks[0] <= arrived:
+                self._chunks.popleft()
+                count += 1
+        for _ in range(count):
+            self._reply(local.Ok())
 
     def _look(self) -> None:
         """Check that the holder may still answer.
@@ -386,7 +498,7 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
-            if not self._awaited:
+            if not self._awaited and not self._chunks:
                 return
             silent_s = clock.monotonic() - self._progress
         if incarnation is None or self.host in incarnation.mesh.dead:
