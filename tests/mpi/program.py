@@ -1,5 +1,6 @@
 """One rank of an MPI program with arrays: `python -m tests.mpi.program OPTIONS`, started by mpiexec; `mpi` of the
-options (JSON) says how MPI is entered. kwargs_of: by rank. apart: the ranks do not talk to each other. skips: [rank,
+options (JSON) says how MPI is entered. kwargs: of the `Checkpointer`, with every=1 unless they say else. kwargs_of:
+by rank. work_s: what an iteration takes before `step()`. apart: the ranks do not talk to each other. skips: [rank,
 step] of a `step()` that is left out. resumes_not: the rank that leaves out `resume()`."""
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(o: dict[str, Any]) -> None:
     given = {"field": Part(field, (first, 0), (n, 7)) if whole else field, "count": Part(count, (), ())}
     if o.get("private", True):
         given |= {"flags": flags, "wide": wide, "own": own.T}
-    kwargs = {**o.get("kwargs", {}), **o.get("kwargs_of", [{}] * size)[rank]}
+    kwargs = {"every": 1, **o.get("kwargs", {}), **o.get("kwargs_of", [{}] * size)[rank]}
     ckpt = Checkpointer(comm, given, **kwargs)
     start = ckpt.resume() if rank != o.get("resumes_not") else 0
     held = ckpt._arrays._held["field"].array
@@ -65,6 +66,7 @@ def main(o: dict[str, Any]) -> None:
         wide[step % 3] += step * (rank + 1)
         own[step % 2, step % 3] += step
         count += 1
+        time.sleep(o.get("work_s", 0.0))
         if step == o.get("die_at") and rank == 0:
             os.kill(os.getpid(), 9)
         if [rank, step] != o.get("skips"):

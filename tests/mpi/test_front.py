@@ -142,3 +142,26 @@ def test_ranks_that_save_at_different_steps_are_refused(
     run = start(mpi, make_job(2, 2), {"steps": 5, "kwargs_of": [{"every": 2}, {"every": 3}]})
     assert run.wait() not in (0, None)
     assert run.said().count("ValueError: wanted the same every on all ranks, found [2, 3]") >= 1
+
+
+@pytest.mark.parametrize("level", ["multiple", "funneled"])
+def test_short_steps_are_saved_rarely(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun], level: str) -> None:
+    """The agents need a tenth of a second for each request: far more than 1 % of such steps."""
+    job = make_job(2, 2)
+    job.delay = {"Begin": 0.1}
+    options = {"steps": 200, "work_s": 0.002, "mpi": {"level": level}, "kwargs": {"every": 0, "seal_timeout_s": 20.0}}
+    run = start(mpi, job, options)
+    ran(run, 2)
+    assert not job.corrupt and 3 <= len(job.seals) <= 20
+    assert [s.version for s in job.seals][:3] == [1, 2, 3]
+    (line,) = [line for line in run.said().splitlines() if "saving one version in" in line]
+    assert "to capture the state in iterations of" in line and "a failure repeats at most" in line
+
+
+def test_long_steps_are_all_saved(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
+    job = make_job(2, 2)
+    kwargs = {"every": 0, "overhead": 0.5, "seal_timeout_s": 20.0}
+    run = start(mpi, job, {"steps": 12, "work_s": 0.5, "kwargs": kwargs})
+    ran(run, 2)
+    assert [s.version for s in job.seals] == list(range(1, 13))
+    assert "saving one version in" not in run.said()
