@@ -1,7 +1,8 @@
 """One rank of an MPI program with arrays: `python -m tests.mpi.program OPTIONS`, started by mpiexec; `mpi` of the
 options (JSON) says how MPI is entered. kwargs: of the `Checkpointer`, with every=1 unless they say else. kwargs_of:
 by rank. work_s: what an iteration takes before `step()`. apart: the ranks do not talk to each other. skips: [rank,
-step] of a `step()` that is left out. resumes_not: the rank that leaves out `resume()`."""
+step] of a `step()` that is left out. resumes_not: the rank that leaves out `resume()`. hashes_not: making a digest in
+a rank fails."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ def main(o: dict[str, Any]) -> None:
     import numpy as np
     from mpi4py import MPI
 
-    from gemini_hpc.mpi import Checkpointer, Part
+    from gemini_hpc.mpi import Checkpointer, Part, checkpointer
 
+    if o.get("hashes_not"):
+        checkpointer.digest = None  # type: ignore[assignment]
     comm = MPI.COMM_WORLD
     rank, size, n = comm.Get_rank(), comm.Get_size(), o.get("n", 60)
     first = rank * n // size
