@@ -12,6 +12,7 @@ import msgspec
 from gemini_hpc.client.session import Session
 from gemini_hpc.core.moments import name_ranks
 from gemini_hpc.mpi.collectives import MpiRanks
+from gemini_hpc.mpi.interval import Need
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -22,14 +23,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         made: `step()` calls of this rank, including the present one; 0 if they do not count.
         ready: This rank has slots for a version.
         lost: Reason why its protection has ended; "": not ended.
-        wanted: Interval between saved steps that it wants.
+        need: How rarely versions must be saved for this rank.
     """
 
     name: str
     made: int = 0
     ready: bool = True
     lost: str = ""
-    wanted: int = 1
+    need: Need = Need()
 
     @property
     def place(self) -> tuple[str, int]:
@@ -49,7 +50,7 @@ class Calls:
         self.apart = False
 
     def meet(
-        self, name: str, *, ready: bool = True, counts: bool = True, lost: str = "", wanted: int = 1
+        self, name: str, *, ready: bool = True, counts: bool = True, lost: str = "", need: Need | None = None
     ) -> list[Call]:
         """Begin a call and return each rank's message (collective).
 
@@ -60,11 +61,11 @@ class Calls:
             ready: This rank has slots for a version.
             counts: The ranks must have made equally many `step()` calls, as long as versions are saved.
             lost: Reason why this rank's protection has ended.
-            wanted: Interval between saved steps that this rank wants.
+            need: How rarely versions must be saved for this rank.
         """
         session = self._session
         made = session.version if counts and session.protected else 0
-        word = msgspec.msgpack.encode(Call(name, made, ready, lost, wanted))
+        word = msgspec.msgpack.encode(Call(name, made, ready, lost, need or Need()))
         calls = [msgspec.msgpack.decode(raw, type=Call) for raw in self._ranks.all(word)]
         if len({call.name for call in calls}) > 1:
             self.apart = True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from gemini_hpc import clock, lines
@@ -15,7 +15,7 @@ from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, Keeper, Shard, Slot
 from gemini_hpc.client.session import Session
-from gemini_hpc.core.digest import is_digest
+from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
@@ -23,7 +23,7 @@ from gemini_hpc.mpi.arrays import Arrays, Saved
 from gemini_hpc.mpi.calls import Calls, describe_difference
 from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.mpi.exchange import Exchange, Patience
-from gemini_hpc.mpi.interval import Interval
+from gemini_hpc.mpi.interval import SaveInterval
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -45,8 +45,9 @@ class Checkpointer:
             newly bound ones to `step`. A `Part` tells where a rank's array lies in a global one. Other numbers of
             ranks can then load it, and the tier shows the array as a whole.
         name: Name of this program if a job runs several.
-        every: Save only each j-th step. 0: as often as `overhead` allows.
-        overhead: Greatest share of the program's time that `step()` may take.
+        every: Save each j-th step only; 0: as often as `overhead` allows. It is the same on all ranks.
+        overhead: Largest share of the program's time that versions may cost, between 0 and 1. Where a version costs
+            more, fewer are saved; one line tells how few.
         seal_timeout_s: Longest wait, in seconds, for copies that make no progress.
         chunk_bytes: Size of one message in bytes.
         tier: Directory in which the agents save a version from time to time, or a `gemini_hpc.Tier`.
@@ -69,10 +70,9 @@ class Checkpointer:
         chunk_bytes: int = _CHUNK_BYTES,
         tier: str | Tier = "",
     ) -> None:
-        if every < 0 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
-            raise ValueError("wanted every >= 0, seal_timeout_s > 0, chunk_bytes >= 4096 and a name")
-        if not 0 < overhead < 1:
-            raise ValueError(f"wanted overhead between 0 and 1, found {overhead}")
+        if every < 0 or not 0 < overhead < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
+            wanted = "every >= 0, 0 < overhead < 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name"
+            raise ValueError(f"wanted {wanted}")
         self._comm = comm.Dup()
         self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
@@ -80,9 +80,11 @@ class Checkpointer:
         given = [int(raw) for raw in self._words.all(str(every).encode())]
         if len(set(given)) > 1:
             raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
-        self._interval, self._chunk_bytes = Interval(every, overhead), chunk_bytes
-        self._last = 0
-        self._stepped_at = 0.0  # when the last step() returned; 0.0: there was none
+        self._chunk_bytes = chunk_bytes
+        self._interval = SaveInterval(every, overhead, self._rank, self._say)
+        self._beside = False  # copies travel while the program computes
+        self._began_at = self._waited_s = self._cost_s = 0.0  # of the newest version
+        self._last = self._settled = 0  # the newest version, and the newest of which the time to its seal is known
         self._resumed = self._closed = False
         self._kept: dict[int, Keeper[Shard[Slot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
@@ -165,7 +167,7 @@ class Checkpointer:
         else:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
-        session.version = self._last = welcome.chosen_version
+        session.version = self._last = self._settled = welcome.chosen_version
         place = joining.place(welcome)
         session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
         session.tell_closed()
@@ -212,7 +214,7 @@ class Checkpointer:
     # ---- each iteration --------------------------------------------------------------------------------
 
     def step(self, **rebound: Any) -> None:
-        """Save the completed arrays of this iteration, or go on at once if this step is not to be saved.
+        """Save the completed arrays of this iteration.
 
         Args:
             rebound: Arrays that replace earlier ones of the same name (for example after a swap).
@@ -221,52 +223,69 @@ class Checkpointer:
             raise RuntimeError("step() after close()")
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
-        began = clock.monotonic()
-        if self._stepped_at:
-            self._interval.ended(began - self._stepped_at)
-        registered, last = bool(self._kept), self._last
-        self._step()
-        self._stepped_at = clock.monotonic()
-        if registered and self._last != last:  # the first saved step also reserves memory
-            self._interval.saved(self._stepped_at - began)
+        self._interval.enter()
+        try:
+            self._step()
+        finally:
+            self._interval.leave()
 
     def _step(self) -> None:
-        session = self._session
+        session, interval = self._session, self._interval
         if not (session.version or self._resumed) and session.protected:
             if self._calls.differ(self._calls.meet("step()")):
                 return
             session.begun_without_resume()
         session.version += 1
         session.report_first_seal()
-        if not session.protected or not self._interval.saves(session.version):
+        if not session.protected or not interval.saves(session.version):
             return
         # registering is collective, so the ranks must agree on the call first
         if not self._kept and self._calls.differ(self._calls.meet("step()")):
             return
+        began, apart_s = clock.monotonic(), 0.0
         begun: dict[int, int] = {}
         with self._guarded():
-            if self._settle() and (self._kept or self._register()):
-                begun = self._begin()
+            if self._settle(interval.patience_s):
+                settled = clock.monotonic()
+                kept = bool(self._kept) or self._register()
+                apart_s = clock.monotonic() - settled  # memory is taken once in a launch, not for each version
+                begun = self._begin() if kept else {}
         # Compare all ranks first: if one rank acted alone, the others would wait for it forever.
-        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost, wanted=self._interval.wanted())
-        self._agree([call.wanted for call in calls])
+        came = clock.monotonic()
+        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost, need=interval.need())
+        met = clock.monotonic()
+        interval.met(met - came)
+        interval.take([call.need for call in calls], session.version)
         lost = next((call.lost for call in calls if call.lost), "")
         if lost and not session.verdict.reject():  # else this rank has reported it already
             session.say_once(f"this program is no longer protected: {lost}")
         if self._calls.differ(calls) or lost or not all(call.ready for call in calls):
             self._abort(begun)
-            return
-        with self._guarded():
-            self._save(begun)
+            begun = {}
+        if begun:
+            with self._guarded():
+                self._save(begun)
+        spent_s = (came - began - apart_s) + (clock.monotonic() - met)
+        interval.spend(spent_s)
+        self._account(spent_s, began if begun else None)
 
-    def _agree(self, wanted: list[int]) -> None:
-        """Adopt the interval that the ranks want. The rank that wants the longest reports it."""
-        interval = self._interval
-        cost_s = interval.cost_s
-        if interval.agree(self._session.version, wanted) and wanted.index(max(wanted)) == self._rank:
-            why = f"step() takes {cost_s:.2g} s to save a version in iterations of {interval.iteration_s:.2g} s"
-            then = f"saving one version in {interval.j}; a failure repeats at most {2 * interval.j - 1} steps"
-            self._session.say(f"rank {self._rank}: {why}: {then}")
+    def _account(self, spent_s: float, began: float | None) -> None:
+        """Add the seconds of a `step()` to the cost of the version that it has begun, or of the one before.
+
+        Args:
+            spent_s: Seconds of this `step()`, waits for the version before included.
+            began: Time of its beginning, where it has begun a version.
+        """
+        waited_s, self._waited_s = self._waited_s, 0.0
+        if self._session.gate.degraded:  # something is broken, which rarer versions do not mend
+            self._cost_s = 0.0
+            return
+        # A wait is the same at every j where nothing travels beside the program.
+        own_s = spent_s - waited_s if self._beside else spent_s
+        self._cost_s += own_s
+        if began is not None:
+            self._interval.cost(self._cost_s)
+            self._cost_s, self._began_at = 0.0, began
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -363,55 +382,82 @@ class Checkpointer:
             arrivals[rank] = kept.view()[: self._used[rank]]
         with self._wake:
             self._begun, self._last = begun, self._session.version
-            self._landed(self._rank, index, "")
-            written = partial(self._digest_of, slot, stamp)
+            # half of the time that the other ranks wait for the digest
+            patience_s = self._session.seal_timeout_s / 2 if self._landed(self._rank, index, "") else 0.0
+            reads = _digest_of(slot, stamp, own, clock.monotonic() + patience_s)
             self._exchange = Exchange(
-                self._comm, own, written, self._session.outgoing, arrivals, self._chunk_bytes, self._arrived
+                self._comm, own, reads, self._session.outgoing, arrivals, self._chunk_bytes, self._arrived
             )
             self._wake.notify_all()
 
     def _arrived(self, rank: int, told: str) -> None:
-        """Report another rank's shard that is complete in its slot. The agent compares its digest with `told`."""
-        index = self._begun[rank]
-        if not is_digest(told):
-            self._abort({rank: index})
-            return
-        self._landed(rank, index, told)
+        """Report another rank's shard that is complete in its slot. The agent reads it before it counts the copy."""
+        self._landed(rank, self._begun[rank], told)
 
-    @staticmethod
-    def _digest_of(slot: Slot, stamp: Stamp) -> str:
-        """Return the digest that the agent has found in a slot of this version; "" if it is not known yet."""
-        known = slot.known()
-        return known.digest if (known.epoch, known.version) == stamp else ""
-
-    def _landed(self, rank: int, index: int, checked: str) -> None:
+    def _landed(self, rank: int, index: int, told: str) -> bool:
+        """Return whether the agent takes this version, whose digest is `told`; "": the agent makes it."""
         session, used = self._session, self._used[rank]
         assert session.client is not None
         slot = self._shard(rank).slots[index]
-        slot.content = Content(session.epoch, self._last, used, checked)
-        message = local.Landed(set=session.name, rank=rank, version=self._last, slot=index, used=used, digest=checked)
-        with suppress(AgentLost, AgentRefused):
+        slot.content = Content(session.epoch, self._last, used, told)
+        message = local.Landed(set=session.name, rank=rank, version=self._last, slot=index, used=used, digest=told)
+        try:
             session.client.request(message)
+        except (AgentLost, AgentRefused):
+            return False
+        return True
 
-    def _settle(self) -> bool:
+    def _settle(self, patience_s: float | None = None) -> bool:
         """Finish the previous version's exchange, then wait for its seal for a limited time.
 
-        Returns False if the exchange makes no progress in time.
+        Args:
+            patience_s: Longest wait in seconds; None: as long as data moves, and the timeout of a seal.
+
+        Returns:
+            False if the exchange makes no progress in time.
         """
+        gate, began = self._session.gate, clock.monotonic()
+        most_s = math.inf if patience_s is None else patience_s
         if self._exchange is None:
+            self._time_seal()
             return True
+        try:
+            over = self._finish_exchange(self._exchange, began, most_s)
+            left_s = max(0.0, most_s - (clock.monotonic() - began))
+            there = over and gate.wait(self._last, lambda: False, patience_s=left_s)
+            if not there and patience_s is not None and not gate.degraded:
+                gate.missed(self._last)
+            return over
+        finally:
+            self._waited_s = clock.monotonic() - began
+            self._time_seal()
+
+    def _time_seal(self) -> None:
+        """Record how long the previous version took to its seal, or takes so far."""
+        gate, version = self._session.gate, self._last
+        if not self._beside or not self._began_at or version == self._settled:
+            return
+        (_, sealed), at = gate.seal
+        if sealed == version and at >= self._began_at:
+            self._settled = version
+            self._interval.sealed(at - self._began_at)
+        elif sealed < version and not gate.degraded and not gate.abandoned(version):
+            self._interval.sealed(clock.monotonic() - self._began_at)
+
+    def _finish_exchange(self, exchange: Exchange, began: float, most_s: float) -> bool:
+        """Return whether the exchange of the previous version is over, in `most_s` seconds from `began` on."""
         patience, moved_at = Patience(), clock.monotonic()
-        while not self._exchange.over:
+        while not exchange.over:
             with self._lock:
-                moved = self._exchange.progress()
+                moved = exchange.progress()
             now = clock.monotonic()
             moved_at = now if moved else moved_at
-            if now - moved_at > self._session.seal_timeout_s:
+            late = now - began > most_s and not exchange.over
+            if late or now - moved_at > self._session.seal_timeout_s:
                 return False
             patience(moved)
         with self._lock:
             self._exchange = None
-        self._session.gate.wait(self._last, lambda: False)
         return True
 
     def _start_thread(self) -> None:
@@ -419,6 +465,7 @@ class Checkpointer:
         from mpi4py import MPI
 
         if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
+            self._beside = True
             threading.Thread(target=self._move, name="gemini-mpi", daemon=True).start()
 
     def _move(self) -> None:
@@ -478,3 +525,18 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+
+
+def _digest_of(slot: Slot, stamp: Stamp, own: memoryview, until: float) -> Callable[[], str]:
+    """Return a function that returns the digest which the agent has made of a version, "" before that.
+
+    An agent that is gone makes none. This rank makes it from the moment `until` on, so that the exchange ends.
+    """
+
+    def read() -> str:
+        found = slot.known()
+        if (found.epoch, found.version) == stamp:
+            return found.digest
+        return digest(own) if clock.monotonic() >= until else ""
+
+    return read

@@ -1,6 +1,8 @@
 """One rank of an MPI program with arrays: `python -m tests.mpi.program OPTIONS`, started by mpiexec; `mpi` of the
-options (JSON) says how MPI is entered. kwargs_of: by rank. apart: the ranks do not talk to each other. skips: [rank,
-step] of a `step()` that is left out. resumes_not: the rank that leaves out `resume()`."""
+options (JSON) says how MPI is entered. kwargs: of the `Checkpointer`, with every=1 unless they say else. kwargs_of:
+by rank. work_s: what an iteration takes before `step()`. apart: the ranks do not talk to each other. skips: [rank,
+step] of a `step()` that is left out. resumes_not: the rank that leaves out `resume()`. hashes_not: making a digest in
+a rank fails."""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ def main(o: dict[str, Any]) -> None:
     import numpy as np
     from mpi4py import MPI
 
-    from gemini_hpc.mpi import Checkpointer, Part
+    from gemini_hpc.mpi import Checkpointer, Part, checkpointer
 
+    if o.get("hashes_not"):
+        checkpointer.digest = None  # type: ignore[assignment]
     comm = MPI.COMM_WORLD
     rank, size, n = comm.Get_rank(), comm.Get_size(), o.get("n", 60)
     first = rank * n // size
@@ -65,6 +69,7 @@ def main(o: dict[str, Any]) -> None:
         wide[step % 3] += step * (rank + 1)
         own[step % 2, step % 3] += step
         count += 1
+        time.sleep(o.get("work_s", 0.0))
         if step == o.get("die_at") and rank == 0:
             os.kill(os.getpid(), 9)
         if [rank, step] != o.get("skips"):

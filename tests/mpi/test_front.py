@@ -66,7 +66,8 @@ def test_every_version_is_sealed_and_a_requeued_run_ends_alike(
     start: Callable[..., MpiRun],
     level: str,
 ) -> None:
-    options = {"steps": STEPS, "kwargs": {"seal_timeout_s": 20.0, "chunk_bytes": 4096}, "n": 900}
+    kwargs = {"seal_timeout_s": 20.0, "chunk_bytes": 4096}
+    options = {"steps": STEPS, "kwargs": kwargs, "n": 900, "hashes_not": True}
     job = make_job(2, 2)
     job.stop_after(17)
     whole = ran(start(mpi, job, {**options, "mpi": {"level": level}}), 2)
@@ -144,25 +145,24 @@ def test_ranks_that_save_at_different_steps_are_refused(
     assert run.said().count("ValueError: wanted the same every on all ranks, found [2, 3]") >= 1
 
 
-def test_steps_that_cost_too_much_are_saved_more_rarely(
-    mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]
-) -> None:
-    """One agent is slow; both ranks leave out the same steps."""
+@pytest.mark.parametrize("level", ["multiple", "funneled"])
+def test_short_steps_are_saved_rarely(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun], level: str) -> None:
+    """The agents need a tenth of a second for each request: far more than 1 % of such steps."""
     job = make_job(2, 2)
-    job.delay["Begin"] = 0.02
-    kwargs = {"every": 0, "overhead": 0.2, "seal_timeout_s": 20.0}
-    run = start(mpi, job, {"steps": 60, "sleep_s": 0.002, "kwargs": kwargs})
+    job.delay = {"Begin": 0.1}
+    options = {"steps": 200, "work_s": 0.002, "mpi": {"level": level}, "kwargs": {"every": 0, "seal_timeout_s": 20.0}}
+    run = start(mpi, job, options)
     ran(run, 2)
-    sealed = [s.version for s in job.seals]
-    assert sealed[:4] == [1, 2, 3, 4] and len(sealed) < 50
-    (line,) = [line for line in run.said().splitlines() if ": saving one version in " in line]
-    assert "step() takes " in line and "a failure repeats at most " in line
+    assert not job.corrupt and 3 <= len(job.seals) <= 20
+    assert [s.version for s in job.seals][:3] == [1, 2, 3]
+    (line,) = [line for line in run.said().splitlines() if "saving one version in" in line]
+    assert "to capture the state in iterations of" in line and "a failure repeats at most" in line
 
 
-def test_cheap_steps_are_all_saved(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
+def test_long_steps_are_all_saved(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
     job = make_job(2, 2)
-    run = start(
-        mpi, job, {"steps": 12, "kwargs": {"every": 0, "overhead": 0.99, "seal_timeout_s": 20.0}, "sleep_s": 0.2}
-    )
+    kwargs = {"every": 0, "overhead": 0.5, "seal_timeout_s": 20.0}
+    run = start(mpi, job, {"steps": 12, "work_s": 0.5, "kwargs": kwargs})
     ran(run, 2)
-    assert [s.version for s in job.seals] == list(range(1, 13)) and "saving one version" not in run.said()
+    assert [s.version for s in job.seals] == list(range(1, 13))
+    assert "saving one version in" not in run.said()

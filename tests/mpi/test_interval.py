@@ -1,84 +1,146 @@
-"""The interval between saved steps of an MPI program: it keeps the ceiling, and is the same on all ranks."""
+"""The choice of the versions that an MPI program saves."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.mpi.interval import Interval
+from gemini_hpc import clock
+from gemini_hpc.mpi.interval import SaveInterval
+
+SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
+# of each rank at one step(): the iteration, the version's cost, the time to its seal, the meeting
+COSTS = st.tuples(SECONDS, SECONDS, SECONDS, SECONDS)
 
 
-def run(
-    intervals: list[Interval], steps: int, cost: list[float], iteration: list[float], first: int = 1
-) -> list[int]:
-    """Let ranks make steps of these lengths; return the saved ones. All ranks must agree on each."""
-    saved = []
-    for step in range(first, first + steps):
-        for interval, length in zip(intervals, iteration, strict=True):
-            interval.ended(length)
-        answers = {interval.saves(step) for interval in intervals}
-        assert len(answers) == 1, "some ranks save, others do not"
-        if not answers.pop():
-            continue
-        wanted = [interval.wanted() for interval in intervals]
-        reports = {interval.agree(step, wanted) for interval in intervals}
-        assert len(reports) == 1 and len({interval.j for interval in intervals}) == 1
-        for interval, seconds in zip(intervals, cost, strict=True):
-            interval.saved(seconds)
-        saved.append(step)
-    return saved
+class Hand:
+    """A clock that is set by hand, for one rank at a time."""
+
+    now_s = 0.0
+
+    def monotonic_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("nothing waits here")
 
 
-def test_cheap_steps_are_all_saved() -> None:
-    ranks = [Interval(0, 0.01) for _ in range(2)]
-    assert run(ranks, 30, [0.0005, 0.001], [0.01, 0.01]) == list(range(1, 31))
+@pytest.fixture(scope="module", autouse=True)
+def hand() -> Iterator[Hand]:
+    found = Hand()
+    clock.use(found)
+    yield found
+    clock.use(None)
 
 
-def test_a_dear_step_is_saved_as_rarely_as_the_ceiling_requires() -> None:
-    ranks = [Interval(0, 0.01) for _ in range(3)]
-    saved = run(ranks, 400, [0.01, 0.05, 0.01], [0.5, 0.5, 0.5])
-    assert ranks[0].j == 10 and saved[:4] == [1, 2, 3, 4], "the fourth one knows three costs"
-    late = [s for s in saved if s > 20]
-    assert {b - a for a, b in pairwise(late)} == {10}
-    assert len(late) * 0.05 <= 0.01 * 0.5 * 400
+class Ranks:
+    """The choices of all ranks, and what they say."""
+
+    def __init__(self, hand: Hand, world: int, every: int = 0, overhead: float = 0.01) -> None:
+        self.said: list[str] = []
+        self.all = [SaveInterval(every, overhead, rank, self.said.append) for rank in range(world)]
+        self.hand, self.version = hand, 0
+        self.saved: list[int] = []
+
+    def step(self, costs: list[tuple[float, float, float, float]]) -> None:
+        self.version += 1
+        for rank, cost in zip(self.all, costs, strict=True):
+            self.hand.now_s += cost[0]
+            rank.enter()
+            self.hand.now_s -= cost[0]
+        saves = {rank.saves(self.version) for rank in self.all}
+        assert len(saves) == 1, "some ranks would wait for the others for ever"
+        if True in saves:
+            self.saved.append(self.version)
+            needs = [rank.need() for rank in self.all]
+            for rank, (_, own_s, sealed_s, met_s) in zip(self.all, costs, strict=True):
+                rank.met(met_s)
+                rank.take(needs, self.version)
+                rank.spend(own_s)
+                rank.cost(own_s)
+                if sealed_s:
+                    rank.sealed(sealed_s)
+        for rank in self.all:
+            rank.leave()
 
 
-def test_an_interval_does_not_swing() -> None:
-    """Saving rarely makes a saved step cheap, and then saving often makes it dear again."""
-    rank, step, changes, before = Interval(0, 0.01), 1, 0, 1
-    for _ in range(200):
-        cost = 0.1 if rank.j < 10 else 0.003
-        step = run([rank], 1000, [cost], [1.0], step)[-1] + 1
-        changes += rank.j != before
-        before = rank.j
-    assert changes <= 3 and rank.j == 10
-
-
-def test_a_program_that_becomes_slower_is_saved_more_often() -> None:
-    rank = Interval(0, 0.01)
-    last = run([rank], 500, [0.05], [0.1])[-1]
-    assert rank.j == 50
-    run([rank], 1000, [0.05], [10.0], last + 1)
-    assert rank.j == 1
-
-
-def test_a_given_interval_is_kept() -> None:
-    assert run([Interval(3, 0.01)], 12, [1.0], [0.01]) == [3, 6, 9, 12]
-
-
-@settings(max_examples=200)
 @given(
-    st.lists(
-        st.tuples(
-            st.lists(st.floats(0, 5), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3)
-        ),
-        max_size=30,
-    )
+    st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(COSTS, min_size=n, max_size=n), min_size=1, max_size=40))
 )
-def test_all_ranks_save_the_same_steps(phases: list[tuple[list[float], list[float]]]) -> None:
-    ranks, step = [Interval(0, 0.01) for _ in range(3)], 1
-    for cost, iteration in phases:
-        run(ranks, 7, cost, iteration, step)
-        step += 7
+def test_all_ranks_save_the_same_versions_whatever_each_of_them_measures(
+    costs: list[list[tuple[float, float, float, float]]],
+) -> None:
+    ranks = Ranks(Hand(), len(costs[0]))
+    clock.use(ranks.hand)
+    for step in costs:
+        ranks.step(step)
+        assert len({rank.j for rank in ranks.all}) == 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "j", "why"),
+    [
+        ((0.1, 0.01, 0.05, 0.0), 10, "step() takes 0.01 s to capture the state"),
+        ((0.1, 0.0, 0.95, 0.0), 10, "a version is sealed 0.95 s after step() (copy, digests, votes)"),
+        ((0.1, 0.0, 0.0, 0.005), 5, "step() takes 0.005 s to capture the state"),  # the meeting itself
+    ],
+)
+def test_the_rank_that_needs_most_decides_and_says_so(
+    hand: Hand, cost: tuple[float, float, float, float], j: int, why: str
+) -> None:
+    clock.use(hand)
+    ranks = Ranks(hand, 3)
+    light = (0.1, 0.0, 0.01, cost[3] + 0.02)  # early in the meeting
+    for _ in range(100):
+        ranks.step([light, light, cost])
+    assert ranks.all[0].j == j
+    assert [v for v in ranks.saved if v < 5] == [1, 2, 3, 4]
+    assert {after - before for before, after in zip(ranks.saved[5:], ranks.saved[6:], strict=False)} == {j}
+    (line,) = ranks.said
+    assert line.endswith(
+        f"{why} in iterations of 0.1 s: saving one version in {j}; a failure repeats at most {2 * j} steps"
+    )
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_within_twenty_versions_nothing_costs_more_than_the_ceiling(
+    usual_s: float, own_s: float, sealed_s: float
+) -> None:
+    usual_s = max(1e-3, usual_s)
+    ranks = Ranks(Hand(), 1)
+    clock.use(ranks.hand)
+    while len(ranks.saved) < 20 and ranks.version < 1000:
+        ranks.step([(usual_s, own_s, sealed_s, 0.0)])
+    (rank,) = ranks.all
+    lost_s = own_s + max(0.0, sealed_s - rank.j * usual_s)
+    assert rank.j == 10_000 or lost_s <= 1.26 * 0.01 * rank.j * usual_s
+
+
+def test_a_chosen_interval_stays(hand: Hand) -> None:
+    clock.use(hand)
+    ranks = Ranks(hand, 2, every=3)
+    for _ in range(30):
+        ranks.step([(0.001, 1.0, 1.0, 1.0)] * 2)
+    assert ranks.saved == list(range(3, 31, 3)) and not ranks.said
+    assert ranks.all[0].patience_s is None
+
+
+def test_waits_are_bounded(hand: Hand) -> None:
+    """The first versions may wait for 5 s in all, which is told; later ones for the ceiling's share of the time."""
+    clock.use(hand)
+    ranks = Ranks(hand, 1)
+    (rank,) = ranks.all
+    assert rank.patience_s == 5.0
+    for _ in range(4):
+        ranks.step([(0.1, 1.5, 1.5, 0.0)])
+    assert ranks.said[0].startswith("rank 0: the program has waited 4.5 s for its first versions; from now on")
+    assert rank.patience_s == 0.0
+    for _ in range(2000):
+        ranks.step([(0.1, 0.0, 0.0, 0.0)])
+    assert 0.0 < rank.patience_s <= 1.5
