@@ -87,7 +87,7 @@ def test_modules_that_are_named_are_there() -> None:
 
 
 def test_requirements_that_are_named_have_an_anchor() -> None:
-    known = anchors((ROOT / "docs/requirements.md").read_text())
+    known = anchors((ROOT / "docs/dev/requirements.md").read_text())
     name = r"[a-z]+(?:-[a-z]+)*"
     found = set()
     for path in [*ROOT.glob("gemini_hpc/**/*.py"), *ROOT.glob("tests/**/*.py")]:
