@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from gemini_hpc.forecast import goodput
@@ -14,25 +15,33 @@ from gemini_hpc.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ADMIN, REPRODUCTION = DOCS / "admin.md", DOCS / "dev" / "reproduction.md"
-HEAD = "| key | default | meaning |\n|---|---|---|\n"
+WIDTH = 118
+FIRST = f"- `{fields(Settings)[0].name}` = "
 
 
-def settings_table() -> str:
-    """The rows of gemini.toml."""
-    return "".join(f"| `{f.name}` | `{_toml(f.default)}` | {f.metadata['text']} |\n" for f in fields(Settings))
+def settings_list() -> str:
+    """The settings of gemini.toml, each with its default."""
+    return "".join(item(f"`{f.name}` = `{_toml(f.default)}`: {f.metadata['text']}") for f in fields(Settings))
+
+
+def item(text: str) -> str:
+    """An item of a list in lines below 120 columns, with each piece of code in one line."""
+    whole = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
+    lines = fill(
+        whole, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return lines.replace("\0", " ") + "\n"
 
 
 def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def with_tables(text: str) -> str:
-    """The administrators' guide with its table as it has to be."""
-    assert HEAD in text
-    begin = text.index(HEAD) + len(HEAD)
-    end = re.compile(r"^(?!\|)", re.M).search(text, begin)
-    assert end is not None
-    return text[:begin] + settings_table() + text[end.start() :]
+def with_settings(text: str) -> str:
+    """The administrators' guide with its settings as they have to be."""
+    begin = text.index(FIRST)
+    end = text.index("\n\n", begin) + 1
+    return text[:begin] + settings_list() + text[end:]
 
 
 def with_figures(text: str) -> str:
@@ -68,5 +77,5 @@ def with_goodput(text: str) -> str:
 
 
 if __name__ == "__main__":
-    ADMIN.write_text(with_tables(ADMIN.read_text()))
+    ADMIN.write_text(with_settings(ADMIN.read_text()))
     REPRODUCTION.write_text(with_goodput(with_figures(REPRODUCTION.read_text())))

@@ -20,7 +20,7 @@ from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, T
 from gemini_hpc.wire.traffic import TrafficState
 from tests.releases import __main__ as releases
 
-from .tables import ADMIN, REPRODUCTION, with_figures, with_goodput, with_tables
+from .tables import ADMIN, REPRODUCTION, with_figures, with_goodput, with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -196,16 +196,16 @@ def test_settings_in_examples() -> None:
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", section("docs/admin.md", "Settings"), re.M)
+    rows = re.findall(r"^- `(\w+)` = `([^`]+)`: (.+)$", section("docs/admin.md", "Settings"), re.M)
     found = {key: tomllib.loads(f"value = {value}")["value"] for key, value, _ in rows}
     wanted = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in fields(config.Settings)}
     assert found == wanted
     assert [type(found[key]) for key in wanted] == [type(value) for value in wanted.values()]
 
 
-def test_the_table_of_settings_is_made_from_them() -> None:
+def test_the_list_of_settings_is_made_from_them() -> None:
     text = ADMIN.read_text()
-    assert text == with_tables(text), "python -m tests.docs.tables writes it anew"
+    assert text == with_settings(text), "python -m tests.docs.tables writes it anew"
 
 
 def test_the_papers_figures_are_what_is_computed() -> None:
@@ -218,8 +218,8 @@ def texts_of(part: str) -> list[str]:
 
 
 def test_every_event_is_documented() -> None:
-    table = "\n".join(re.findall(r"^\| .*", section("docs/admin.md", "Event names"), re.M))
-    named = set(re.findall(r"`([a-z_]+)`", table))
+    items = re.findall(r"^- ((?:`[a-z_]+`(?:, | \(.*?\), )?)+)", section("docs/admin.md", "Event names"), re.M)
+    named = set(re.findall(r"`([a-z_]+)`", "\n".join(items)))
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "gemini_hpc").rglob("*.py")))
     assert all(f'"{name}"' in sources for name in named)
     call = r"\b(?:self|agent|rescue|_agent|_host|client|_client|helper)\.(?:log|_log|say|_say|_once|_note|event)\(\s*"
