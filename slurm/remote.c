@@ -17,10 +17,9 @@
 #include "task_env.h"
 #include "unprotected.h"
 
-enum { NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000, MOVE_WAIT_MS = 1500 };
+enum { NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000, MOVE_WAIT_MS = 2000 };
 
 static const char python[] = "/opt/gemini-hpc/venv/bin/python3";	/* the prolog's Python */
-static bool made_again;	/* the job's directory was made again in this step; its agent is moving there */
 
 /* Restores an option for the user's code that --export=NONE removed. */
 static void restore_option(spank_t sp, const char *slurm_name, const char *name)
@@ -113,11 +112,11 @@ int remote_init_post_opt(spank_t sp, const struct config *config)
 	uint32_t replicas, job, step;
 	uid_t owner;
 
-	made_again = geteuid() == 0 && task_env_number(sp, SLURM_ENV(ENV_REPLICAS), 1, REPLICAS_MAX, &replicas) &&
-		     spank_get_item(sp, S_JOB_ID, &job) == ESPANK_SUCCESS &&
-		     spank_get_item(sp, S_JOB_UID, &owner) == ESPANK_SUCCESS &&
-		     spank_get_item(sp, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step != SLURM_EXTERN_CONT &&
-		     again_make(python, config->run_dir, job, owner);
+	if (geteuid() == 0 && task_env_number(sp, SLURM_ENV(ENV_REPLICAS), 1, REPLICAS_MAX, &replicas) &&
+	    spank_get_item(sp, S_JOB_ID, &job) == ESPANK_SUCCESS &&
+	    spank_get_item(sp, S_JOB_UID, &owner) == ESPANK_SUCCESS &&
+	    spank_get_item(sp, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step != SLURM_EXTERN_CONT)
+		(void)again_make(python, config->run_dir, job, owner);
 	return 0;
 }
 
@@ -146,8 +145,7 @@ int remote_task_init(spank_t sp, const struct config *config)
 	    !task_env_number(sp, "SLURM_RESTART_COUNT", 0, UINT32_MAX, &step.restart))
 		return 0;
 	end_if_unprotectable(sp, config, step.job, step.restart, replicas);
-	if (!map_await(config->run_dir, step.job, step.restart, geteuid(), MAP_WAIT_MS,
-		       made_again ? MOVE_WAIT_MS : 0, &map)) {
+	if (!map_await(config->run_dir, step.job, step.restart, geteuid(), MAP_WAIT_MS, MOVE_WAIT_MS, &map)) {
 		tell_why(sp, config, &step);
 		ranks_export(sp, &step, NULL);
 		return 0;

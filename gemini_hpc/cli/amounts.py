@@ -29,7 +29,12 @@ def size(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Parse a rate given in bits per second; return bytes per second."""
+    """Parse a rate given in bits per second; return bytes per second.
+
+    A bare number is refused: users who write 100 mean Gbps.
+    """
+    if not text.strip()[-1:].isalpha():
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: give one, such as 100Gbps")
     return _amount(text, "bps", 1 / 8)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
+from gemini_hpc.cli import live_view
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report import columns, history, traffic_text
+from gemini_hpc.report.summary import age, share, summary
 from gemini_hpc.wire.sanitize import tame as _tame
 
 if TYPE_CHECKING:
@@ -19,9 +22,10 @@ if TYPE_CHECKING:
     from gemini_hpc.query.inspect_document import Document
     from gemini_hpc.wire.inspect_schema import JobAnswer
 
-MAX_SHARDS_SHOWN = 64
 MAX_NAMES_SHOWN = 8
-MAX_FATAL_SHOWN = 12
+MAX_NODES_SHOWN = 8
+MAX_FATAL_SHOWN = 6
+MAX_RECOVERIES_SHOWN = 2
 
 
 def register(subparsers: _Subparsers) -> None:
@@ -29,9 +33,11 @@ def register(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "inspect",
         help="show what protects a job now, and its past recoveries",
-        description="Show the replicas of a job: nodes, versions, holders, losses it would survive, past recoveries.",
+        description="Show a job's state, the nodes that may be lost now, and what to do; then its trainings, nodes "
+        "and recoveries. --full lists every node, every shard with its holders, and every event of a recovery.",
     )
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
+    parser.add_argument("--full", action="store_true", help="list every node, shard and event of a recovery")
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
     parser.add_argument(
         "--watch", metavar="S", type=_seconds, nargs="?", const=1.0, help="refresh every S seconds (default 1)"
@@ -63,14 +69,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
     source = _Source(settings, job)
-    while True:
+
+    def text() -> str:
         document = source.document()
-        if args.watch is not None and sys.stdout.isatty() and not args.json:
-            sys.stdout.write("\x1b[2J\x1b[H")
-        print(json.dumps(document) if args.json else render(_tame(document), columns.width()), flush=True)
-        if args.watch is None:
-            return
-        clock.sleep(args.watch)
+        return json.dumps(document) if args.json else render(_tame(document), columns.width(), full=args.full)
+
+    if args.watch is None:
+        print(text(), flush=True)
+    else:
+        live_view.follow(text, args.watch, plain=args.json)
 
 
 class _Source:
@@ -128,14 +135,6 @@ def _bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
-def _age(s: float | None) -> str:
-    if s is None:
-        return "-"
-    if s < 120:
-        return f"{s:.1f} s"
-    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
-
-
 def _version(v: list[int] | None) -> str:
     return f"{v[0]}:{v[1]}" if v else "-"
 
@@ -145,32 +144,23 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
 
 
-def render(d: Document, width: int = columns.USUAL) -> str:
+def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> str:
     """Return the document as text.
 
     Sentences are folded to at most `width` columns. Rows of tables are as long as their names require.
-    """
-    from gemini_hpc.query.inspect_document import how_many
 
-    slurm = d["slurm"]
-    reason = f" ({slurm['reason']})" if slurm.get("reason") else ""
-    state = f"{d['state']} {how_many(d)}".rstrip()
-    head = f"job {d['job']}: {state}   slurm {slurm.get('state') or '?'}{reason}"
-    kept = f"replicas {d['replicas'] or '?'}"
-    if lost := d.get("parity"):
-        kept = f"parity over groups of {d['replicas']} nodes{f', any {lost} of which may be lost' * (lost > 1)}"
-    counts = f"restarts {slurm.get('restarts', d['restart'])}   {kept}   epoch {d['epoch']}"
-    if d["ended"] and not d["nodes"]:
-        counts = f"restarts {d['restart']}"
-    counts += f"   (asked: {d['asked']})"
-    whole = f"{head}   {counts}"
-    lines = [whole] if len(whole) <= width else [*columns.fold(head, width, "    ", ""), f"    {counts}"]
-    lines += history.ended(d, width)
+    Args:
+        d: The document, without control characters (`tame`).
+        width: Columns of the terminal.
+        full: Whether to list every node, every shard with its holders, and every event of a recovery.
+    """
+    lines = summary(d, width) + history.ended(d, width)
     for note in d["notes"]:
         lines += columns.fold(note, width, "    ", "note: ")
-    if d["nodes"]:
-        lines.append("nodes")
-        lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
+    for s in d["trainings"]:
+        for line in _set(s, full=full):
+            lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
+    lines += _node_table(d["nodes"], full=full)
     for lemon in d.get("lemons", ())[:MAX_NAMES_SHOWN]:
         incidents = f"{lemon['count']} incident{'s' * (lemon['count'] > 1)}"
         what = ", ".join(sorted(set(lemon["what"])))
@@ -181,12 +171,22 @@ def render(d: Document, width: int = columns.USUAL) -> str:
         lines += columns.fold(_domains(d["domains"]), width, "    ", "")
     if d.get("after"):
         lines += columns.fold(_after(d["after"]), width, "    ", "")
-    for s in d["trainings"]:
-        for line in _set(s, len(d["nodes"])):
-            lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
-    for r in d["recoveries"]:
-        lines += history.recovery(r, width)
+    for r in d["recoveries"] if full else d["recoveries"][-MAX_RECOVERIES_SHOWN:]:
+        lines += history.recovery(r, width) if full else columns.fold(history.headline(r), width, "    ", "")
     return "\n".join(lines)
+
+
+def _node_table(nodes: list[Document], *, full: bool) -> list[str]:
+    """Return the table of nodes. Nodes in trouble come first where not all are shown."""
+    if not nodes:
+        return []
+    shown = nodes
+    if not full and len(nodes) > MAX_NODES_SHOWN:
+        well = [n["agent"] and n["member"] and not n["dead"] and not n["suspects"] for n in nodes]
+        shown = [n for _, n in sorted(zip(well, nodes, strict=True), key=lambda pair: pair[0])][:MAX_NODES_SHOWN]
+    lines = ["nodes", *_table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in shown])]
+    rest = len(nodes) - len(shown)
+    return [*lines, f"  and {rest} more (--full)"] if rest else lines
 
 
 def _spares(s: Document) -> str:
@@ -229,7 +229,7 @@ def _node(n: Document) -> list[str]:
     return [rank, n["host"], "-" if n["group"] is None else str(n["group"]), state, place, memory]
 
 
-def _set(s: Document, nodes: int) -> list[str]:
+def _set(s: Document, *, full: bool) -> list[str]:
     lines = [
         f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, "
         f"sealed {_version(s['sealed'])}"
@@ -238,39 +238,55 @@ def _set(s: Document, nodes: int) -> list[str]:
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
     lines += [f"  {line}" for line in traffic_text.lines(s["traffic"])]
+    lines += _shards(s) if full else _counted_shards(s)
+    lines += _survival(s["survival"], full=full)
+    if live := s["survival"].get("live"):
+        shares = ", ".join(share(row["k"], row["probability"]) for row in live["survives"])
+        lines.append(f"  while all ranks run, their tensors count as copies: {shares}; not during optimizer.step()")
+    return lines
+
+
+def _shards(s: Document) -> list[str]:
     rows = []
-    for shard in s["shards"][:MAX_SHARDS_SHOWN]:
+    for shard in s["shards"]:
         for i, h in enumerate(shard["holders"] or [None]):
             first = [str(shard["rank"]), str(shard["home"]), _bytes(shard["bytes"])] if i == 0 else ["", "", ""]
             if h is None:
                 rows.append([*first, "nobody", "", "", "", ""])
             else:
-                times = [_age(h["age_s"]), _age(h["verified_age_s"])]
+                times = [age(h["age_s"]), age(h["verified_age_s"])]
                 rows.append([*first, h["host"], h["state"], _version(h["version"]), *times])
         if parity := shard.get("parity"):
             of = "+".join(map(str, parity["of"]))
             for h in parity["holders"]:
-                times = [_age(h["age_s"]), _age(h["verified_age_s"])]
+                times = [age(h["age_s"]), age(h["verified_age_s"])]
                 rows.append(
                     [f"^{of}", "", _bytes(parity["bytes"]), h["host"], h["state"], _version(h["version"]), *times]
                 )
-    lines += _table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
-    if len(s["shards"]) > MAX_SHARDS_SHOWN:
-        lines.append(f"  ... and {len(s['shards']) - MAX_SHARDS_SHOWN} more shards (--json has them all)")
-    return lines + _survival(s["survival"], nodes)
+    return _table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
+
+
+def _counted_shards(s: Document) -> list[str]:
+    """Return how many nodes hold the counted version of how many shards."""
+    if not (counted := s["survival"]["counted_version"]):
+        return []
+    holders = Counter(len({h["host"] for h in x["holders"] if h["version"] == counted}) for x in s["shards"])
+    held = [f"{count} on {n} node{'s' * (n != 1)}" for n, count in sorted(holders.items())]
+    size = _bytes(sum(x["bytes"] for x in s["shards"]))
+    return [f"  version {_version(counted)}: {len(s['shards'])} shards of {size} together, {', '.join(held)}"]
 
 
 def _stalled(s: Document | None) -> str:
-    return f": no step for {_age(s['for_s'])} (usually {_age(s['usual_s'])})" if s else ""
+    return f": no step for {age(s['for_s'])} (usually {age(s['usual_s'])})" if s else ""
 
 
 def _tier(t: Document | None) -> list[str]:
     if t is None:
         return []
-    kept = f"version {_version(t['version'])}, {_age(t['age_s'])} old" if t["version"] else "nothing yet"
+    kept = f"version {_version(t['version'])}, {age(t['age_s'])} old" if t["version"] else "nothing yet"
     saving = f"; saving {_version(t['saving'])}, {_bytes(t['written_bytes'])} written" if t["saving"] else ""
     problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
-    every = [f"  tier: every {_age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
+    every = [f"  tier: every {age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
     named = [f"{k['name']} (version {_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
     named += [f"{name} (on its way)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
     return [
@@ -281,23 +297,14 @@ def _tier(t: Document | None) -> list[str]:
     ]
 
 
-def _share(k: int, probability: float) -> str:
-    what = f"{k} node{'s' * (k > 1)}"
-    if probability in (0.0, 1.0):
-        return f"{'any' if probability else 'never'} {what}"
-    return f"{what} in {100 * probability:.4g} % of the cases"
-
-
-def _survival(v: Document, nodes: int) -> list[str]:
+def _survival(v: Document, *, full: bool) -> list[str]:
     if v["lost_already"]:
         return ["  may be lost: nothing yet"]
-    shares = ", ".join(_share(row["k"], row["probability"]) for row in v["survives"])
-    lines = [f"  may be lost: {shares} (exact, for version {_version(v['counted_version'])})"]
-    fatal = ["+".join(f) for f in v["fatal"] if len(f) <= nodes]
-    if fatal:
-        more = f" and {len(fatal) - MAX_FATAL_SHOWN} more" if len(fatal) > MAX_FATAL_SHOWN else ""
-        lines.append(f"  never together: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
-    if live := v.get("live"):
-        shares = ", ".join(_share(row["k"], row["probability"]) for row in live["survives"])
-        lines.append(f"  while all ranks run, their tensors count as copies: {shares}; not during optimizer.step()")
-    return lines
+    lines = []
+    if full:
+        shares = ", ".join(share(row["k"], row["probability"]) for row in v["survives"])
+        lines.append(f"  may be lost: {shares} (exact, for version {_version(v['counted_version'])})")
+    fatal = ["+".join(f) for f in v["fatal"]]
+    shown = fatal if full else fatal[:MAX_FATAL_SHOWN]
+    more = f" and {len(fatal) - len(shown)} more" if len(fatal) > len(shown) else ""
+    return [*lines, f"  never together: {', '.join(shown)}{more}"] if fatal else lines

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_LOOKED_AT = 60  # number of live jobs to query: the controller's limit of queries per user at once
-HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "SEALED", "SURVIVES", "RECOV")
-WIDEST = (10, 8, 18, 10, 5, 9, 8, 5)  # column widths; with the blanks between them 80 columns
+HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "STEP", "AGE", "SURVIVES", "REC")
+WIDEST = (9, 8, 16, 9, 5, 6, 8, 8, 3)  # column widths; with the blanks between them 80 columns
 
 
 def register(subparsers: _Subparsers) -> None:
@@ -30,9 +30,9 @@ def register(subparsers: _Subparsers) -> None:
         "jobs",
         help="list the protected jobs, one line each",
         description="List protected jobs: your own; for root, SlurmUser and operators all. "
-        "STATE is what gemini-hpc inspect says of the job, SEALED the age of the newest sealed version (for a "
-        "job that has ended: how long ago it did; - where nothing was sealed), SURVIVES how many nodes may be lost, "
-        "whichever they are, RECOV how often the job came back after a lost node. Asks the controller.",
+        "STATE is what gemini-hpc inspect says of the job, STEP its newest sealed step, AGE how old that is (of a "
+        "job that has ended: how long ago it ended), SURVIVES how many nodes may be lost, whichever they are, REC "
+        "how often the job came back after a lost node. Asks the controller.",
     )
     parser.add_argument("--all", action="store_true", help="jobs of the last 14 days (default: the last 24 hours)")
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
@@ -88,7 +88,7 @@ def _row(row: JobRow, d: Document | None) -> Document:
     slurm = d["slurm"].get("state", row.slurm) if d else row.slurm
     return {
         "job": row.job,
-        "id": d["slurm"].get("id", str(row.job)) if d else str(row.job),
+        "id": (d["slurm"].get("id") if d else "") or row.id or str(row.job),
         "uid": row.uid,
         "user": _name(row.uid),
         "state": d["state"] if d else "ended" if row.ended else "unknown",
@@ -96,7 +96,7 @@ def _row(row: JobRow, d: Document | None) -> Document:
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
         "sealed_age_s": _sealed_age(d) if d else None,
-        "sealed_version": row.sealed or None,
+        "sealed_version": row.sealed or (_sealed_version(d) if d else None),
         "survives": _survives(d) if d else None,
         "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
         "restarts": row.restarts,
@@ -117,6 +117,12 @@ def _sealed_age(d: Document) -> float | None:
             return None
         ages.append(min(known))
     return max(ages, default=None)
+
+
+def _sealed_version(d: Document) -> int | None:
+    """Return the newest sealed version, for the training where it is oldest."""
+    versions = [s["sealed"][1] if s["sealed"] else 0 for s in d["trainings"]]
+    return min(versions, default=0) or None
 
 
 def _survives(d: Document) -> int | None:
@@ -149,10 +155,10 @@ def _age(s: float | None) -> str:
 
 
 def _ago(s: float) -> str:
-    """Return a time span in at most nine columns."""
+    """Return a time span in at most eight columns."""
     if s < 100:
         return f"{s:.0f} s ago"
-    return f"{s / 60:.0f}min ago" if s < 5970 else f"{s / 3600:.0f} h ago" if s < 172800 else f"{s / 86400:.0f} d ago"
+    return f"{s / 60:.0f} m ago" if s < 5970 else f"{s / 3600:.0f} h ago" if s < 172800 else f"{s / 86400:.0f} d ago"
 
 
 def render(d: Document) -> str:
@@ -160,13 +166,13 @@ def render(d: Document) -> str:
     rows: list[tuple[str, ...]] = [HEAD]
     for j in d["jobs"]:
         # An ended job has no copies left: show how long ago it ended.
-        ago = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] and j["sealed_version"] else "-"
-        sealed = ago if j["ended"] else _age(j["sealed_age_s"])
+        age = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] else _age(j["sealed_age_s"])
+        step, nodes = str(j["sealed_version"] or "-"), str(j["nodes"] or "-")
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
-        texts = (j["id"], j["user"], j["state"], j["slurm"], str(j["nodes"]), sealed, survives, str(j["recoveries"]))
+        texts = (j["id"], j["user"], j["state"], j["slurm"], nodes, step, age, survives, str(j["recoveries"]))
         rows.append(tuple(tame(text) for text in texts))
         if j["state_of"]:
-            rows.append(("", "", j["state_of"], "", "", "", "", ""))
+            rows.append(("", "", j["state_of"].replace(" trainings", ""), "", "", "", "", "", ""))
     widths = [min(limit, max(len(row[i]) for row in rows)) for i, limit in enumerate(WIDEST)]
     lines = [" ".join(_cell(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(rows) == 1:

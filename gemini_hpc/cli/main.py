@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from gemini_hpc import __version__
+from gemini_hpc.cli.examples import add_examples
 
 _OF_JOBS = ("jobs", "inspect", "report", "flush", "evacuate", "versions", "export", "run")
 VERBS = (*_OF_JOBS, "controller", "doctor", "plan", "simulate", "devcluster", "demo")
@@ -23,9 +24,11 @@ def build_parser() -> argparse.ArgumentParser:
         "a node dies, the job goes on from its peers' memory.",
     )
     parser.add_argument("--version", action="version", version=f"gemini-hpc {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    parser.set_defaults(func=lambda _: print(parser.format_help(), end="") or 0)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
         importlib.import_module(f"gemini_hpc.cli.{verb}").register(verbs)
+    add_examples(verbs)
     return parser
 
 

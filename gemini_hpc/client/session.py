@@ -125,6 +125,7 @@ class Session:
         self.gate: SealGate
         self.guard: StepGuard
         self._waiting_said = ""
+        self._seal_reported = False
 
     # ---- reports ---------------------------------------------------------------------------------------
 
@@ -136,6 +137,24 @@ class Session:
         """Print a line for the user once, on rank 0, for all ranks."""
         if self.rank == 0:
             self.say(text)
+
+    def report_first_seal(self) -> None:
+        """Print once, on rank 0, since which step of this launch the program is protected, and by what."""
+        if self._seal_reported or self.rank or self.state != "protected":
+            return
+        epoch, version = self.gate.sealed
+        if epoch != self.epoch:
+            return
+        self._seal_reported = True
+        m, lost = self.redundancy.m, self.redundancy.tolerates
+        if self.redundancy.parity:
+            copies = f"parity over groups of {m} nodes"
+        else:
+            copies = f"{m} copies of each state in memory" if m > 1 else "one copy in the memory of its own node"
+        survives = "a rank may fail, no node may be lost"
+        if lost:
+            survives = f"any {lost} node{'s' * (lost > 1)} of a group may be lost"
+        self.say(f"protected since step {version}: {copies}, {survives}")
 
     def tell_closed(self) -> None:
         """Report that the resumed version is the end of a closed training.

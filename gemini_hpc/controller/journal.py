@@ -44,10 +44,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 _decoder = msgspec.json.Decoder(Record)
 
 
-class Down(NamedTuple):
-    """A node that was set DOWN, or is about to be.
+class Action(NamedTuple):
+    """An action on a node: it was set DOWN, drained or resumed, or is about to be.
 
-    `user_id` is the owner of the job; None in lines of older versions.
+    `user_id` is the owner of the job; None if the action is for no job, and in lines of older versions.
     """
 
     t: float
@@ -55,9 +55,9 @@ class Down(NamedTuple):
     user_id: int | None
 
 
-def _down(record: Record) -> Down:
+def _action(record: Record) -> Action:
     user_id = record.data.get("user_id")
-    return Down(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
+    return Action(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
 
 def _read(path: str) -> Iterator[Record]:
@@ -84,12 +84,7 @@ class Journal:
     def __init__(self, path: str) -> None:
         self._path = path
         records = list(_read(path))
-        downs = [r for r in records if (r.step, r.phase) == ("down", "before")]
-        self._fenced = [_down(r) for r in downs]
-        self._back = [
-            (r.t, str(r.data.get("node", ""))) for r in records if (r.step, r.phase) == ("resume", "before")
-        ]
-        self._drained = [_down(r) for r in records if (r.step, r.phase) == ("drain", "before")]
+        self._actions: dict[str, list[Action]] = {"down": [], "drain": [], "resume": []}
         self._open: dict[str, list[Record]] = {}
         for record in records:
             self._follow(record)
@@ -98,6 +93,8 @@ class Journal:
         end_line(self._file)
 
     def _follow(self, record: Record) -> None:
+        if record.phase == "before" and record.step in self._actions:
+            self._remember(record.step, _action(record))
         if record.step == "open":
             # The recovery was opened again, now to act: resources held ahead must still be released.
             self._open[record.key] = [record, *self._open.get(record.key, ())]
@@ -105,6 +102,12 @@ class Journal:
             self._open.pop(record.key, None)
         elif record.key in self._open:
             self._open[record.key].append(record)
+
+    def _remember(self, step: str, action: Action) -> None:
+        """Keep the actions of the last day, and of earlier ones each node's last."""
+        actions, fresh = self._actions[step], clock.time() - _KEEP_S
+        last = {a.node: a for a in [*actions, action]}
+        self._actions[step] = [a for a in actions if a.t >= fresh or a is last[a.node]] + [action]
 
     def _compact(self, records: list[Record]) -> None:
         if not os.path.exists(self._path) or os.path.getsize(self._path) < _COMPACT_BYTES:
@@ -124,12 +127,6 @@ class Journal:
         self._file.flush()
         os.fdatasync(self._file.fileno())
         self._follow(record)
-        if (step, phase) == ("down", "before"):
-            self._fenced.append(_down(record))
-        if (step, phase) == ("drain", "before"):
-            self._drained.append(_down(record))
-        if (step, phase) == ("resume", "before"):
-            self._back.append((record.t, str(data.get("node", ""))))
 
     def fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
         """Return the number of nodes fenced (or about to be) within the last `window_s` seconds.
@@ -137,22 +134,22 @@ class Journal:
         With `user_id`, only nodes of that user's jobs count. The node `without` does not count.
         """
         since = clock.time() - window_s
-        counted = {d.node for d in self._fenced if d.t >= since and user_id in (None, d.user_id)}
+        counted = {a.node for a in self._actions["down"] if a.t >= since and user_id in (None, a.user_id)}
         return len(counted - {without})
 
     def drained(self, window_s: float) -> int:
         """Return the number of nodes drained (or about to be) within the last `window_s` seconds."""
         since = clock.time() - window_s
-        return len({d.node for d in self._drained if d.t >= since})
+        return len({a.node for a in self._actions["drain"] if a.t >= since})
 
     def fenced_at(self) -> dict[str, float]:
         """Return the time at which each node was last fenced, in Unix seconds, as far as the journal goes back."""
-        return dict(sorted(((d.node, d.t) for d in self._fenced), key=lambda entry: entry[1]))
+        return dict(sorted(((a.node, a.t) for a in self._actions["down"]), key=lambda entry: entry[1]))
 
     def given_back(self, node: str, window_s: float) -> int:
         """Return how often a node was returned to service within the last `window_s` seconds."""
         since = clock.time() - window_s
-        return sum(1 for t, name in self._back if name == node and t >= since)
+        return sum(1 for a in self._actions["resume"] if a.node == node and a.t >= since)
 
     def left_open(self) -> dict[str, list[Record]]:
         """Return the recoveries without an end: their key and their lines."""

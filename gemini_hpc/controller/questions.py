@@ -161,6 +161,7 @@ class Questions:
             logged.recoveries if logged else 0,
             stored.ended_at,
             logged.sealed if logged else 0,
+            job.id if job else "",
         )
 
     async def _ask_agents(self, track: Track) -> dict[str, inspect_schema.InspectPart]:

@@ -159,9 +159,12 @@ class Track:
     def finished(self, restart: int) -> bool | None:
         """Return whether the training of this incarnation has succeeded; None while no agent has reported.
 
-        The last report of each agent whose ranks trained counts, including agents that are gone.
+        The last report of each agent whose ranks trained counts, including agents that are gone. A node that the
+        job goes on without does not count: a spare has finished its ranks' work.
         """
-        words = {a.finished for a in self.agents.values() if a.restart == restart}
+        agents = [a for a in self.agents.values() if a.restart == restart]
+        without = frozenset[str]().union(*(a.without for a in agents))
+        words = {a.finished for a in agents if a.host not in without}
         return (True in words and False not in words) if words else None
 
     def lacks(self, restart: int, host: str) -> bool:

@@ -75,6 +75,7 @@ class Requeue:
     holds: Callable[[int], None] = lambda restart: None  # called when the job is held before this life
     length_s: float = math.inf  # the job's length, for reservations that begin meanwhile
     _said: set[str] = field(default_factory=set)
+    _kept: tuple[str, ...] = ()  # the survivors for which the reservation was made or adapted last
     _pinned: tuple[str, ...] | None = None
     _started: bool = False
     _pending_since: float | None = None
@@ -99,15 +100,23 @@ class Requeue:
         self._nodes = dict(nodes)
         await self._bar(job)
         await self.survivors.look(nodes)
-        out = self.survivors.left_out(patient=True)
-        self.held.wanted = wanted + len(out)
-        keep = [n for n in self.survivors.names if n not in out]
-        missing = len(self.survivors.dead) + len(out)
-        without = {*self.survivors.dead, *out}
+        self.held.wanted = wanted + len(self.survivors.left_out(patient=True))
         if self.held.name:
-            await self.held.widen(job, nodes, keep, without, missing)
+            await self._adapt(job)
         else:
-            await self.held.reserve(job, nodes, keep, without, missing, alone=alone)
+            keep, without = self._choice()
+            await self.held.reserve(job, self._nodes, keep, without, alone=alone)
+            self._kept = keep
+
+    def _choice(self) -> tuple[tuple[str, ...], set[str]]:
+        """Return the survivors that a pin may name, and the job's other nodes."""
+        out = self.survivors.left_out(patient=self._waited() < PINNED_S)
+        return tuple(n for n in self.survivors.names if n not in out), {*self.survivors.dead, *out}
+
+    async def _adapt(self, job: Job) -> None:
+        keep, without = self._choice()
+        await self.held.adapt(job, self._nodes, keep, without)
+        self._kept = keep
 
     async def _bar(self, job: Job) -> None:
         """Exclude the nodes that Slurm would not allocate to this job."""
@@ -262,17 +271,20 @@ class Requeue:
         if not await self._pin(job):
             return ""
         if not self._started:
-            self.note("start", "before")
-            began = clock.monotonic()
-            await self.slurm.set_start_time(job, "now+2")
-            self._started = True
-            self._nudge_at = clock.time() + NUDGE_AFTER_S
-            self._once("start_set", "", ms(began))
+            await self._set_start(job)
         elif job.start_time <= clock.time() and self._nudge_at <= clock.time():
             # Slurm checks start times only every sched_interval (60 s by default); an update makes it check now.
             self._nudge_at = clock.time() + NUDGE_AFTER_S
             await self.slurm.nudge(job)
         return ""
+
+    async def _set_start(self, job: Job) -> None:
+        self.note("start", "before")
+        began = clock.monotonic()
+        await self.slurm.set_start_time(job, "now+2")
+        self._started = True
+        self._nudge_at = clock.time() + NUDGE_AFTER_S
+        self._once("start_set", "", ms(began))
 
     async def _hold(self, job: Job, why: str) -> str:
         self.note("hold", "before")
@@ -311,6 +323,10 @@ class Requeue:
         nodes = self.survivors.pinnable(patient=self._waited() < PINNED_S)
         if self._pinned == nodes or not (nodes or self.held.name):
             return True
+        if self._started and not set(self._pinned or ()) <= set(nodes):
+            await self._set_start(job)  # leaves time to fence the survivor that is left out
+        if self._kept != nodes:
+            await self._adapt(job)  # Slurm prefers reserved nodes, pinned or not
         self.note("pin", "before", nodes=list(nodes))
         self.pinned(True)
         began = clock.monotonic()
@@ -346,10 +362,7 @@ class Requeue:
             return
         await self.held.evict()
         if ask and job.state == PENDING:
-            out = self.survivors.left_out(patient=self._waited() < PINNED_S)
-            keep = [n for n in self.survivors.names if n not in out]
-            missing = len(self.survivors.dead) + len(out)
-            await self.held.widen(job, self._nodes, keep, {*self.survivors.dead, *out}, missing)
+            await self._adapt(job)
 
 
 def _pace(followed_s: float, answer_s: float) -> float:

@@ -73,7 +73,6 @@ class Held:
         nodes: Mapping[str, Node],
         keep: Sequence[str],
         without: Collection[str],
-        missing: int,
         *,
         alone: bool = True,
     ) -> None:
@@ -85,8 +84,7 @@ class Held:
             job: The job.
             nodes: All nodes by name.
             keep: Survivors to hold.
-            without: Nodes that must not be held.
-            missing: Number of nodes that the job needs besides.
+            without: The job's other nodes. They must not be held, and have to be replaced.
             alone: Whether any other reservation for this job is a leftover to be deleted first. False in an epilog,
                 where another survivor may do the same work.
         """
@@ -104,7 +102,7 @@ class Held:
             others = [r for r in await self.slurm.reservations() if not (alone and self.is_mine(r.name))]
             taken = {n for r in others for n in r.nodes}
             held_now = [n for n in keep if n not in taken]
-            spare = await self._candidates(job, nodes, {*keep, *without, *taken}, missing, self.wanted)
+            spare = await self._candidates(job, nodes, {*keep, *without, *taken}, len(without), self.wanted)
             await self._create(held_now, spare)
 
     async def _create(self, held_now: list[str], spare: list[str]) -> None:
@@ -163,40 +161,47 @@ class Held:
             self.note("take", "after", name=other.name)
             self.say("taken_back", "", f"{','.join(sorted(mine))} taken out of {other.name}: survivors of this job")
 
-    async def widen(
-        self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str], missing: int
-    ) -> None:
-        """Extend the reservation with nodes that are now free, or will be, if the held candidates do not suffice."""
-        if not self.name or self.own or not missing:
+    async def adapt(self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str]) -> None:
+        """Take the nodes in `without` out of the reservation, and take survivors that are back into it.
+
+        If the held candidates do not suffice, nodes are added that are free now, or will be.
+        """
+        if not self.name or self.own:
             return
         async with self.reserving:
             reservations = await self.slurm.reservations()
             mine = next((r for r in reservations if r.name == self.name), None)
             if mine is None:
                 return
-            spare = [n for n in mine.nodes if n not in keep and n not in without and n in nodes and nodes[n].up]
+            rest = [n for n in mine.nodes if n not in without]
+            spare = [n for n in rest if n not in keep and n in nodes and nodes[n].up]
             idle = sum(nodes[n].idle or "RESERVED" in nodes[n].flags for n in spare)
             taken = {n for r in reservations for n in r.nodes}
-            back = [n for n in keep if n not in taken]
-            more: list[str] = []
-            if idle < missing:
-                most = max(self.wanted - len(spare), missing - idle)
-                found = await self._candidates(job, nodes, {*keep, *without, *taken}, missing - idle, most)
+            more = [n for n in keep if n not in taken]
+            if (missing := len(without) - idle) > 0:
+                most = max(self.wanted - len(spare), missing)
+                found = await self._candidates(job, nodes, {*keep, *without, *taken}, missing, most)
                 full = len(spare) >= self.wanted
-                more = [n for n in found if nodes[n].idle or not full]
-            if not more and not back:
-                return
-            chosen = [*(n for n in mine.nodes if n not in without), *back, *more]
-            self.note("reserve", "before", name=self.name, nodes=chosen)
-            try:
-                await self.slurm.change_reservation(self.name, chosen)
-            except SlurmUnreachable:
-                raise
-            except SlurmError as exc:
-                self.once("widen_refused", "", f"{','.join(chosen)}: {exc}")
-                return
-            self.note("reserve", "after", name=self.name)
-            self.say("widened", "", f"added {','.join([*back, *more])}")
+                more += [n for n in found if nodes[n].idle or not full]
+            for chosen in ([*rest, *more], rest):
+                if chosen and chosen != list(mine.nodes) and await self._change(chosen, mine.nodes):
+                    return
+
+    async def _change(self, chosen: list[str], before: Collection[str]) -> bool:
+        self.note("reserve", "before", name=self.name, nodes=chosen)
+        try:
+            await self.slurm.change_reservation(self.name, chosen)
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:
+            self.once("widen_refused", "", f"{','.join(chosen)}: {exc}")
+            return False
+        self.note("reserve", "after", name=self.name)
+        if gone := [n for n in before if n not in chosen]:
+            self.say("narrowed", "", f"{','.join(gone)} taken out: the job must not start there")
+        if more := [n for n in chosen if n not in before]:
+            self.say("widened", "", f"added {','.join(more)}")
+        return True
 
     def is_mine(self, name: str) -> bool:
         """Return whether a reservation is, or was, for this job."""

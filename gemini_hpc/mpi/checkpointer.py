@@ -220,6 +220,7 @@ class Checkpointer:
                 return
             session.begun_without_resume()
         session.version += 1
+        session.report_first_seal()
         if not session.protected or session.version % self._every:
             return
         # registering is collective, so the ranks must agree on the call first

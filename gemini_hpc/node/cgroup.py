@@ -173,7 +173,8 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, 
             else (NO_GROUP, "the agent's scope is not visible")
         )
     here = place()
-    assert here is not None
+    if here is None:  # it was visible when the choice was made
+        return NO_GROUP, "no memory cgroup is visible any more"
     directory = memory_cgroup.job_directory(choice, job)
     problem = _take(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
     # v2: the parent cgroup holds processes of an older release. Sharing with them is better than staying in

@@ -51,6 +51,8 @@ def main(argv: list[str]) -> int:
         _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         complain("epilog", job, f"could not tell the agent that the job has ended: {exc}")
+    except Exception as exc:  # an epilog that fails drains its node: never for a fault of ours
+        complain("epilog", job, f"could not tell the agent that the job has ended: {type(exc).__name__}: {exc}")
     return 0
 
 

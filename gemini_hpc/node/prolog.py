@@ -246,6 +246,9 @@ def main(argv: list[str]) -> int:
     except (job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         _unprotected(inc.job, f"{exc}")
         outcome = _UNPROTECTED if _used_up(exc) else _NOT_STARTED
+    except Exception as exc:  # a prolog that fails drains its node: never for a fault of ours
+        _unprotected(inc.job, f"{type(exc).__name__}: {exc}")
+        outcome = _NOT_STARTED
     _notes[-1].settle()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 

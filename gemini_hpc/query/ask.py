@@ -341,15 +341,16 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
     from gemini_hpc.query.slurm_facts import NOT_YOURS
     from gemini_hpc.slurm import Slurm, UnknownJob
 
+    refusal = f"job {raw_id}: {NOT_YOURS} (the controller knows how an ended job ended: gemini-hpc inspect {raw_id})"
     slurm = Slurm()
     try:
         job = await slurm.job(raw_id)
     except UnknownJob:
-        raise AskError(f"job {raw_id}: {NOT_YOURS}") from None
+        raise AskError(refusal) from None
     # A courtesy check: the agents ask MUNGE and decide for themselves.
     allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
     if not await allowed.allows(os.geteuid()):
-        raise AskError(f"job {raw_id}: {NOT_YOURS}")
+        raise AskError(refusal)
     return job, await slurm.nodes(job.nodes) if job.nodes else {}
 
 

@@ -44,6 +44,7 @@ from gemini_hpc.wire.traffic import TrafficState
 
 SCHEMA = 1
 PARTLY = "partly protected"
+PENDING = "pending"  # the job waits for its first start
 MAX_SETS, MAX_SHARDS = 256, 1 << 17
 RECOVERY_STARTS = ("detected", "taken_over")
 RECOVERY_GAP_S = 900.0
@@ -194,6 +195,8 @@ def _event(e: EventRecord) -> Document:
 def _state(
     parts: Sequence[InspectPart], absent: Sequence[str], trainings: Sequence[Document], slurm: dict[str, str]
 ) -> str:
+    if not parts and slurm.get("state") in ("PENDING", "CONFIGURING") and slurm.get("restarts", "0") == "0":
+        return PENDING
     if not parts or any(p.unprotected for p in parts):
         return "unprotected"
     states = {s["state"] for s in trainings}

@@ -45,14 +45,19 @@ def ended(d: Document, columns: int) -> list[str]:
 
 def recovery(r: Document, columns: int) -> list[str]:
     """Return the timeline of one recovery."""
-    open_ = "" if r["completed"] else ", not completed"
-    lines = [f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s{open_}"]
+    lines = [headline(r)]
     for e in r["events"]:
         host = f" {e['host']}" if e["host"] else ""
         said = detail(e)
         first = f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  "
         lines += fold(f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, first)
     return lines
+
+
+def headline(r: Document) -> str:
+    """Return a recovery in one line."""
+    open_ = "" if r["completed"] else ", not completed"
+    return f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s{open_}"
 
 
 def detail(e: Document) -> str:

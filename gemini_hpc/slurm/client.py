@@ -175,8 +175,8 @@ class Slurm:
                 if process.returncode is None:
                     with suppress(ProcessLookupError):
                         process.kill()
-            if self._on_call is not None:
-                self._on_call(" ".join((tool, *args)), clock.monotonic() - began)
+                if self._on_call is not None:
+                    self._on_call(" ".join((tool, *args)), clock.monotonic() - began)
         if process.returncode and refusals:
             raise _error((err or out).decode(errors="replace"), tool)
         return out

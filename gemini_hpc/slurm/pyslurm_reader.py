@@ -93,8 +93,9 @@ class PyslurmReader:
             except asyncio.CancelledError:
                 await self.close()  # otherwise its answer would be read as the next call's
                 raise
-            if self._on_call is not None:
-                self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), clock.monotonic() - began)
+            finally:
+                if self._on_call is not None:
+                    self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), clock.monotonic() - began)
         kind, error = answer.get("kind"), str(answer.get("error", ""))
         if kind == "refused":
             raise self._refused(error, "pyslurm")

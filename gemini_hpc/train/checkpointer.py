@@ -252,6 +252,7 @@ class Checkpointer:
         if not session.version:
             self._restorer.begins()
         session.version += 1
+        session.report_first_seal()
         self._gate.passed = False
         self._versions.take()
         self._gate.taken()

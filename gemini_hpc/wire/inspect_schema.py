@@ -228,6 +228,7 @@ class JobRow(msgspec.Struct, frozen=True):
         recoveries: Number of completed recoveries.
         ended: Unix time; 0: the job has not ended.
         sealed: Newest sealed version in the job's event log; 0: none.
+        id: Slurm's way of writing the id (`16_1` for a task of an array); "" where it is not known.
     """
 
     job: Job
@@ -238,6 +239,7 @@ class JobRow(msgspec.Struct, frozen=True):
     recoveries: Count
     ended: Time = 0.0
     sealed: Version = 0
+    id: str = ""
 
 
 class JobsAsk(Message, frozen=True, tag="jobs?"):

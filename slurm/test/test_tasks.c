@@ -26,6 +26,8 @@ static struct spank_handle handle;
 static char run_dir[] = "/tmp/gemini-spank-test-XXXXXX";
 static char map_path[PATH_MAX];
 static char waiting_path[PATH_MAX];
+static char socket_path[PATH_MAX];
+static char job_dir[PATH_MAX];
 
 static void write_map(const char *text)
 {
@@ -400,9 +402,9 @@ static void test_no_or_other_map(void)
 	check_place(false);
 }
 
-static void touch_waiting(void)
+static void touch(const char *path)
 {
-	const int fd = open(waiting_path, O_WRONLY | O_CREAT | O_NOFOLLOW, 0600);
+	const int fd = open(path, O_WRONLY | O_CREAT | O_NOFOLLOW, 0600);
 
 	CHECK(fd >= 0 && close(fd) == 0);
 }
@@ -414,7 +416,7 @@ static void test_late_map(void)
 	pid_t agent;
 
 	remove_map();
-	touch_waiting();
+	touch(waiting_path);
 	agent = fork();
 	if (agent == 0) {
 		(void)usleep(200000);
@@ -431,7 +433,7 @@ static void test_late_map(void)
 
 	/* The agents do not agree: the agent ends its waiting without a map. */
 	remove_map();
-	touch_waiting();
+	touch(waiting_path);
 	agent = fork();
 	if (agent == 0) {
 		(void)usleep(200000);
@@ -456,6 +458,40 @@ static void test_late_map(void)
 	check_place(false);
 	CHECK(unlink(waiting_path) == 0);
 	CHECK(clock_gettime(CLOCK_MONOTONIC, &ended) == 0 && ended.tv_sec - began.tv_sec < 5);
+}
+
+/* The job's directory was made again, for this step or for another one at the same moment: the agent moves in. */
+static void test_an_agent_that_moves(void)
+{
+	const struct timespec long_ago[] = { { .tv_sec = 1 }, { .tv_sec = 1 } };
+	struct timespec began, ended;
+	pid_t agent;
+
+	remove_map();
+	CHECK(unlink(socket_path) == 0);
+	agent = fork();
+	if (agent == 0) {
+		(void)usleep(300000);
+		write_map(good_map);
+		_exit(0);
+	}
+	CHECK(agent > 0);
+	a_task(0);
+	run();
+	check_place(true);
+	CHECK(waitpid(agent, NULL, 0) == agent);
+
+	/* An older directory is not waited for, nor a young one whose agent is there. */
+	remove_map();
+	CHECK(utimensat(AT_FDCWD, job_dir, long_ago, 0) == 0 && clock_gettime(CLOCK_MONOTONIC, &began) == 0);
+	a_task(0);
+	run();
+	check_place(false);
+	touch(socket_path);
+	a_task(0);
+	run();
+	check_place(false);
+	CHECK(clock_gettime(CLOCK_MONOTONIC, &ended) == 0 && ended.tv_sec - began.tv_sec < 2);
 }
 
 /* Places where a map must not be read from; with a time limit, as a pipe could block for ever. */
@@ -596,13 +632,13 @@ static void test_export_none(void)
 
 int main(void)
 {
-	char job_dir[PATH_MAX];
-
 	CHECK(mkdtemp(run_dir));
 	(void)snprintf(job_dir, sizeof(job_dir), "%s/%d", run_dir, JOB);
 	CHECK((size_t)snprintf(map_path, sizeof(map_path), "%.*s/map", 200, job_dir) < sizeof(map_path));
 	CHECK((size_t)snprintf(waiting_path, sizeof(waiting_path), "%.*s/waiting", 200, job_dir) < sizeof(waiting_path));
+	CHECK((size_t)snprintf(socket_path, sizeof(socket_path), "%.*s/agent.sock", 200, job_dir) < sizeof(socket_path));
 	CHECK(mkdir(job_dir, 0700) == 0);
+	touch(socket_path);
 	test_ranks();
 	test_unprotected_job();
 	test_why();
@@ -612,11 +648,13 @@ int main(void)
 	test_nested_step();
 	test_no_or_other_map();
 	test_late_map();
+	test_an_agent_that_moves();
 	test_hostile_files();
 	test_more_replicas_than_nodes();
 	test_het_job();
 	test_export_none();
 	remove_map();
+	CHECK(unlink(socket_path) == 0);
 	CHECK(rmdir(job_dir) == 0 && rmdir(run_dir) == 0);
 	stub_reset(S_CTX_ERROR);
 	PASSED();

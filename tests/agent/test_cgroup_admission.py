@@ -15,7 +15,7 @@ import pytest
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.config import Settings
 from gemini_hpc.devcluster import cgroups
-from gemini_hpc.node import cgroup, ledger, prolog
+from gemini_hpc.node import cgroup, epilog, ledger, prolog
 from gemini_hpc.node.cgroup import Group
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice, Place, scope_name
 
@@ -281,3 +281,32 @@ def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
+
+
+# ---- faults of ours --------------------------------------------------------------------------------------
+
+
+def test_a_cgroup_that_is_not_visible_any_more_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "place", lambda pid="self": None)
+    group, problem = cgroup.admit(Choice("v1", "/sys/fs/cgroup/memory/gemini"), 7, os.getpid(), MIB)
+    assert group.version == 0 and "visible" in problem
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_fault_of_ours_in_prolog_or_epilog_drains_no_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], strict: bool
+) -> None:
+    """Unless strict_prolog wants it."""
+    monkeypatch.setattr(prolog, "load", lambda: Settings(run_dir=str(tmp_path / "run"), strict_prolog=strict))
+    monkeypatch.setattr(prolog, "_notes", [])
+    monkeypatch.setattr(epilog, "load", Settings)
+
+    def fault(*_: object) -> int:
+        raise KeyError("MemTotal")
+
+    monkeypatch.setattr(prolog, "_protect", fault)
+    monkeypatch.setattr(epilog, "_end", fault)
+    words = ["7", "5001", "0", "2", "n1", "n[1-2]", *[""] * (len(prolog.ARGUMENTS) - 6)]
+    assert prolog.main(words) == (prolog.EXIT_STRICT if strict else 0)
+    assert epilog.main(["7", "5001", "0", "0", "n1", "n[1-2]"]) == 0
+    assert capfd.readouterr().err.count("KeyError: 'MemTotal'") == 2

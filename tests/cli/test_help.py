@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,7 +63,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         *(
-            "",
             "inspect",
             "no-such-verb",
             "inspect 1 --no-such-option",
@@ -73,6 +73,26 @@ def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         code, _, errors = ends(capsys, *line.split())
         assert code == 2 and "usage: gemini-hpc" in errors, line
+
+
+def test_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out == build_parser().format_help()
+
+
+def test_examples_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each verb's help ends with examples, and its parser accepts each of them."""
+    for verb in VERBS:
+        _, text, _ = ends(capsys, verb, "--help")
+        if verb == "devcluster":  # it has a text of its own
+            assert "\n  gemini-hpc devcluster up" in text
+            continue
+        _, _, examples = text.partition("\nexamples:\n")
+        assert examples, verb
+        for line in examples.replace("\\\n", "").splitlines():
+            words = shlex.split(line.strip().removeprefix("sudo "))
+            assert words[:2] == ["gemini-hpc", verb], line
+            build_parser().parse_args(words[1:])
 
 
 def test_from_a_shell() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -119,4 +120,7 @@ def test_sizes() -> None:
 
 
 def test_rates_are_in_bits() -> None:
+    for bare in ("100", "1e9", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 100Gbps"):
+            amounts.rate(bare)
     assert amounts.rate("400Gbps") == pytest.approx(50e9) and amounts.rate("8M") == pytest.approx(1e6)

@@ -102,7 +102,7 @@ def test_nothing_is_known_of_what_was_sealed() -> None:
 def row(**changes: Any) -> dict[str, Any]:
     good = {
         "job": 7, "id": "7", "uid": 5001, "user": "alice", "state": "protected", "slurm": "RUNNING", "nodes": 16,
-        "state_of": "", "sealed_age_s": 0.42, "sealed_version": None, "survives": 1, "recoveries": 2, "restarts": 2,
+        "state_of": "", "sealed_age_s": 0.42, "sealed_version": 41, "survives": 1, "recoveries": 2, "restarts": 2,
         "ended": None,
     }  # fmt: skip
     return good | changes
@@ -132,14 +132,14 @@ def test_the_table() -> None:
     lines = text.splitlines()
     assert len(lines) == 8 and max(map(len, lines)) <= 80 and "\x1b" not in text
     assert lines[0].split() == list(jobs.HEAD)
-    assert lines[1].split() == ["7", "alice", "protected", "RUNNING", "16", "0.4", "s", "1", "node", "2"]
-    assert lines[3].strip() == "(1 of 2 trainings)" and lines[3].index("(") == lines[2].index("partly")
+    assert lines[1].split() == ["7", "alice", "protected", "RUNNING", "16", "41", "0.4", "s", "1", "node", "2"]
+    assert lines[3].strip() == "(1 of 2)" and lines[3].index("(") == lines[2].index("partly")
     assert "2 h ago" in lines[4] and lines[-1] == "and 3 older ones"
-    assert "ago" not in lines[5], "it has never sealed"
+    assert lines[5].split()[5:8] == ["-", "2", "h"], "it has never sealed"
     for since_s, words in (
         (45, "45 s ago"),
-        (900, "15min ago"),
-        (5960, "99min ago"),
+        (900, "15 m ago"),
+        (5960, "99 m ago"),
         (6000, "2 h ago"),
         (9e5, "10 d ago"),
     ):

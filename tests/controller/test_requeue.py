@@ -235,6 +235,24 @@ def test_a_survivor_that_dies_is_left_out(ports: dict[str, Port]) -> None:
     assert outcome == "running" and "survivor_left_out n3" in said and fenced == ["n3"]
 
 
+def test_a_survivor_that_dies_while_the_job_waits_is_not_allocated(ports: dict[str, Port]) -> None:
+    """It is no candidate, and the job does not start before it can be fenced."""
+
+    def starts(slurm: ScriptedSlurm) -> bool:
+        if "pin n1 held" in slurm.done:
+            ports["n3"] = Port.ANSWERS
+        elif "start now+2" in slurm.done:
+            ports["n3"] = Port.SILENT
+        return slurm.done.count("pin n1,n3 held") == 2
+
+    slurm = ScriptedSlurm(starts)
+    outcome, said = steer(slurm)
+    first, away, back = (i for i, done in enumerate(slurm.done) if done.startswith("pin"))
+    assert outcome == "running" and slurm.done[first] == slurm.done[back] == "pin n1,n3 held"
+    assert slurm.done[away - 2 : away + 1] == ["start now+2", "change n1,n4,n5", "pin n1 held"]
+    assert slurm.done[away + 1 : back] == ["change n1,n4,n5,n3"] and {"narrowed", "widened"} < set(said)
+
+
 def test_a_cancelled_job_frees_everything() -> None:
     slurm = ScriptedSlurm()
     slurm.current = dataclasses.replace(PENDING, state="CANCELLED")

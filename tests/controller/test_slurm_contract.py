@@ -235,6 +235,26 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
         assert "pyslurm was given up: pyslurm" in told[-1].why
 
 
+@pytest.mark.parametrize("fault", ["exec sleep 60", "echo no >&2; exit 1"])
+def test_a_call_that_fails_is_told_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The log of a slow Slurm shows which of its commands give no answer."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{fault}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setattr(client, "_DIRECTORIES", (str(tmp_path),))
+    calls: list[tuple[str, float]] = []
+
+    async def ask() -> None:
+        slurm = Slurm(timeout_s=0.5, on_call=lambda words, took_s: calls.append((words, took_s)))
+        with pytest.raises(SlurmError):
+            await slurm.queue()
+        await slurm.close()
+        await asyncio.sleep(0.3)  # the loop collects the killed command
+
+    asyncio.run(ask())
+    ((words, took_s),) = calls
+    assert words.startswith("squeue -h") and (took_s >= 0.5) == fault.startswith("exec")
+
+
 def test_it_is_never_imported_by_this_package() -> None:
     code = "import sys, gemini_hpc.controller.service, gemini_hpc.slurm.client; print('pyslurm' in sys.modules)"
     assert (

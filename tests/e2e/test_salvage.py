@@ -65,7 +65,7 @@ def agents(job: Heat) -> list[str]:
 
 
 def story(job: Heat) -> str:
-    told = job.cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice")
+    told = job.cluster.run(["gemini-hpc", "inspect", str(job.id), "--full"], user="alice")
     return f"{job.said()[-2000:]}\n{told.stdout}{told.stderr}\n{job.slurm()}"
 
 

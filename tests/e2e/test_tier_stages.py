@@ -136,7 +136,7 @@ class Drained:
 
     def story(self) -> str:
         cluster = self.job.cluster
-        told = cluster.run(["gemini-hpc", "inspect", str(self.job.id)], user="alice")
+        told = cluster.run(["gemini-hpc", "inspect", str(self.job.id), "--full"], user="alice")
         controller = (cluster.log_directory / "controller.log").read_text()[-3000:]
         return f"{self.job.said()[-3000:]}\n{told.stdout}{told.stderr}\n{controller}\n{self.job.slurm()}"
 

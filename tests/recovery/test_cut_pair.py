@@ -1,4 +1,4 @@
-"""Two nodes that hold each other's copies are cut off for some seconds, in a job with spares: nothing is lost."""
+"""Nodes are cut off for some seconds, in a job with spares: nothing is lost, and nobody waits for anything later."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from harness import LiteJob
 from sharing import Shared
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -24,17 +25,34 @@ def shared() -> Iterator[Shared]:
         yield shared
 
 
-def test_nodes_that_alone_hold_something_are_waited_for(cluster: Cluster) -> None:
+def cut_off(cluster: Cluster, first: int, last: int) -> LiteJob:
+    """Cut these of a job's nodes off for a while, and let it end."""
     options = ("-N6", "--no-kill", "--gemini-spares=2")
     job = LiteJob(cluster, nodes=4, run="srun", python="python -m gemini_hpc.launch", options=options).submit()
     job.reach(10)
-    pair = job.hosts()[2:4]
-    for host in pair:
+    hosts = job.hosts()[first:last]
+    for host in hosts:
         cluster.exec(host, ["ip", "link", "set", "eth0", "down"])
     time.sleep(CUT_S)
-    for host in pair:
+    for host in hosts:
         cluster.exec(host, ["ip", "link", "set", "eth0", "up"])
     job.finish(120)
+    return job
+
+
+def test_nodes_that_alone_hold_something_are_waited_for(cluster: Cluster) -> None:
+    job = cut_off(cluster, 2, 4)
     assert "waits" in [event["name"] for event in job.events()], job.story()
     assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
     assert all(line["version"] > 9 for line in job.lines("resumed") if "+" in line["step"]), job.story()
+
+
+def test_a_training_has_finished_though_a_replaced_node_has_not(cluster: Cluster) -> None:
+    """The node comes back, reports all others as dead, and has never heard how its rank's work ended elsewhere."""
+    job = cut_off(cluster, 3, 4)
+    assert "left_out" in [event["name"] for event in job.events()], job.story()
+    record = cluster.directory / "controller" / "jobs" / f"{job.id}.job"
+    until(lambda: not record.exists(), 40, what="the controller is done with the job")
+    assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
+    told = [event["detail"] for event in job.events() if event["name"] == "dismissed"]
+    assert not [why for why in told if "not confirmed" in why], job.story()

@@ -55,3 +55,37 @@ def test_the_next_step_of_the_job_finds_the_agents_again(lite: Lite, cluster: Cl
     assert "not protected" not in job.output() and "restart 1 of 3" in job.output(), job.story()
     job.finish()
     assert job.slurm()["Restarts"] == "0"
+
+
+ROUNDS, STEPS = 3, 4
+SCRIPT = f"""#!/bin/sh
+cd $HOME
+for round in $(seq {ROUNDS}); do
+    until [ -e go$round ]; do sleep 0.05; done
+    for step in $(seq {STEPS}); do
+        (sleep 0.$((step * 12)); srun --overlap -N1 -n1 sh -c 'echo "socket $GEMINI_SOCKET"' >>told) &
+    done
+    wait
+    : >done$round
+done
+"""
+
+
+def test_of_steps_that_begin_at_once_each_finds_the_agent(cluster: Cluster) -> None:
+    """One of them has the directory made again, and the agent moves in a moment later."""
+    home = cluster.home("alice")
+    job = cluster.sbatch(["-N2", "--exclusive", "--gemini-replicas=2"], script=SCRIPT)
+    until(lambda: cluster.job(job)["JobState"] == "RUNNING")
+    host = cluster.job(job)["BatchHost"]
+    until(lambda: cluster.exec(host, ["test", "-e", f"/run/gemini-hpc/{job}/map"]).returncode == 0)
+    try:
+        for number in range(1, ROUNDS + 1):
+            assert cluster.exec(host, ["umount", "-l", f"/run/gemini-hpc/{job}"]).returncode == 0
+            (home / f"go{number}").touch()
+            until((home / f"done{number}").exists, what=f"round {number}")
+        assert (home / "told").read_text().splitlines() == [
+            f"socket /run/gemini-hpc/{job}/agent.sock"
+        ] * ROUNDS * STEPS
+    finally:
+        for path in (*home.glob("go?"), *home.glob("done?"), *home.glob("told")):
+            path.unlink()

@@ -101,6 +101,14 @@ def test_resharding(make_job: MakeJob, before: tuple[str, int], after: tuple[str
     assert {r["digest"] for r in loaded} == {saved[0]["digest"]}
 
 
+@pytest.mark.parametrize(("replicas", "says"), [(1, "no node may be lost"), (2, "any 1 node of a group may be lost")])
+def test_the_first_seal_is_reported_once(make_job: MakeJob, replicas: int, says: str) -> None:
+    run = Run(make_job(2, replicas), 2, {"kind": "ddp", "steps": 6, "sleep_s": 0.05})
+    run.wait()
+    assert run.stderr[0].count("gemini-hpc: protected since step ") == 1 and says in run.stderr[0]
+    assert "protected since" not in run.stderr[1]
+
+
 def test_a_different_model_is_refused(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     train(job, 1, steps=4, sleep_s=0.05)
