@@ -1,4 +1,4 @@
-"""Tables of the documents that are made from code: `python -m tests.docs.tables` writes them anew."""
+"""Tables and lists of the documents that are made from code: `python -m tests.docs.tables` writes them anew."""
 
 from __future__ import annotations
 
@@ -6,31 +6,23 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from gemini_hpc.forecast import goodput
 from gemini_hpc.forecast.figures import FIGURES
 from gemini_hpc.settings import Settings
 
+from .items import item
+from .json_fields import with_fields
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-ADMIN, REPRODUCTION = DOCS / "admin.md", DOCS / "dev" / "reproduction.md"
-WIDTH = 118
+ADMIN, JSON, REPRODUCTION = DOCS / "admin.md", DOCS / "json.md", DOCS / "dev" / "reproduction.md"
 FIRST = f"- `{fields(Settings)[0].name}` = "
 
 
 def settings_list() -> str:
     """The settings of gemini.toml, each with its default."""
     return "".join(item(f"`{f.name}` = `{_toml(f.default)}`: {f.metadata['text']}") for f in fields(Settings))
-
-
-def item(text: str) -> str:
-    """An item of a list in lines below 120 columns, with each piece of code in one line."""
-    whole = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
-    lines = fill(
-        whole, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    return lines.replace("\0", " ") + "\n"
 
 
 def _toml(value: Any) -> str:
@@ -77,5 +69,6 @@ def with_goodput(text: str) -> str:
 
 
 if __name__ == "__main__":
+    JSON.write_text(with_fields(JSON.read_text()))
     ADMIN.write_text(with_settings(ADMIN.read_text()))
     REPRODUCTION.write_text(with_goodput(with_figures(REPRODUCTION.read_text())))

@@ -13,11 +13,6 @@ from pathlib import Path
 
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
-from gemini_hpc.core.domains import Separation, Shared
-from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import picture
-from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
-from gemini_hpc.wire.traffic import TrafficState
 from tests.releases import __main__ as releases
 
 from .tables import ADMIN, REPRODUCTION, with_figures, with_goodput, with_settings
@@ -248,50 +243,6 @@ def test_every_argument_and_the_report_are_documented() -> None:
     report = ckpt.report()
     assert all(f"`{key}`" in table for key in [*report, *report["captured"]])
     ckpt.close()
-
-
-def test_every_key_of_the_json_document_is_documented() -> None:
-    text = (ROOT / "docs" / "inspect-json.md").read_text()
-    held = HeldSlot("default", 0, 1, 0, 0, "complete", Stamp(1, 5), 100, 90, 1.0, 2.0)
-    state = TrafficState(1.0, "gemini", "gloo", "steady")
-    part = InspectPart(
-        host="n1",
-        job=7,
-        uid=1,
-        restart=0,
-        replicas=1,
-        epoch=1,
-        round=1,
-        state="live",
-        hosts=("n1",),
-        noderanks={"n1": 0},
-        address="n1",
-        interface="",
-        port=1,
-        memory_bytes=1,
-        memory_cap_bytes=2,
-        trainings=(TrainingState("default", 1, Stamp(1, 5), "protected", (0,), traffic=((0, state),)),),
-        held=(held,),
-        events=(EventRecord(1.0, "detected", "n1", 0),),
-        suspects=(),
-        dead=(),
-        spares=1,
-        domains=Separation(1, (Shared("rack1", ("n1", "n2")),)),
-    )
-    document = picture(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
-    assert document["schema"] == 1
-
-    def keys(value: object) -> Iterator[str]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield key
-                yield from keys(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                yield from keys(inner)
-
-    missing = {key for key in keys(document) if not re.search(rf"`(?:[^`]*\W)?{key}(?:\W[^`]*)?`", text)}
-    assert not missing
 
 
 def test_the_whole_of_cluster_is_named() -> None:
