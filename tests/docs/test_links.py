@@ -230,7 +230,7 @@ def test_every_argument_and_the_report_are_documented() -> None:
     import gemini_hpc as gemini
 
     text = (ROOT / "docs" / "reference.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
+    rows = dict(re.findall(r"^- `(\w+)` = `([^`]+)`:", text, re.M))
     parameters = inspect.signature(gemini.Checkpointer).parameters.values()
     tuning = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not None}
     assert tuning.pop("traffic") == gemini.Traffic()
