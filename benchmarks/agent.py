@@ -1,16 +1,22 @@
-"""The agent: how fast it is there, how soon a new job is protected, what memory it takes beside the replicas."""
+"""The agent: how fast it is there, how soon a new job is protected, how late its loop is, what memory it takes."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 from benchmarks.bench import PYTHON, USER, Line, MeasureError, Options, TrainingJob, cluster, directory
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
 RANKS = 2
+_LATE = Path(__file__).parent / "programs" / "late_loop.py"
 _FIRST_JOB = 900_001  # of no real job
 _STATUS = 'for p in $(pgrep -f "gemini_hpc.agent --job $0 "); do cat /proc/$p/status; done'
 
@@ -28,6 +34,8 @@ def measure(options: Options) -> list[Row]:
             firsts.append(first)
             peaks.append(peak)
             on.wait_idle()
+    options.progress.say("agent", "pushes beside a timer")
+    late_ms = _late_ms(options.state_bytes, options.count(5))
     python_s = statistics.median(line["python_s"] for line in starts)
     return [
         median_row(
@@ -54,6 +62,15 @@ def measure(options: Options) -> list[Row]:
             f"{firsts[0][0]['iteration_s']} s",
             "s",
             [max(line["sealed_s"] for line in first) for first in firsts],
+            limit=3,
+        ),
+        median_row(
+            "agent.loop_late_ms",
+            f"a timer of 1 ms on an agent's loop, beside a push of {options.gb:g} GB each way: how late it is, 99 % "
+            "of a version",
+            "ms",
+            late_ms,
+            limit=5,
         ),
         Row(
             "agent.rss_mib",
@@ -85,6 +102,25 @@ def _starts(on: Cluster, runs: int) -> list[Line]:
     if done.returncode:
         raise MeasureError(f"agents do not start: {done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()][1:]
+
+
+def _late_ms(state_bytes: int, versions: int) -> list[float]:
+    """How late the loops of two agents are: 99 % of each version, in milliseconds."""
+    with tempfile.TemporaryDirectory(prefix="gemini-late-") as place:
+        try:
+            done = subprocess.run(
+                [sys.executable, str(_LATE), place, str(state_bytes), str(versions)],
+                env={**os.environ, "PYTHONPATH": str(_LATE.parents[2])},
+                capture_output=True,
+                text=True,
+                timeout=120 + 60 * versions,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise MeasureError("no version was sealed in time") from None
+    if done.returncode:
+        raise MeasureError(f"the pushes failed: {done.stderr[-2000:]}")
+    return [late for line in done.stdout.splitlines() for late in json.loads(line)["late_ms"]]
 
 
 def _train(on: Cluster, options: Options) -> tuple[list[Line], dict[str, float]]:

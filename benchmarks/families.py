@@ -95,7 +95,9 @@ FAMILIES = {
     ),
     "plane": Family("plane", ("plane.{digest_ratio,digest_gbs,own_ratio,own_s,inventory_ratio}",), cluster=False),
     "pull": Family("pull", ("pull.{throughput_ratio,rate_gbs,rate_with_reserve_gbs}",)),
-    "agent": Family("agent", ("agent.{start_s,socket_s,start_cpu_s,first_sealed_s,rss_mib,supervisor_rss_mib}",)),
+    "agent": Family(
+        "agent", ("agent.{start_s,socket_s,start_cpu_s,first_sealed_s,loop_late_ms,rss_mib,supervisor_rss_mib}",)
+    ),
     "prolog": Family("prolog", ("prolog.{added,start,srun_added,srun_start}_s",)),
     "inspect": Family("inspect", ("inspect.{,json_}wall_s",)),
     "recovery": Family(

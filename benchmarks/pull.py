@@ -35,32 +35,41 @@ def measure(options: Options) -> list[Row]:
         raise MeasureError(f"the transfers failed: {done.stderr[-2000:]}")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     pulls = [line for line in lines if line["how"] == "pull"]
-    rates, plain_rates, raw_rates = (
-        [line["bytes"] / 1e9 / line["seconds"] for line in lines if line["how"] == how]
-        for how in ("pull", "plain", "raw")
-    )
-    with_reserve = [line["bytes"] / 1e9 / (line["seconds"] + line["reserve_s"]) for line in pulls]
-    plain = {
-        "plain sockets": statistics.median(plain_rates),
-        "plain sockets, into memory touched before": statistics.median(raw_rates),
+    rates = {
+        how: [line["bytes"] / 1e9 / line["seconds"] for line in lines if line["how"] == how]
+        for how in ("pull", "plain", "pulls", "plains")
     }
+    with_reserve = [line["bytes"] / 1e9 / (line["seconds"] + line["reserve_s"]) for line in pulls]
     return [
         median_row(
             "pull.throughput_ratio",
-            "a pull (MUNGE handshake, transfer, digest verified) against plain sockets into the same kind of memory, "
-            "paired",
+            "a pull (MUNGE handshake, transfer, digest verified) against one plain stream with hashing, paired",
             "x",
-            [a / b for a, b in zip(rates, plain_rates, strict=True)],
-            limit=0.7,
+            [a / b for a, b in zip(rates["pull"], rates["plain"], strict=True)],
+            limit=0.9,
             at_least=True,
+        ),
+        median_row(
+            "pull.shards_ratio",
+            "eight shards at once, an eighth each, against eight plain streams that hash as well, paired",
+            "x",
+            [a / b for a, b in zip(rates["pulls"], rates["plains"], strict=True)],
+            limit=0.9,
+            at_least=True,
+        ),
+        median_row(
+            "pull.cpu_gb",
+            "processor seconds of the pulling side a GB, one shard",
+            "s/GB",
+            [line["cpu_s"] / (line["bytes"] / 1e9) for line in pulls],
         ),
         median_row(
             "pull.rate_gbs",
             f"the pull itself, {options.gb:g} GB between two nodes",
             "GB/s",
-            rates,
-            peers=plain,
-            baseline="plain sockets",
+            rates["pull"],
+            peers={"one plain stream": statistics.median(rates["plain"])},
+            baseline="one plain stream",
         ),
         median_row(
             "pull.rate_with_reserve_gbs", "the same with reserving the memory page by page", "GB/s", with_reserve

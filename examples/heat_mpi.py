@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=512, help="the plate has n x n points")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--step-s", type=float, default=0.0, help="a step takes so long at least")
-    parser.add_argument("--every", type=int, default=1, help="save each so manieth step only")
+    parser.add_argument(
+        "--every", type=int, default=0, help="save one step in so many (0: as 1 % of the time allows)"
+    )
     parser.add_argument("--tier", default="", help="save to this directory, where the submission names none")
     parser.add_argument("--tier-interval-s", type=int, default=0, help="every so many seconds")
     parser.add_argument("--log", default="", help="JSON lines of rank 0")

@@ -61,6 +61,19 @@ def program_problem(path: str) -> str:
     return f"somebody else could put another file in its place: {weak[0]}" if weak else ""
 
 
+def _metrics_file_problem(path: str) -> str:
+    if not path or (path.startswith("/") and path.endswith(".prom")):
+        return ""
+    return f"metrics_file: wanted an absolute path that ends with .prom, found {_shown(path)}"
+
+
+def _metrics_listen_problem(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not address or (host and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
+        return ""
+    return f"metrics_listen: wanted an address and a port, such as 127.0.0.1:9417, found {_shown(address)}"
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return f"a number of {value.bit_length()} bits"
@@ -96,6 +109,9 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     if settings.slurm_api not in SLURM_APIS:
         names = ", ".join(SLURM_APIS)
         raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_shown(settings.slurm_api)}")
+    for problem in (_metrics_file_problem(settings.metrics_file), _metrics_listen_problem(settings.metrics_listen)):
+        if problem:
+            raise ConfigError(f"{where}: {problem}")
     if settings.agent_port_base + settings.agent_port_count > 65536:
         raise ConfigError(
             f"{where}: agent_port_base + agent_port_count: wanted at most 65536, found "

@@ -114,6 +114,13 @@ class Settings:
         "Free memory that reservations leave untouched. A detached agent releases everything when the node has less.",
         0,
     )
+    agent_cores: float = _setting(
+        0.0,
+        "Cores that one agent may use on average. Above that its training saves fewer versions: "
+        "[agents' processors](#the-agents-processors). 0: a sixteenth of the node's, and 0.5 at least.",
+        0,
+        100000,
+    )
     agent_restarts: int = _setting(
         5, "How often the supervisor starts a dead agent again. A life of more than a minute resets the count.", 0
     )
@@ -255,6 +262,16 @@ class Settings:
         "[red](#health-check): `doctor` and `inspect` show it; as a replacement it is chosen last. 0: not at all.",
         0,
         3650,
+    )
+    metrics_file: str = _setting(
+        "",
+        "File (`*.prom`) into which the controller writes its [figures](#metrics) every 15 s, for node_exporter's "
+        "textfile collector. Empty: none.",
+    )
+    metrics_listen: str = _setting(
+        "",
+        'Address and port where the controller serves them, such as `"127.0.0.1:9417"`. Whoever can connect sees job '
+        "numbers and user names. Empty: none.",
     )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 

@@ -19,6 +19,7 @@ from gemini_hpc import clock, logs
 from gemini_hpc.agent import bequest, own_directory
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
+from gemini_hpc.agent.cpu_use import CpuUse
 from gemini_hpc.agent.good_end import GoodEnd
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
@@ -127,7 +128,7 @@ class Agent:
             job, node, here, log, sick.ended, sick.unhealthy, lambda: trainings.begun, settings.health_check
         )
         self._hangs = Hangs(node, directory, settings.hang_s, here, trainings, self.launches, sick.hung, log, spawn)
-        stats = StatsStore()
+        stats, self._cpu = StatsStore(), CpuUse(settings, store)
         tier = TierChoice(settings, uid, here)
         rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
         keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
@@ -233,6 +234,7 @@ class Agent:
             trainings,
             store,
             stats,
+            self._cpu,
             rejections,
             saver,
             self.state,
@@ -300,6 +302,7 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             now = clock.monotonic()
+            self._cpu.look(now)
             self.controller_link.beat(now)
             self._fence.look(now)
             self.trainings.beat()
@@ -632,6 +635,7 @@ class Agent:
         self.saver.keep_all()
 
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
+        self._cpu.sealed(training, stamp)
         self.transfers.pulls.overtaken(training.name, stamp)
         self.spares.sealed()
         if known := self._sick.known():  # perhaps found sick before a requeue

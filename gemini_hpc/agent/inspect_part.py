@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.agent.cpu_use import CpuUse
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
@@ -37,6 +38,7 @@ class Picture:
         trainings: Iterable[Training],
         store: Store,
         stats: StatsStore,
+        cpu: CpuUse,
         rejections: Rejections,
         saver: Saver,
         state: StateFile,
@@ -53,6 +55,7 @@ class Picture:
             trainings: The agent's trainings.
             store: The agent's copies.
             stats: Statistics of the ranks.
+            cpu: The processors that the agent uses.
             rejections: Versions that were rejected.
             saver: Saver of versions to the tier.
             state: File of the recovery state.
@@ -61,7 +64,7 @@ class Picture:
             kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
         """
         self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
-        self._stats, self._rejections, self._saver = stats, rejections, saver
+        self._stats, self._cpu, self._rejections, self._saver = stats, cpu, rejections, saver
         self._state, self._log, self._live, self._kept_until = state, log, live, kept_until
 
     def _set(self, training: Training) -> inspect_schema.TrainingState:
@@ -151,4 +154,5 @@ class Picture:
             taken=tuple(sorted(here.heritage.stamps.items())) if here.heritage is not None else (),
             not_taken=here.heritage.lost if here.heritage is not None else "",
             domains=plan.domains if plan is not None else None,
+            cpu=self._cpu.state(),
         )

@@ -12,7 +12,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.tier.flush import Flush
-from gemini_hpc.agent.transfer import pull
+from gemini_hpc.agent.transfer import pull_source
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.core.copy import Copy
@@ -156,7 +156,7 @@ class PeerServer:
         elif purpose == "link" and incarnation is not None:
             await incarnation.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":
-            await pull.serve(link, self._store.pool, self._find)
+            await pull_source.serve(link, self._store.pool, self._find)
         elif purpose == "push":
             await self._incoming.serve(link)
         elif purpose == "wake":

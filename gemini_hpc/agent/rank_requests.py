@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from gemini_hpc import clock
@@ -29,6 +30,7 @@ from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.pull import PullFailed
 from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
 from gemini_hpc.agent.transfer.push_sender import PushSender
+from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import is_digest
 from gemini_hpc.core.slots import Refused, Stamp
@@ -74,6 +76,7 @@ class RankRequests:
         self._fills: dict[tuple[str, int, int], Client] = {}
         self._keepers: dict[tuple[str, int], Client] = {}
         self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
+        self._populating = asyncio.Lock()  # one core is enough for what nothing waits for
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
@@ -272,7 +275,20 @@ class RankRequests:
         shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
         replica_fills.release(shard)
         self._sets.recount(m.set)
+        if m.pushed:
+            self._spawn(self._populate(shard))
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
+
+    async def _populate(self, shard: Shard) -> None:
+        """Map the pages of a shard that this agent receives, one slot after another, beside all other work.
+
+        Nothing waits for this: a page that is not mapped yet costs its writer a page fault. The slot that is filled
+        first comes first.
+        """
+        for index in sorted((0, 1), key=lambda index: shard.pair.slots[index].stamp or Stamp(0, 0)):
+            async with self._populating:
+                if (memory := shard.memory[index]).fd >= 0:  # else it was trimmed or freed
+                    await beside("gemini-populate", memory.populate)
 
     async def _register_parity(self, client: Client, training: Training, m: local.Register) -> Reply:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""

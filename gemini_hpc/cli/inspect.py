@@ -161,6 +161,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
         for line in _set(s, full=full):
             lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
     lines += _node_table(d["nodes"], full=full)
+    lines += columns.fold(used, width, "    ", "") if (used := _cpu(d["nodes"])) else []
     for lemon in d.get("lemons", ())[:MAX_NAMES_SHOWN]:
         incidents = f"{lemon['count']} incident{'s' * (lemon['count'] > 1)}"
         what = ", ".join(sorted(set(lemon["what"])))
@@ -227,6 +228,21 @@ def _node(n: Document) -> list[str]:
         state += f" (dead: {','.join(n['dead']) or '-'}; suspects: {','.join(n['suspects']) or '-'})"
     rank = "-" if n["node_rank"] is None else str(n["node_rank"])
     return [rank, n["host"], "-" if n["group"] is None else str(n["group"]), state, place, memory]
+
+
+def _cpu(nodes: list[Document]) -> str:
+    """Return what the busiest agent takes of its node's processors; "" if no agent tells."""
+    busy = [n for n in nodes if n.get("cpu")]
+    if not busy:
+        return ""
+    host, cpu = max(((n["host"], n["cpu"]) for n in busy), key=lambda row: float(row[1]["cores"]))
+    text = (
+        f"processors: the agent on {host} uses {cpu['cores']:.2g} cores of the {cpu['allowed_cores']:.2g} that it may"
+    )
+    if cpu["version_s"] is not None:
+        text += f"; {cpu['version_s']:.2g} core-seconds a version"
+        text += f", {cpu['gb_s']:.2g} a GB of copies" if cpu["gb_s"] is not None else ""
+    return text
 
 
 def _set(s: Document, *, full: bool) -> list[str]:

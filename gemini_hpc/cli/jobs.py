@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pwd
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +82,7 @@ def _picture(line: Any, job: int, now: float) -> Document | None:
 
 
 def _row(row: JobRow, d: Document | None) -> Document:
+    from gemini_hpc.query.figures import sealed_age_s, sealed_version, survivable_nodes, user_name
     from gemini_hpc.query.inspect_document import how_many
 
     slurm = d["slurm"].get("state", row.slurm) if d else row.slurm
@@ -90,60 +90,18 @@ def _row(row: JobRow, d: Document | None) -> Document:
         "job": row.job,
         "id": (d["slurm"].get("id") if d else "") or row.id or str(row.job),
         "uid": row.uid,
-        "user": _name(row.uid),
+        "user": user_name(row.uid),
         "state": d["state"] if d else "ended" if row.ended else "unknown",
         "state_of": how_many(d) if d else "",
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
-        "sealed_age_s": _sealed_age(d) if d else None,
-        "sealed_version": row.sealed or (_sealed_version(d) if d else None),
-        "survives": _survives(d) if d else None,
+        "sealed_age_s": sealed_age_s(d) if d else None,
+        "sealed_version": row.sealed or (sealed_version(d) if d else None),
+        "survives": survivable_nodes(d) if d else None,
         "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
         "restarts": row.restarts,
         "ended": row.ended or None,
     }
-
-
-def _sealed_age(d: Document) -> float | None:
-    """Return the age of the newest sealed version, for the training where it is oldest.
-
-    The age is None if a training has no sealed version.
-    """
-    ages: list[float] = []
-    for s in d["trainings"]:
-        own = [h["age_s"] for shard in s["shards"] for h in shard["holders"] if h["state"] == "sealed"]
-        known = [age for age in own if age is not None]
-        if not known:
-            return None
-        ages.append(min(known))
-    return max(ages, default=None)
-
-
-def _sealed_version(d: Document) -> int | None:
-    """Return the newest sealed version, for the training where it is oldest."""
-    versions = [s["sealed"][1] if s["sealed"] else 0 for s in d["trainings"]]
-    return min(versions, default=0) or None
-
-
-def _survives(d: Document) -> int | None:
-    """Return how many nodes, whichever they are, may be lost without loss of a shard.
-
-    The number is None if nothing is sealed yet.
-    """
-    if not d["trainings"] or any(s["survival"]["lost_already"] for s in d["trainings"]):
-        return None
-    counts = []
-    for s in d["trainings"]:
-        sure = [row["k"] for row in s["survival"]["survives"] if row["probability"] >= 1.0]
-        counts.append(max(sure, default=0))
-    return min(counts)
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except (KeyError, OverflowError):
-        return str(uid)
 
 
 def _age(s: float | None) -> str:

@@ -13,19 +13,24 @@ from typing import Any, Generic, TypeVar
 from gemini_hpc.format import commit_record
 
 _MADV_POPULATE_WRITE = 23
-_POPULATE_STEP_BYTES = 64 << 20
+_POPULATE_STEP_BYTES = 256 << 10  # other threads that map or unmap memory wait for a step: some 0.1 ms
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def populate(mapping: mmap.mmap) -> None:
+def populate(mapping: mmap.mmap, ended: Callable[[], bool] = lambda: False) -> None:
     """Fault in all pages of a mapping, so that later copies pay for no page faults.
 
     The GIL is free meanwhile. Kernels before 5.14 cannot do this and leave it to the first copy.
+
+    Args:
+        mapping: The mapping, which cannot be unmapped meanwhile.
+        ended: Returns whether the mapping is no longer of use.
     """
-    start, total = ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping)
+    held = ctypes.c_char.from_buffer(mapping)
+    start, total = ctypes.addressof(held), len(mapping)
     for at in range(0, total, _POPULATE_STEP_BYTES):
-        if _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
+        if ended() or _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
             return
 
 
@@ -115,6 +120,10 @@ class Shard(Generic[S]):
     def of(self, fds: list[int]) -> Any:
         """Return the same shard in other memory."""
         return Shard(self.rank, self.world, self.home, self.total_bytes, fds, self._slot, pushed=self.pushed)
+
+    def in_turn(self) -> list[S]:
+        """Return the slots in the order in which versions will fill them: the older content first."""
+        return sorted(self.slots, key=lambda slot: (slot.known().epoch, slot.known().version))
 
     def populate(self) -> None:
         """Fault in all pages of both slots (see `Slot.populate`)."""

@@ -71,6 +71,12 @@ class SealGate:
         return page.seal if page is not None else ((0, 0), 0.0)
 
     @property
+    def cpu(self) -> tuple[float, float]:
+        """Return what the agent's processors give a version; see `ControlPage.cpu`."""
+        page = self._page()
+        return page.cpu if page is not None else (0.0, 0.0)
+
+    @property
     def patient(self) -> bool:
         """Return whether the gate waits for a lost agent."""
         return self._lost_s > 0

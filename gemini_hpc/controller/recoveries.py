@@ -60,6 +60,7 @@ class Recoveries:
         self.alerts = Alerts(settings, journal)
         self.reach = Reach(settings, registry)
         self._logs = logs
+        self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
         self._active: dict[tuple[int, int], Recovery] = {}
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
         self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
@@ -90,6 +91,7 @@ class Recoveries:
     def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
         """Write one line to a job's event log and to the service's own log."""
         log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
+        self.on_event(raw_id, restart, event)
         self._logs.add(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
 
     def died(self, why: str) -> None:

@@ -23,6 +23,7 @@ from gemini_hpc.controller.give_back import GiveBack
 from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
+from gemini_hpc.controller.metrics import Metrics
 from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
@@ -119,6 +120,8 @@ class Controller:
         self._questions = Questions(
             operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
         )
+        self._metrics = Metrics(settings, self.registry, self.journal, self._questions.document)
+        self.recoveries.on_event = self._metrics.record
 
     async def serve(self) -> None:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
@@ -128,11 +131,12 @@ class Controller:
         watcher = tasks.start("watcher", self.watcher.run, died)
         resume = tasks.start("resume", self.recoveries.resume, died)
         give_back = tasks.start("give-back", GiveBack(self.settings, self.slurm, self.journal).run, died)
+        metrics = tasks.start("metrics", self._metrics.run, died)
         try:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
-            ending: list[asyncio.Task[Any]] = [watcher, resume, give_back]
+            ending: list[asyncio.Task[Any]] = [watcher, resume, give_back, metrics]
             for task in ending:
                 task.cancel()
             ending += [*self.recoveries.cancel(), *self._sick.cancel()]

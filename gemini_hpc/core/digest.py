@@ -52,8 +52,12 @@ class Digest:
 
     def hexdigest(self) -> str:
         """Return the digest of the bytes added so far."""
-        rest = self._piece.digest() if self._length % PIECE_BYTES else b""
-        return _root(self._done + rest, self._length)
+        return root(self.pieces, self._length)
+
+    @property
+    def pieces(self) -> bytes:
+        """Return the digests of the pieces so far, one after the other. The last piece may be incomplete."""
+        return bytes(self._done + (self._piece.digest() if self._length % PIECE_BYTES else b""))
 
     def copy(self) -> Digest:
         """Return an independent digest that continues from the same bytes."""
@@ -107,10 +111,16 @@ class Pieces:
         """Record the digest of one piece, of 16 bytes."""
         self._found[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES] = found
 
+    @property
+    def found(self) -> bytes:
+        """Return the digests of all pieces, one after the other. Each piece must have been recorded."""
+        return bytes(self._found)
+
     def hexdigest(self) -> str:
         """Return the digest of all bytes. Each piece must have been recorded."""
-        return _root(self._found, self.length)
+        return root(self._found, self.length)
 
 
-def _root(pieces: bytes | bytearray, length: int) -> str:
+def root(pieces: bytes | bytearray, length: int) -> str:
+    """Return the digest of `length` bytes whose pieces have these digests."""
     return xxhash.xxh3_128_hexdigest(bytes(pieces) + length.to_bytes(8, "little"))

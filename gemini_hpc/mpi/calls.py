@@ -22,12 +22,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         made: `step()` calls of this rank, including the present one; 0 if they do not count.
         ready: This rank has slots for a version.
         lost: Reason why its protection has ended; "": not ended.
+        wanted: Interval between saved steps that it wants.
     """
 
     name: str
     made: int = 0
     ready: bool = True
     lost: str = ""
+    wanted: int = 1
 
     @property
     def place(self) -> tuple[str, int]:
@@ -46,7 +48,9 @@ class Calls:
         self._ranks, self._session = ranks, session
         self.apart = False
 
-    def meet(self, name: str, *, ready: bool = True, counts: bool = True, lost: str = "") -> list[Call]:
+    def meet(
+        self, name: str, *, ready: bool = True, counts: bool = True, lost: str = "", wanted: int = 1
+    ) -> list[Call]:
         """Begin a call and return each rank's message (collective).
 
         If the calls' names differ, protection ends on all ranks.
@@ -56,10 +60,11 @@ class Calls:
             ready: This rank has slots for a version.
             counts: The ranks must have made equally many `step()` calls, as long as versions are saved.
             lost: Reason why this rank's protection has ended.
+            wanted: Interval between saved steps that this rank wants.
         """
         session = self._session
         made = session.version if counts and session.protected else 0
-        word = msgspec.msgpack.encode(Call(name, made, ready, lost))
+        word = msgspec.msgpack.encode(Call(name, made, ready, lost, wanted))
         calls = [msgspec.msgpack.decode(raw, type=Call) for raw in self._ranks.all(word)]
         if len({call.name for call in calls}) > 1:
             self.apart = True

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from gemini_hpc import clock, lines
@@ -14,7 +15,7 @@ from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, Keeper, Shard, Slot
 from gemini_hpc.client.session import Session
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import is_digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
@@ -22,6 +23,7 @@ from gemini_hpc.mpi.arrays import Arrays, Saved
 from gemini_hpc.mpi.calls import Calls, describe_difference
 from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.mpi.exchange import Exchange, Patience
+from gemini_hpc.mpi.interval import Interval
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -43,7 +45,8 @@ class Checkpointer:
             newly bound ones to `step`. A `Part` tells where a rank's array lies in a global one. Other numbers of
             ranks can then load it, and the tier shows the array as a whole.
         name: Name of this program if a job runs several.
-        every: Save only each j-th step.
+        every: Save only each j-th step. 0: as often as `overhead` allows.
+        overhead: Greatest share of the program's time that `step()` may take.
         seal_timeout_s: Longest wait, in seconds, for copies that make no progress.
         chunk_bytes: Size of one message in bytes.
         tier: Directory in which the agents save a version from time to time, or a `gemini_hpc.Tier`.
@@ -60,13 +63,16 @@ class Checkpointer:
         arrays: Mapping[str, Any],
         *,
         name: str = "default",
-        every: int = 1,
+        every: int = 0,
+        overhead: float = 0.01,
         seal_timeout_s: float = 1.5,
         chunk_bytes: int = _CHUNK_BYTES,
         tier: str | Tier = "",
     ) -> None:
-        if every < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
-            raise ValueError("wanted every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name")
+        if every < 0 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
+            raise ValueError("wanted every >= 0, seal_timeout_s > 0, chunk_bytes >= 4096 and a name")
+        if not 0 < overhead < 1:
+            raise ValueError(f"wanted overhead between 0 and 1, found {overhead}")
         self._comm = comm.Dup()
         self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
@@ -74,8 +80,9 @@ class Checkpointer:
         given = [int(raw) for raw in self._words.all(str(every).encode())]
         if len(set(given)) > 1:
             raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
-        self._every, self._chunk_bytes = every, chunk_bytes
+        self._interval, self._chunk_bytes = Interval(every, overhead), chunk_bytes
         self._last = 0
+        self._stepped_at = 0.0  # when the last step() returned; 0.0: there was none
         self._resumed = self._closed = False
         self._kept: dict[int, Keeper[Shard[Slot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
@@ -205,7 +212,7 @@ class Checkpointer:
     # ---- each iteration --------------------------------------------------------------------------------
 
     def step(self, **rebound: Any) -> None:
-        """Save the completed arrays of this iteration.
+        """Save the completed arrays of this iteration, or go on at once if this step is not to be saved.
 
         Args:
             rebound: Arrays that replace earlier ones of the same name (for example after a swap).
@@ -214,6 +221,16 @@ class Checkpointer:
             raise RuntimeError("step() after close()")
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
+        began = clock.monotonic()
+        if self._stepped_at:
+            self._interval.ended(began - self._stepped_at)
+        registered, last = bool(self._kept), self._last
+        self._step()
+        self._stepped_at = clock.monotonic()
+        if registered and self._last != last:  # the first saved step also reserves memory
+            self._interval.saved(self._stepped_at - began)
+
+    def _step(self) -> None:
         session = self._session
         if not (session.version or self._resumed) and session.protected:
             if self._calls.differ(self._calls.meet("step()")):
@@ -221,7 +238,7 @@ class Checkpointer:
             session.begun_without_resume()
         session.version += 1
         session.report_first_seal()
-        if not session.protected or session.version % self._every:
+        if not session.protected or not self._interval.saves(session.version):
             return
         # registering is collective, so the ranks must agree on the call first
         if not self._kept and self._calls.differ(self._calls.meet("step()")):
@@ -231,7 +248,8 @@ class Checkpointer:
             if self._settle() and (self._kept or self._register()):
                 begun = self._begin()
         # Compare all ranks first: if one rank acted alone, the others would wait for it forever.
-        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost)
+        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost, wanted=self._interval.wanted())
+        self._agree([call.wanted for call in calls])
         lost = next((call.lost for call in calls if call.lost), "")
         if lost and not session.verdict.reject():  # else this rank has reported it already
             session.say_once(f"this program is no longer protected: {lost}")
@@ -240,6 +258,15 @@ class Checkpointer:
             return
         with self._guarded():
             self._save(begun)
+
+    def _agree(self, wanted: list[int]) -> None:
+        """Adopt the interval that the ranks want. The rank that wants the longest reports it."""
+        interval = self._interval
+        cost_s = interval.cost_s
+        if interval.agree(self._session.version, wanted) and wanted.index(max(wanted)) == self._rank:
+            why = f"step() takes {cost_s:.2g} s to save a version in iterations of {interval.iteration_s:.2g} s"
+            then = f"saving one version in {interval.j}; a failure repeats at most {2 * interval.j - 1} steps"
+            self._session.say(f"rank {self._rank}: {why}: {then}")
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -329,7 +356,6 @@ class Checkpointer:
         stamp = Stamp(self._session.epoch, self._session.version)
         slot.put(0, pack_header(layout, 0, stamp, self._rank, self._world))
         own = view[: layout.small_offset]
-        checked = digest(own) if self._session.outgoing else ""  # without other holders the agent computes the digest
         arrivals = {}
         for rank in self._session.incoming:
             kept = self._shard(rank).slots[begun[rank]]
@@ -337,21 +363,26 @@ class Checkpointer:
             arrivals[rank] = kept.view()[: self._used[rank]]
         with self._wake:
             self._begun, self._last = begun, self._session.version
-            self._landed(self._rank, index, checked)
+            self._landed(self._rank, index, "")
+            written = partial(self._digest_of, slot, stamp)
             self._exchange = Exchange(
-                self._comm, own, checked, self._session.outgoing, arrivals, self._chunk_bytes, self._arrived
+                self._comm, own, written, self._session.outgoing, arrivals, self._chunk_bytes, self._arrived
             )
             self._wake.notify_all()
 
     def _arrived(self, rank: int, told: str) -> None:
-        """Verify and report another rank's shard that is complete in its slot."""
+        """Report another rank's shard that is complete in its slot. The agent compares its digest with `told`."""
         index = self._begun[rank]
-        found = digest(self._shard(rank).slots[index].view()[: self._used[rank]])
-        if found != told:
-            self._say(f"rank {self._rank}: version {self._last}: the copy of rank {rank} arrived damaged")
+        if not is_digest(told):
             self._abort({rank: index})
             return
-        self._landed(rank, index, found)
+        self._landed(rank, index, told)
+
+    @staticmethod
+    def _digest_of(slot: Slot, stamp: Stamp) -> str:
+        """Return the digest that the agent has found in a slot of this version; "" if it is not known yet."""
+        known = slot.known()
+        return known.digest if (known.epoch, known.version) == stamp else ""
 
     def _landed(self, rank: int, index: int, checked: str) -> None:
         session, used = self._session, self._used[rank]

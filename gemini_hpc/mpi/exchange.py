@@ -13,21 +13,24 @@ from typing import Any
 from gemini_hpc import clock
 
 _DIGEST_TAG, _CHUNK_TAG = 1, 2
+DIGEST_BYTES = 32  # in hexadecimal
+Written = Callable[[], str]
 WINDOW = 8  # chunks
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 
 
 class _Stream:
-    """A shard to or from one rank: its digest, then its chunks, with up to `WINDOW` requests in flight."""
+    """A shard to or from one rank: its chunks, then its digest, with up to `WINDOW` requests in flight."""
 
-    def __init__(self, comm: Any, rank: int, memory: memoryview, digest: bytearray, chunk_bytes: int, *, send: bool):
-        self.rank, self.memory, self.digest = rank, memory, digest
-        self._post = comm.Isend if send else comm.Irecv
-        self._chunk_bytes, self._at, self._open = chunk_bytes, -1, 0
+    def __init__(self, comm: Any, rank: int, memory: memoryview, chunk_bytes: int, written: Written | None) -> None:
+        self.rank, self.memory, self.digest = rank, memory, bytearray(DIGEST_BYTES)
+        self._post = comm.Irecv if written is None else comm.Isend
+        self._written, self._chunk_bytes, self._at, self._open = written, chunk_bytes, 0, 0
+        self._posted_digest = False
 
     @property
     def over(self) -> bool:
-        return self._at >= len(self.memory) and not self._open
+        return self._posted_digest and not self._open
 
     def ended(self) -> None:
         """Record the end of one request."""
@@ -35,15 +38,24 @@ class _Stream:
 
     def next(self) -> Any:
         """Return another request, or None if none is left or enough are in flight."""
-        if self._open >= WINDOW or self._at >= len(self.memory):
+        if self._open >= WINDOW or self._posted_digest:
             return None
+        if self._at >= len(self.memory):
+            return self._post_digest()
         self._open += 1
-        if self._at < 0:
-            self._at = 0
-            return self._post(self.digest, self.rank, _DIGEST_TAG)
         part = self.memory[self._at : self._at + self._chunk_bytes]
         self._at += len(part)
         return self._post(part, self.rank, _CHUNK_TAG)
+
+    def _post_digest(self) -> Any:
+        """Return the last request; None while the digest to send is not known."""
+        if self._written is not None:
+            found = self._written()
+            if not found:
+                return None
+            self.digest = bytearray(found.encode())
+        self._open, self._posted_digest = self._open + 1, True
+        return self._post(self.digest, self.rank, _DIGEST_TAG)
 
 
 class Exchange:
@@ -53,7 +65,7 @@ class Exchange:
         self,
         comm: Any,
         memory: memoryview,
-        digest: str,
+        written: Written,
         targets: Sequence[int],
         arrivals: Mapping[int, memoryview],
         chunk_bytes: int,
@@ -64,18 +76,19 @@ class Exchange:
         Args:
             comm: The checkpointer's communicator, which the program does not use.
             memory: Used bytes of this rank's shard, unchanged until the exchange is over.
-            digest: Digest of those bytes.
+            written: Returns the digest of those bytes; "" while it is not known.
             targets: Ranks that receive the shard.
             arrivals: Memory for the shards of other ranks, by rank.
             chunk_bytes: Size of a chunk in bytes.
             arrived: Called with rank and digest of each complete shard.
         """
         self._arrived = arrived
-        streams = [_Stream(comm, r, m, bytearray(32), chunk_bytes, send=False) for r, m in arrivals.items()]
+        streams = [_Stream(comm, r, m, chunk_bytes, None) for r, m in arrivals.items()]
         self._receiving = set(streams)
-        streams += [_Stream(comm, r, memory, bytearray(digest.encode()), chunk_bytes, send=True) for r in targets]
+        streams += [_Stream(comm, r, memory, chunk_bytes, written) for r in targets]
         self._requests: list[Any] = []
-        self._streams: list[_Stream] = []
+        self._streams: list[_Stream] = []  # of each request
+        self._all = streams
         for stream in streams:
             self._fill(stream)
 
@@ -87,12 +100,14 @@ class Exchange:
     @property
     def over(self) -> bool:
         """Return whether all data has been sent and received."""
-        return not self._requests
+        return not self._requests and all(stream.over for stream in self._all)
 
     def progress(self) -> bool:
         """Let MPI work; return whether any request completed."""
         from mpi4py import MPI
 
+        for stream in self._all:
+            self._fill(stream)  # the digest to send may be known by now
         done = MPI.Request.Testsome(self._requests) if self._requests else None
         for index in sorted(done or (), reverse=True):
             del self._requests[index]

@@ -10,7 +10,7 @@ sizes bytes, a version is [epoch, version] or null:
   after       null, or {job, took_over: [{name, version}], lost}: the job from which this one continues
   lemons      [{host, count, last, what: [word]}]: nodes of the job that caused failures before
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
-                suspects, dead, member}]
+                cpu: {cores, allowed_cores, version_s, gb_s} or null, suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
   trainings   [{name, world, sealed, state, protected, stalled: {for_s, usual_s, hung} or null, notes,
                 shards: [{rank, home, bytes, holders: [{host, state, version, age_s, verified_age_s}]}],
@@ -270,6 +270,7 @@ def _nodes(
                 "port": p.port,
                 "memory_bytes": p.memory_bytes,
                 "memory_cap_bytes": p.memory_cap_bytes,
+                "cpu": msgspec.structs.asdict(p.cpu) if p.cpu is not None else None,
                 "suspects": list(p.suspects),
                 "dead": list(p.dead),
                 "member": p.host in members,
@@ -280,7 +281,9 @@ def _nodes(
             ("port", "memory_bytes", "memory_cap_bytes"), 0
         )
         facts = {"node_rank": ranks.get(host), "host": host, "group": groups.get(host), "state": "no agent"}
-        rows.append({**facts, "agent": False, **row, "suspects": [], "dead": [], "member": host in members})
+        rows.append(
+            {**facts, "agent": False, **row, "cpu": None, "suspects": [], "dead": [], "member": host in members}
+        )
     return sorted(rows, key=lambda r: (r["node_rank"] is None, r["node_rank"] or 0, r["host"]))
 
 

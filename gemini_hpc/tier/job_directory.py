@@ -10,14 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
 
 from gemini_hpc.core.numbers import ClusterName, Job, JobKey
+from gemini_hpc.tier import scratch
 from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.wire.bounds import Strict
 
@@ -103,7 +102,7 @@ def make(tier: Directory, mark: Mark) -> Directory:
     if (there := find(tier, mark)) is not None:
         return there
     plain = plain_name(mark.job)
-    made = tempfile.mkdtemp(prefix=f".{plain}.", suffix=".tmp", dir=tier.path)  # mode 0700
+    made = scratch.make(tier.path, plain)
     try:
         _write(made, mark)
         for name in [plain, f"{plain}-{mark.key}"] if mark.key else [plain]:
@@ -119,7 +118,7 @@ def make(tier: Directory, mark: Mark) -> Directory:
                 sync(tier.path)
             return tier.below(name)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        scratch.remove(made, ignore_errors=True)
     raise NotOurs(f"{tier.where}/{plain}", f"{plain} is another job's")
 
 
@@ -129,7 +128,7 @@ def clean(tier: Directory, job: int) -> None:
     with suppress(OSError):
         for name in filter(begun.fullmatch, os.listdir(tier.path)):
             with suppress(OSError), tier.below(name):
-                shutil.rmtree(f"{tier.path}/{name}")
+                scratch.remove(f"{tier.path}/{name}")
 
 
 def sync(path: str) -> None:

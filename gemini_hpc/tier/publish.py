@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import job_directory, version
+from gemini_hpc.tier import job_directory, scratch, version
 from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.owned import Directory, NotOurs, as_users_know
 
@@ -85,7 +83,7 @@ def made_version(
         with job.below(set_name) as above:
             name = version.name(stamp)
             if not os.path.lexists(f"{above.path}/{name}"):
-                made = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=above.path)
+                made = scratch.make(above.path, name)
                 try:
                     # a visible path, since external programs lack the descriptor
                     lay_out(f"{above.where}/{os.path.basename(made)}")
@@ -137,7 +135,7 @@ def remove(directory: str) -> None:
     with suppress(FileNotFoundError):
         os.rename(directory, gone)
         job_directory.sync(above)
-        shutil.rmtree(gone)
+        scratch.remove(gone)
 
 
 class Pace:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from contextlib import suppress
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import publish, version
+from gemini_hpc.tier import publish, scratch, version
 
 _UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that never got their name, or lost it
 
@@ -42,7 +41,7 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
     for entry in os.listdir(directory) if os.path.isdir(directory) else ():
         if _UNBORN.fullmatch(entry):
             with suppress(OSError):
-                shutil.rmtree(f"{directory}/{entry}")
+                scratch.remove(f"{directory}/{entry}")
     going.reverse()
     for stamp in going:
         publish.remove(f"{directory}/{version.name(stamp)}")

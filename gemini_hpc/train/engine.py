@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -18,8 +18,9 @@ from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import Session
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.node import priority
 from gemini_hpc.train.device import pins, streams
-from gemini_hpc.train.device.memory import Keeper, Shard
+from gemini_hpc.train.device.memory import Keeper, Shard, Slot
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.planning import FirstPlan, Join, Planning
 from gemini_hpc.train.replication.parity import StripeParity
@@ -287,6 +288,7 @@ class SaveEngine:
             lambda: replicator.copy_bytes,
             transport="host" if self._pushed else "gloo" if self._over is not None else "none",
             seal=lambda: session.gate.seal,
+            cpu=lambda: session.gate.cpu,
             dearest=partial(dearest, self._stateful),
         )
 
@@ -352,7 +354,10 @@ class SaveEngine:
     # ---- memory ----------------------------------------------------------------------------------------
 
     def _reserve(self, me: Identity, own_bytes: int, totals: list[int]) -> None:
-        """Reserve and map the memory of all shards that this rank fills. Runs in the background."""
+        """Reserve and map the memory of all shards that this rank fills. Runs in the background.
+
+        The slots that no version fills at first are mapped last, when the training is protected already.
+        """
         session = self._session
         assert session.client is not None and self.replicator is not None
         try:
@@ -364,11 +369,10 @@ class SaveEngine:
                     return
                 rank, pushed = receiver.rank, isinstance(receiver, Reserved)
                 shards.append(register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed))
-            for shard in shards:
-                if session.ending:
-                    return
-                if not shard.pushed:
-                    shard.populate()
+            filled = [shard.in_turn() for shard in shards if not shard.pushed]
+            on_device = self.planning.capture is not None and self.planning.capture.on_device
+            if not self._populate([slot for slots in filled for slot in (slots if on_device else slots[:1])]):
+                return
             self.replicator.pin(shards[0])
             self._recognise(shards[0])
         except Exception as error:
@@ -378,6 +382,17 @@ class SaveEngine:
             return
         if self._listen(shards):
             session.verdict.prepared()
+            if not on_device:  # a device copies to pinned slots only
+                priority.lower()
+                self._populate([slot for slots in filled for slot in slots[1:]])
+
+    def _populate(self, slots: Sequence[Slot]) -> bool:
+        """Fault in all pages of these slots. Return False if the training ends meanwhile."""
+        for slot in slots:
+            if self._session.ending:
+                return False
+            slot.populate()
+        return True
 
     def _listen(self, shards: list[Shard]) -> bool:
         """Start the threads, unless the end came first.

@@ -17,7 +17,8 @@ MAGIC = 0x0001_494E_494D_4547
 _WORD = struct.Struct("<Q")
 
 MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT, HELD_AT = range(0, 72, 8)
-SEALED_NS_AT = 72
+SEALED_NS_AT, CPU_AT = 72, 80
+_CPU = struct.Struct("<ff")
 
 STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
@@ -137,6 +138,18 @@ class ControlPage:
     def set_grown(self, count: int) -> None:
         """Publish the number of enlargements."""
         self._put(GROWN_AT, count)
+
+    @property
+    def cpu(self) -> tuple[float, float]:
+        """Return the core-seconds that a version takes of this agent, and the cores that the agent may use.
+
+        The cores are an average. (0.0, 0.0) if not known yet.
+        """
+        return _CPU.unpack(_WORD.pack(self._get(CPU_AT)))
+
+    def set_cpu(self, version_s: float, cores: float) -> None:
+        """Publish the core-seconds of a version and the cores that the agent may use on average."""
+        self._put(CPU_AT, int(_WORD.unpack(_CPU.pack(version_s, cores))[0]))
 
     @property
     def held(self) -> int:

@@ -168,6 +168,22 @@ class Record(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
 
 
+class CpuState(msgspec.Struct, frozen=True):
+    """The processors that an agent uses. None: not known yet.
+
+    Attributes:
+        cores: Average number of cores over the last minute.
+        allowed_cores: Average that versions are made rarer for.
+        version_s: Core-seconds from one seal to the next, of the latest versions.
+        gb_s: The same for each GB of the copies on this node.
+    """
+
+    cores: Duration
+    allowed_cores: Duration
+    version_s: Duration | None = None
+    gb_s: Duration | None = None
+
+
 class InspectPart(Message, frozen=True, tag="inspect"):
     """An agent's part of the inspect document.
 
@@ -181,6 +197,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
         not_taken: Reason why not all versions were taken over.
         parity: Parity blocks in a row of a group of `replicas` nodes; 0: whole copies.
         domains: Groups of nodes that share a failure domain; None: none is known.
+        cpu: The processors that the agent uses; None: the agent does not measure them.
     """
 
     host: str
@@ -215,6 +232,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     not_taken: str = ""
     parity: Blocks = 0
     domains: Separation | None = None
+    cpu: CpuState | None = None
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

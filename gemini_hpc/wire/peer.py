@@ -655,19 +655,24 @@ class OutlineDigest(Message, frozen=True, tag="outline-digest"):
 
 
 class PullAsk(Message, frozen=True, tag="pull?"):
-    """A request for this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest).
+    """A request for bytes of a copy. A `PullHead` answers, then the bytes follow. Others of the same copy may follow.
 
     Attributes:
         parity: Send the parity beside the rank's shard instead.
-        end: If set, send only the bytes from `start` to this offset.
+        start: First byte.
+        end: Byte after the last one.
+        digests: Send the digests of their pieces, counted from `start`, with the head.
+        bare: Send no bytes.
     """
 
     set: str
     rank: Count
     stamp: Stamp
-    parity: bool = False
-    start: Bytes = 0
-    end: Bytes = 0
+    parity: bool
+    start: Bytes
+    end: Bytes
+    digests: bool = False
+    bare: bool = False
 
 
 class PullHead(Message, frozen=True, tag="pull"):
@@ -675,13 +680,13 @@ class PullHead(Message, frozen=True, tag="pull"):
 
     Attributes:
         copy: The copy; None: not here, with the reason.
-        part: Digest of the bytes that follow if they are only a part.
+        pieces: Digests of the pieces of the bytes asked for (`core.digest`), one after the other, if wanted.
         later: The copy is on its way here.
     """
 
     copy: Copy | None
     reason: str = ""
-    part: str = ""
+    pieces: bytes = b""
     later: bool = False
 
 

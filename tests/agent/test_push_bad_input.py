@@ -19,6 +19,7 @@ from waiting import until
 
 from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.core.digest import digest
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.handshake import HandshakeError
@@ -262,7 +263,9 @@ def test_who_is_not_even_heard(site: Site, changes: dict[str, int | str]) -> Non
         site.job.call(site.holder, "push", **({"source": "n1"} | changes))
 
 
-@pytest.mark.parametrize("first", [peer.Ping(), peer.PushHead(2, USED, SIZE), peer.PullAsk("default", 0, (1, 1))])
+@pytest.mark.parametrize(
+    "first", [peer.Ping(), peer.PushHead(2, USED, SIZE), peer.PullAsk("default", 0, Stamp(1, 1), False, 0, 1)]
+)
 def test_first_word_is_another(site: Site, first: Message) -> None:
     with pytest.raises(CLOSED):
         Push(site.job.call(site.holder, "push", source="n1"), first)

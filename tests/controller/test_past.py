@@ -10,7 +10,7 @@ import pytest
 
 from gemini_hpc.cli import jobs
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.query import past
+from gemini_hpc.query import figures, past
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import MAX_DETAIL, tame
@@ -150,9 +150,9 @@ def test_the_table() -> None:
 
 def test_a_row_of_a_living_job() -> None:
     d = picture(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
-    assert jobs._survives(d) == 1 and jobs._sealed_age(d) is not None
+    assert figures.survivable_nodes(d) == 1 and figures.sealed_age_s(d) is not None
     nothing = picture(7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW)
-    assert jobs._survives(nothing) is None
+    assert figures.survivable_nodes(nothing) is None
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "UNKNOWN"])

@@ -14,7 +14,7 @@ from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.forecast import goodput
 from gemini_hpc.query.inspect_document import picture
-from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
+from gemini_hpc.wire.inspect_schema import CpuState, EventRecord, HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.traffic import TrafficState
 
 from .json_fields import fields_of, with_fields, words_of
@@ -97,6 +97,7 @@ def test_inspect() -> None:
         dead=(),
         spares=1,
         domains=Separation(1, (Shared("rack1", ("n1", "n2")),)),
+        cpu=CpuState(0.1, 0.5, 0.3, 0.2),
     )
     found = picture(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
     assert found["schema"] == 1
@@ -113,7 +114,13 @@ def test_inspect() -> None:
     assert ["rank", "host", *keys("inspect", "traffic")] == list(training["traffic"][0])
     over = picture(7, [], [EventRecord(3.0, "ended", "", 0, 5, "FAILED 1:0")], {"state": "FAILED"}, (), "agents", 4.0)
     assert sorted(keys("inspect", "ended")) == sorted(over["ended"])
-    inner = [found["spares"], found["domains"], found["recoveries"][0], *found["domains"]["shared"]]
+    inner = [
+        found["nodes"][0]["cpu"],
+        found["spares"],
+        found["domains"],
+        found["recoveries"][0],
+        *found["domains"]["shared"],
+    ]
     inner += [*training["shards"][0]["holders"], *found["recoveries"][0]["events"]]
     named = {word for span in re.findall(r"`([^`]+)`", PAGE) for word in re.findall(r"\w+", span)}
     assert {key for one in inner for key in one} <= named

@@ -45,7 +45,7 @@ class Heat:
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
-        arguments = ["--n", str(n), "--steps", str(steps), "--step-s", str(step_s), *program]
+        arguments = ["--every", "1", "--n", str(n), "--steps", str(steps), "--step-s", str(step_s), *program]
         argv = ["--gemini-replicas=2", f"--chdir={directory}", *options, str(directory / "heat_mpi.sh"), *arguments]
         return cls(cluster, cluster.sbatch(argv, env={"MPI4PY_LIBMPI": str(library), "LAUNCH": launch}), directory)
 

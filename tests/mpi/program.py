@@ -51,7 +51,7 @@ def main(o: dict[str, Any]) -> None:
     given = {"field": Part(field, (first, 0), (n, 7)) if whole else field, "count": Part(count, (), ())}
     if o.get("private", True):
         given |= {"flags": flags, "wide": wide, "own": own.T}
-    kwargs = {**o.get("kwargs", {}), **o.get("kwargs_of", [{}] * size)[rank]}
+    kwargs = {"every": 1, **o.get("kwargs", {}), **o.get("kwargs_of", [{}] * size)[rank]}
     ckpt = Checkpointer(comm, given, **kwargs)
     start = ckpt.resume() if rank != o.get("resumes_not") else 0
     held = ckpt._arrays._held["field"].array

@@ -142,3 +142,27 @@ def test_ranks_that_save_at_different_steps_are_refused(
     run = start(mpi, make_job(2, 2), {"steps": 5, "kwargs_of": [{"every": 2}, {"every": 3}]})
     assert run.wait() not in (0, None)
     assert run.said().count("ValueError: wanted the same every on all ranks, found [2, 3]") >= 1
+
+
+def test_steps_that_cost_too_much_are_saved_more_rarely(
+    mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]
+) -> None:
+    """One agent is slow; both ranks leave out the same steps."""
+    job = make_job(2, 2)
+    job.delay["Begin"] = 0.02
+    kwargs = {"every": 0, "overhead": 0.2, "seal_timeout_s": 20.0}
+    run = start(mpi, job, {"steps": 60, "sleep_s": 0.002, "kwargs": kwargs})
+    ran(run, 2)
+    sealed = [s.version for s in job.seals]
+    assert sealed[:4] == [1, 2, 3, 4] and len(sealed) < 50
+    (line,) = [line for line in run.said().splitlines() if ": saving one version in " in line]
+    assert "step() takes " in line and "a failure repeats at most " in line
+
+
+def test_cheap_steps_are_all_saved(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
+    job = make_job(2, 2)
+    run = start(
+        mpi, job, {"steps": 12, "kwargs": {"every": 0, "overhead": 0.99, "seal_timeout_s": 20.0}, "sleep_s": 0.2}
+    )
+    ran(run, 2)
+    assert [s.version for s in job.seals] == list(range(1, 13)) and "saving one version" not in run.said()

@@ -497,6 +497,7 @@ def install(made: World) -> None:
     agent_module.OwnDirectory = OwnDirectory  # type: ignore[assignment, misc]
     shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock)
     threads.threading = push_sender.threading = shim
+    threads.priority = SimpleNamespace(lower=lambda: None)  # type: ignore[assignment]
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})
     push_sender.socket = packets
     rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]

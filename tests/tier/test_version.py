@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import h5py
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Row
-from gemini_hpc.tier import index, names, nodefile, publish, retention, version
+from gemini_hpc.tier import index, names, nodefile, publish, retention, scratch, version
 from gemini_hpc.tier.version import Manifest
 
 from . import slots
@@ -161,7 +160,7 @@ def test_what_is_half_removed_is_no_version_and_goes_the_next_time(
     above = tmp_path / "gemini-9/default"
     with monkeypatch.context() as patch:
         _fails(patch, "unlink", version.node_file(1))
-        patch.setattr(shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
+        patch.setattr(scratch, "remove", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
         with pytest.raises(OSError, match="Input/output"):
             retention.clean(str(above), 2)
     assert version.stamps(str(above)) == [Stamp(1, 2)]

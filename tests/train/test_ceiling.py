@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +40,18 @@ class Rounds:
 
 class Training:
     """Ranks of one replica, iteration by iteration. sealed_s: from step() to the seal, by rank; a version is sealed
-    with the slowest. left_s: the optimizer waits so long for the copy."""
+    with the slowest. left_s: the optimizer waits so long for the copy. cpu: core-seconds of a version, and cores that
+    an agent may use, by rank."""
 
-    def __init__(self, time: Time, sealed_s: Sequence[float], *, left_s: float = 0.0, **traffic: Any) -> None:
+    def __init__(
+        self,
+        time: Time,
+        sealed_s: Sequence[float],
+        *,
+        left_s: float = 0.0,
+        cpu: Sequence[tuple[float, float]] = ((0.0, 0.0),) * 3,
+        **traffic: Any,
+    ) -> None:
         self.time, self.sealed_s, self.left_s = time, list(sealed_s), left_s
         self.version, self.waited_s, self.said = 0, 0.0, list[str]()
         self.sealed: tuple[int, float] = 0, 0.0  # on the page
@@ -63,6 +73,7 @@ class Training:
                 self.said.append,
                 transport="none",
                 seal=self._seal,
+                cpu=lambda rank=rank: cpu[rank],
             )
             for rank in range(len(self.sealed_s))
         ]
@@ -135,6 +146,35 @@ def test_no_training_waits_beyond_the_ceiling(time: Time, length_s: float, seale
     gaps = {b - a for a, b in zip(training.saved[-4:], training.saved[-3:], strict=False)}
     assert len(gaps) == 1, "no flapping"
     assert bool(first_s >= 1.0) == any("has waited" in line for line in training.said)
+
+
+@pytest.mark.parametrize("cpu", [[(0.39, 0.5)], [(0.1, 0.5), (0.39, 0.5)], [(3.1, 4.0), (0.0, 0.0)]])
+def test_no_agent_uses_more_processors_than_it_may(time: Time, cpu: list[tuple[float, float]]) -> None:
+    """Almost 0.8 s of an agent's cores in iterations of 0.1 s: all ranks save one version in eight."""
+    training = Training(time, [0.002] * len(cpu), cpu=cpu)
+    training.run(40, 0.1)
+    del training.saved[:]
+    training.run(200, 0.1)
+    assert {b - a for a, b in itertools.pairwise(training.saved)} == {8}
+    assert training.controllers[0].repeats == 8, "and is sealed as soon as ever"
+    (line,) = training.said
+    used_s, cores = max(cpu)
+    assert (
+        f"takes {used_s:.2g} core-seconds of an agent that may use {cores:.2g} cores, in iterations of 0.1 s" in line
+    )
+    assert line.endswith("saving one version in 8; a failure repeats at most 8 steps")
+    reason = training.controllers[0].state().reason
+    assert len(cpu) > 1 or reason.endswith("fewer bytes a rank, or a higher agent_cores in the site's settings")
+
+
+def test_an_agent_within_its_processors_changes_nothing(time: Time) -> None:
+    """Nor does one that a user's own frequency keeps busy."""
+    training = Training(time, [0.002], cpu=[(0.04, 0.5)])
+    training.run(100, 0.1)
+    assert (training.controllers[0].repeats, training.said) == (1, [])
+    forced = Training(time, [0.002], cpu=[(4.0, 0.5)], every=2)
+    forced.run(100, 0.1)
+    assert forced.controllers[0].repeats == 2
 
 
 def test_the_line_says_why_and_what_a_failure_repeats(time: Time) -> None:

@@ -14,15 +14,14 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
 
 import xxhash
 
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.digest import Pieces
+from gemini_hpc.node import priority
 
 LEAST_THREADS, MOST_THREADS, CORES_A_THREAD = 2, 16, 4
-_NICE = 10
 _BATCH = 4  # pieces that a thread takes at a time
 
 
@@ -123,9 +122,7 @@ class DigestPool:
     # ---- in the pool's threads -------------------------------------------------------------------------
 
     def _run(self, me: int) -> None:
-        thread = threading.get_native_id()
-        with suppress(OSError):  # the thread has a lower priority already
-            os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+        priority.lower()
         hasher = xxhash.xxh3_128()
         while (task := self._take()) is not None:
             reading, first = task

@@ -169,7 +169,7 @@ class Store:
     async def make(
         self, set_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
     ) -> Shard:
-        """Reserve and create the two slots of a shard, and take their pages unless they are handed back.
+        """Create the two slots of a shard, and take their pages unless they are handed back.
 
         Memory of the same size is used again. A shard of the same rank but another size or world stays as an ancestor
         until a newer version is sealed: it may be the only copy.
@@ -259,7 +259,7 @@ class Store:
         self.budget.take(size_bytes, what)
         memory = Memfd(name, size_bytes, slot=True)
         try:
-            await asyncio.to_thread(memory.reserve, self.budget.left_bytes)
+            await asyncio.to_thread(memory.take, self.budget.left_bytes)
         except BaseException:
             memory.close()
             self.budget.give(size_bytes)
@@ -270,10 +270,9 @@ class Store:
         self.budget.take(2 * size_bytes, what, present=not reserve)
         memory: list[Memfd] = []
         try:
-            for index in range(2):
-                memory.append(Memfd(f"{name}:{index}", size_bytes, slot=True))
-                if reserve:
-                    await asyncio.to_thread(memory[index].reserve, self.budget.left_bytes)
+            memory += (Memfd(f"{name}:{index}", size_bytes, slot=True) for index in range(2))
+            if reserve:
+                await asyncio.gather(*(asyncio.to_thread(m.take, self.budget.left_bytes) for m in memory))
         except BaseException as exc:
             for m in memory:
                 m.close()
@@ -298,7 +297,7 @@ class Store:
                 raise
             try:
                 second = Memfd(f"gemini:{set_name}:{rank}:1", size_bytes, slot=True)
-                await asyncio.to_thread(second.reserve, self.budget.left_bytes)
+                await asyncio.to_thread(second.take, self.budget.left_bytes)
             except BaseException as exc:
                 for memory in (first, second):
                     if memory is not None:

@@ -1,29 +1,37 @@
-"""Transfer of one copy from a holder to this node: a connection of its own, raw bytes, digest verified on arrival."""
+"""Transfer of one copy from its holders to this node, over several connections, digest verified on arrival.
+
+A copy travels in runs of whole pieces (`core.digest`). Each connection takes the next run that nobody has taken, from
+whichever holder it leads to. What a connection leaves unfinished goes to the others. If the digest of the whole does
+not match, the pieces' digests of a holder tell which pieces are wrong, and only these are pulled again. Such a list
+needs no trust: the planned digest is its digest.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Event
 from typing import NamedTuple
 
 from gemini_hpc import clock
-from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.digest import Digest
+from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest, root
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Client, HandshakeError
-from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
+from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
+AT_ONCE = 8  # copies of a node at once, and connections that they share: more streams do not make a link faster
 SILENCE_S = 5.0  # time limit for one message or one read
-PATIENCE_S = 60.0  # patience with a source that still makes or pulls the copy
+PATIENCE_S = 60.0  # patience with a source that still makes or pulls the copy, or hashes it
 _LOOK_S = 0.05  # interval of retries with a source that does not have the copy yet
-_PIECE_BYTES = 4 << 20
-_STEP_BYTES = 512 << 10  # bytes received and hashed at once, small enough for the processor's cache
+_STOP_S = 0.1  # interval of looks at `stop` while nothing else happens
+_RUN = 16  # pieces asked for at once: far more than one round trip's bytes, and few enough to balance connections
+_PART_BYTES = 4 << 20
 
 
 class PullFailed(Exception):
@@ -44,69 +52,233 @@ class NotYet(PullFailed):
     """A refusal of a source that does not have the copy yet."""
 
 
-async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
-    """Answer one `PullAsk` on a connection and close it.
-
-    Args:
-        link: The connection.
-        pool: Threads that make the digest of a part.
-        find: Returns the copy with its memory, or whether the copy is on its way here.
-    """
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            ask = await link.receive()
-        if not isinstance(ask, peer.PullAsk):
-            return
-        found = find(ask)
-        if isinstance(found, bool):
-            await link.flush(peer.PullHead(None, "on its way there" if found else "not held here", later=found))
-            return
-        record, memory = found
-        start, end = (ask.start, ask.end) if ask.end else (0, record.used)
-        if not start < end <= record.used:
-            await link.flush(peer.PullHead(None, f"bytes {start} to {end} of {record.used}"))
-            return
-        part = await pool.digest(memory, end, start, urgency=Urgency.ARRIVING) if ask.end else ""
-        sock = await link.hand_over(peer.PullHead(record, part=part))
-        await asyncio.to_thread(_send, sock, memory, start, end)
-    except (LinkClosed, TimeoutError, OSError):
-        pass
-    finally:
-        link.abort()
+_FAILURES = (OSError, HandshakeError, LinkClosed, FrameError, PullFailed)
 
 
-def _send(sock: socket.socket, memory: Memfd, start: int, end: int) -> None:
-    with sock, memory.view() as view:
-        sock.settimeout(SILENCE_S)
-        for at in range(start, end, _PIECE_BYTES):
-            sock.sendall(view[at : min(end, at + _PIECE_BYTES)])
+class Pulled(NamedTuple):
+    """A pulled copy: the hosts that bytes came from, the failures of sources, and the bytes that came in all."""
+
+    hosts: tuple[str, ...]
+    failures: str
+    bytes: int
 
 
-def fetch(
-    copy: Copy,
-    memory: Memfd,
-    sources: Sequence[Source],
-    stop: Event,
-) -> tuple[str, str]:
-    """Pull a copy into `memory` (blocking). Return the source host and the failures of earlier sources.
+def fetch(copy: Copy, memory: Memfd, sources: Sequence[Source], stop: Event, connections: int = 1) -> Pulled:
+    """Pull a copy into `memory` (blocking). No thread writes to the memory any more on return.
 
     Args:
         copy: The copy to pull.
         memory: Memory to write to.
-        sources: Sources in the order in which they are tried.
+        sources: Sources, the preferred ones first.
         stop: Cancels the pull.
+        connections: Number of connections at once. There is at least one for each source.
 
     Raises:
         PullFailed: All sources fail, or `stop` is set meanwhile.
     """
-    failures: list[str] = []
-    for source in sources:
+    with memory.view() as view:
+        return _Fetch(copy, view, sources, stop, connections).run()
+
+
+class _Fetch:
+    """The pull of one copy: what is missing, what came from where, and which sources have failed."""
+
+    def __init__(
+        self, copy: Copy, view: memoryview, sources: Sequence[Source], stop: Event, connections: int
+    ) -> None:
+        self._copy, self._view, self._sources, self._stop = copy, view, sources, stop
+        self._most = max(connections, len(sources))
+        count = -(-copy.used // PIECE_BYTES)
+        self._found = bytearray(PIECE_DIGEST_BYTES * count)
+        self._right = b""  # the pieces' digests, once a source has told them
+        self._from = [-1] * count  # the source of each piece, by its index
+        self._changed = threading.Condition()
+        self._missing = deque((first, min(count, first + _RUN)) for first in range(0, count, _RUN))
+        self._under_way = 0  # runs asked for
+        self._busy = [0] * len(sources)  # connections of each source
+        self._dialling = 0  # connections without an answer so far
+        self._answered: set[int] = set()  # sources that have begun to serve
+        self._forgiven: set[int] = set()  # sources of wrong pieces that are asked again, because no other is left
+        self._over = False
+        self._failures: dict[int, str] = {}
+        self._came = 0
+
+    def run(self) -> Pulled:
+        """Pull the copy.
+
+        Raises:
+            PullFailed: All sources fail, or the pull is stopped.
+        """
         try:
-            _fetch_patiently(copy, memory, source, stop)
-            return source.host, "; ".join(failures)
-        except (OSError, HandshakeError, LinkClosed, FrameError, PullFailed) as exc:
-            failures.append(f"{source.host}: {str(exc) or type(exc).__name__}")
-    raise PullFailed("; ".join(failures) or "no node holds the copy")
+            self._gather()
+            while root(self._found, self._copy.used) != self._copy.digest:
+                self._right = self._right or self._list()
+                self._suspect()
+                self._gather()
+        finally:
+            self._over = True
+        hosts = tuple(self._sources[index].host for index in sorted(set(self._from)))
+        return Pulled(hosts, self._told(), self._came)
+
+    def _told(self) -> str:
+        return "; ".join(f"{self._sources[index].host}: {reason}" for index, reason in self._failures.items())
+
+    def _usable(self) -> list[int]:
+        return [index for index in range(len(self._sources)) if index not in self._failures]
+
+    def _gather(self) -> None:
+        """Pull all missing pieces. A connection that still dials on return will bring nothing."""
+        with self._changed:
+            while self._under_way or (self._missing and not self._stop.is_set()):
+                self._begin()
+                if self._missing and not any(self._busy):
+                    break
+                self._changed.wait(_STOP_S)
+            self._over = self._stop.is_set() or bool(self._missing)
+            if self._stop.is_set():
+                raise PullFailed("cancelled by a new recovery round")
+            if self._missing:
+                raise PullFailed(self._told() or "no node holds the copy")
+
+    def _begin(self) -> None:
+        """Open as many connections as there is work for: one to a source, and more once the source has answered."""
+        while len(self._missing) > self._dialling and sum(self._busy) < self._most and not self._stop.is_set():
+            ways = [index for index in self._usable() if not self._busy[index] or index in self._answered]
+            if not ways:
+                return
+            index = min(ways, key=lambda index: self._busy[index])
+            self._busy[index] += 1
+            self._dialling += 1
+            threading.Thread(target=self._connection, args=(index,), name="gemini-pull", daemon=True).start()
+
+    def _list(self) -> bytes:
+        """Return the right digests of all pieces: those of a source whose whole copy matches."""
+        for index in sorted(self._usable(), key=lambda index: index in self._from):
+            source = self._sources[index]
+            try:
+                with _dialled(source) as link:
+                    _ask(link, self._copy, source, 0, self._copy.used, digests=True, bare=True)
+                    pieces = _head(link, self._copy, PATIENCE_S).pieces
+                if root(pieces, self._copy.used) == self._copy.digest:
+                    return pieces
+                self._failures[index] = "the digest does not match: damaged copy"
+            except _FAILURES as exc:
+                self._failures[index] = str(exc) or type(exc).__name__
+        raise PullFailed(self._told())
+
+    def _suspect(self) -> None:
+        """Count the wrong pieces as missing. Their sources do not serve them again, unless no other can."""
+        wrong = [n for n in range(len(self._from)) if self._piece(self._found, n) != self._piece(self._right, n)]
+        guilty = {self._from[number] for number in wrong}
+        innocent = [index for index in self._usable() if index not in guilty]
+        for index in sorted(guilty):
+            if not innocent and index not in self._forgiven:
+                self._forgiven.add(index)
+                continue
+            count = sum(self._from[number] == index for number in wrong)
+            self._failures.setdefault(index, f"damaged pieces: {count}")
+        self._missing.extend((number, number + 1) for number in wrong)
+
+    @staticmethod
+    def _piece(digests: bytes | bytearray, number: int) -> bytes | bytearray:
+        return digests[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES]
+
+    # ---- in the connections' threads -------------------------------------------------------------------
+
+    def _connection(self, index: int) -> None:
+        failure = ""
+        has_answered = Event()
+        try:
+            self._bring_patiently(index, has_answered)
+        except _FAILURES as exc:
+            failure = str(exc) or type(exc).__name__
+        finally:
+            with self._changed:
+                self._busy[index] -= 1
+                self._dialling -= not has_answered.is_set()
+                if failure:
+                    self._failures.setdefault(index, failure)
+                self._changed.notify_all()
+
+    def _bring_patiently(self, index: int, has_answered: Event) -> None:
+        deadline = clock.monotonic() + PATIENCE_S
+        while self._missing and not self._over:
+            try:
+                self._bring(index, has_answered)
+            except NotYet:
+                if clock.monotonic() > deadline or self._stop.is_set():
+                    raise
+                clock.sleep(_LOOK_S)
+            else:
+                break
+
+    def _bring(self, index: int, has_answered: Event) -> None:
+        source, asked = self._sources[index], deque[tuple[int, int]]()
+        try:
+            with _dialled(source) as link:
+                self._ask(link, source, asked)
+                while asked:
+                    _head(link, self._copy, SILENCE_S)
+                    self._answers(index, has_answered)
+                    self._ask(link, source, asked)  # so that the source never waits for the next question
+                    self._receive(link, index, asked)
+        finally:
+            with self._changed:
+                self._under_way -= len(asked)
+                self._missing.extendleft(reversed(asked))
+                self._changed.notify_all()
+
+    def _answers(self, index: int, has_answered: Event) -> None:
+        if not has_answered.is_set():
+            has_answered.set()
+            with self._changed:
+                self._dialling -= 1
+                self._answered.add(index)
+                self._changed.notify_all()
+
+    def _ask(self, link: BlockingLink, source: Source, asked: deque[tuple[int, int]]) -> None:
+        with self._changed:
+            if not self._missing or self._over or self._stop.is_set():
+                return
+            first, last = self._missing.popleft()
+            self._under_way += 1
+            asked.append((first, last))
+        _ask(link, self._copy, source, *self._bytes(first, last))
+
+    def _bytes(self, first: int, last: int) -> tuple[int, int]:
+        return first * PIECE_BYTES, min(self._copy.used, last * PIECE_BYTES)
+
+    def _receive(self, link: BlockingLink, index: int, asked: deque[tuple[int, int]]) -> None:
+        first, last = asked[0]
+        start, end = self._bytes(first, last)
+        hasher, came = Digest(), 0
+
+        def take(data: memoryview) -> None:
+            nonlocal came
+            if self._stop.is_set():
+                raise PullFailed("cancelled by a new recovery round")
+            hasher.update(data)
+            came += len(data)
+
+        try:
+            with self._view[start:end] as part:
+                link.fill(part, SILENCE_S, take)
+        finally:
+            digests = hasher.pieces
+            whole = last - first if came == end - start else came // PIECE_BYTES
+            with self._changed:
+                self._came += came
+                for number in range(first, first + whole):
+                    self._put(index, number, self._piece(digests, number - first))
+                if whole == last - first:
+                    asked.popleft()
+                    self._under_way -= 1
+                else:
+                    asked[0] = first + whole, last
+
+    def _put(self, index: int, number: int, found: bytes | bytearray) -> None:
+        self._found[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES] = found
+        self._from[number] = index
 
 
 def fetch_part(
@@ -119,7 +291,7 @@ def fetch_part(
         start: First byte.
         end: Byte after the last one.
         source: Agent to pull from.
-        take: Receives each piece with its distance from `start`, before the digest of the whole part is verified.
+        take: Receives each part with its distance from `start`, before the digests of the pieces are verified.
         stop: Cancels the pull.
 
     Raises:
@@ -129,70 +301,61 @@ def fetch_part(
         LinkClosed: The source closes the connection.
         FrameError: The source sends a malformed frame.
     """
-    link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
-    try:
-        link.sock.settimeout(SILENCE_S)
-        link.send(peer.PullAsk(copy.set, copy.rank, source.stamp, bool(copy.of), start, end))
-        head = link.receive(peer.PullHead)
-        if head.copy is None:
-            raise PullFailed(head.reason)
-        if _content(head.copy) != _content(copy):
+    with _dialled(source) as link:
+        _ask(link, copy, source, start, end, digests=True)
+        head = _head(link, copy, PATIENCE_S)
+        if head.copy is not None and _content(head.copy) != _content(copy):
             raise PullFailed("offers a different copy from the planned one")
-        hasher, piece, at = Digest(), bytearray(min(_PIECE_BYTES, end - start)), 0
-        while at < end - start:
+        hasher, room = Digest(), bytearray(min(_PART_BYTES, end - start))
+        at = 0
+
+        def step(data: memoryview) -> None:
+            nonlocal at
             if stop.is_set():
                 raise PullFailed("cancelled by a new recovery round")
-            with memoryview(piece)[: min(len(piece), end - start - at)] as room:
-                n = link.sock.recv_into(room)
-                if n == 0:
-                    raise PullFailed(f"connection closed after {at} of {end - start} bytes")
-                with room[:n] as data:
-                    hasher.update(data)
-                    take(at, data)
-                at += n
-        if hasher.hexdigest() != head.part:
+            hasher.update(data)
+            take(at, data)
+            at += len(data)
+
+        while at < end - start:
+            with memoryview(room)[: min(len(room), end - start - at)] as part:
+                link.fill(part, SILENCE_S, step)
+        if hasher.pieces != head.pieces:
             raise PullFailed("the digest of a part does not match")
-    finally:
-        link.close()
 
 
 def _content(copy: Copy) -> tuple[object, ...]:
     return copy.used, copy.digest, copy.of, copy.blocks, copy.room
 
 
-def _fetch_patiently(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
-    deadline = clock.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return _fetch_one(copy, memory, source, stop)
-        except NotYet:
-            if clock.monotonic() > deadline or stop.is_set():
-                raise
-        clock.sleep(_LOOK_S)
-
-
-def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
+@contextmanager
+def _dialled(source: Source) -> Iterator[BlockingLink]:
     link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
     try:
-        link.sock.settimeout(SILENCE_S)
-        link.send(peer.PullAsk(copy.set, copy.rank, source.stamp))
-        head = link.receive(peer.PullHead)
-        if head.copy is None:
-            raise (NotYet if head.later else PullFailed)(head.reason)
-        if head.copy.used != copy.used or head.copy.digest != copy.digest:
-            raise PullFailed("offers a different copy from the planned one")
-        hasher = Digest()
-        with memory.view() as view:
-            at = 0
-            while at < copy.used:
-                if stop.is_set():
-                    raise PullFailed("cancelled by a new recovery round")
-                n = link.sock.recv_into(view[at : min(copy.used, at + _STEP_BYTES)])
-                if n == 0:
-                    raise PullFailed(f"connection closed after {at} of {copy.used} bytes")
-                hasher.update(view[at : at + n])
-                at += n
-        if hasher.hexdigest() != copy.digest:
-            raise PullFailed("the digest does not match: damaged copy")
+        link.bound(SILENCE_S)
+        yield link
     finally:
         link.close()
+
+
+def _ask(
+    link: BlockingLink, copy: Copy, source: Source, start: int, end: int, *, digests: bool = False, bare: bool = False
+) -> None:
+    link.send(peer.PullAsk(copy.set, copy.rank, source.stamp, bool(copy.of), start, end, digests, bare))
+
+
+def _head(link: BlockingLink, copy: Copy, within_s: float) -> peer.PullHead:
+    """Return the answer to a question.
+
+    Raises:
+        LinkClosed: No answer comes.
+        PullFailed: The source refuses, or has a different copy.
+    """
+    if not link.wait(within_s):
+        raise LinkClosed(f"silent for {within_s:.0f} s")
+    head = link.receive(peer.PullHead)
+    if head.copy is None:
+        raise (NotYet if head.later else PullFailed)(head.reason)
+    if head.copy.used != copy.used or head.copy.digest != copy.digest:
+        raise PullFailed("offers a different copy from the planned one")
+    return head

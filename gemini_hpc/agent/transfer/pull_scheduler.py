@@ -22,6 +22,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.transfer import making, pull
+from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -31,7 +32,6 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 
 _REGIONS = 4  # regions of one shard or parity that are made at once
-_AT_ONCE = 4  # pulls at once
 
 
 class Former(Protocol):
@@ -76,7 +76,7 @@ class PullScheduler:
         self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
         self._tier, self._predecessor, self._log, self._spawn = tier, predecessor, log, spawn
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
-        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._gate = asyncio.Semaphore(pull.AT_ONCE)
         self._stops: dict[tuple[str, int], Event] = {}
         self._stamps: dict[tuple[str, int], Stamp] = {}
         self._rounds_begun = 0
@@ -284,9 +284,13 @@ class PullScheduler:
                     ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
                 elif host != me.node and (way := self._source(host, copy.stamp)) is not None:
                     ways.append(way)
-            source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
-        if trouble:
-            self._log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
+            connections = max(1, pull.AT_ONCE // max(1, len(self._running)))
+            pulled = await beside(
+                "gemini-pull", lambda: pull.fetch(copy, memory, ways, stop, connections), urgent=True
+            )
+        if pulled.failures:
+            detail = f"shard {copy.rank} from {', '.join(pulled.hosts)}; {pulled.failures}"
+            self._log("next_holder", version=copy.stamp[1], detail=detail)
         self.bytes += copy.used
 
     @property

@@ -1,4 +1,4 @@
-"""Threads for transfers that last as long as an incarnation.
+"""Threads for transfers.
 
 In asyncio's few threads such transfers would block digests and pulls.
 """
@@ -9,29 +9,42 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
+
+from gemini_hpc.node import priority
+
+R = TypeVar("R")
 
 
-async def beside(name: str, work: Callable[[], None]) -> None:
-    """Run `work` in a thread of its own and return when it has ended. Exceptions of `work` are raised here."""
+async def beside(name: str, work: Callable[[], R], *, urgent: bool = False) -> R:
+    """Run `work` in a thread of its own and return its result. Exceptions of `work` are raised here.
+
+    Args:
+        name: Name of the thread.
+        work: The work.
+        urgent: Whether the training waits for it. Otherwise it has a lower priority than the training's threads.
+    """
     loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
+    over: asyncio.Future[R] = loop.create_future()
 
-    def tell(failure: Exception | None) -> None:
-        if over.done():
-            return
-        if failure is None:
-            over.set_result(None)
-        else:
+    def tell(result: R) -> None:
+        if not over.done():
+            over.set_result(result)
+
+    def tell_failure(failure: Exception) -> None:
+        if not over.done():
             over.set_exception(failure)
 
     def run() -> None:
-        failure: Exception | None = None
-        try:
-            work()
-        except Exception as exc:
-            failure = exc
+        if not urgent:
+            priority.lower()
         with suppress(RuntimeError):  # the loop is closed: the agent ends
-            loop.call_soon_threadsafe(tell, failure)
+            try:
+                result = work()
+            except Exception as exc:
+                loop.call_soon_threadsafe(tell_failure, exc)
+            else:
+                loop.call_soon_threadsafe(tell, result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    await over
+    return await over

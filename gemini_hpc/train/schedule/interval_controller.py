@@ -125,6 +125,7 @@ class IntervalController:
         copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         seal: Callable[[], tuple[tuple[int, int], float]] = lambda: ((0, 0), 0.0),
+        cpu: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         transport: str,
         dearest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
@@ -145,6 +146,8 @@ class IntervalController:
             replanning: Agreement on new plans; None where the state's distribution never changes.
             copy_bytes: Returns the fewest and the most bytes that one of the last copies took on the network.
             seal: Returns the last sealed (epoch, version) and its time.
+            cpu: Returns the core-seconds that a version takes of the agent, and the cores that the agent may use on
+                average; see `ControlPage.cpu`.
             transport: Name of the carrier of the copies where `driver` does not carry them.
             dearest: Returns the object that takes most of a capture of that many seconds; "" if none does.
         """
@@ -163,7 +166,7 @@ class IntervalController:
         self._stage: Stage = "recall"
         self._since = -1
         self._version = 0
-        self._dearest = dearest
+        self._dearest, self._cpu = dearest, cpu
         self._agreed = self._former = Agreed() if self._sends else Agreed(max(1, traffic.every))
         self._because = 0  # the rank that needs the j in effect
         self._cost = CaptureCost(_BEHIND)
@@ -401,7 +404,7 @@ class IntervalController:
             j, self._because = words[0] // _RANKS, _RANKS - 1 - words[0] % _RANKS
             self._take_pace(j, words[1], version)
         elif due and common:
-            wish = self._pace.wish(agreed.j, agreed.s, self._latency.whole_s, self._cost.whole_s, self._traffic.every)
+            wish = self._pace.wish(agreed.j, agreed.s, self._latency.whole_s, self._version_s, self._traffic.every)
             if collectives is not None:
                 collectives.highest([wish.j * _RANKS + _RANKS - 1 - self._rank, wish.s])
             else:
@@ -506,7 +509,7 @@ class IntervalController:
         assert collectives is not None
         if not self._planned or version < self._next_word or collectives.sitting:
             return
-        self._planner.own_s = self._cost.whole_s
+        self._planner.own_s = self._version_s
         if self._driver is None or self._driver.ended:  # over NCCL, copies travel while they are made
             self._planner.fixed_s = self._latency.fixed_s
         if self._stage == "recall":
@@ -606,6 +609,16 @@ class IntervalController:
         """
         return min(100, max(5, math.ceil(_WORD_EVERY_S / max(self._planner.longest_s, 1e-3))))
 
+    @property
+    def _version_s(self) -> float:
+        """Return the seconds that a version takes of the training's time.
+
+        Where the agent's processors allow fewer versions, the result is as long as if the training's thread allowed
+        no more.
+        """
+        used_s, cores = self._cpu()
+        return max(self._cost.whole_s, self._traffic.overhead * used_s / cores if cores else 0.0)
+
     # ---- the plan --------------------------------------------------------------------------------------
 
     def _settle(self, wish: int, s: int, version: int) -> None:
@@ -670,6 +683,10 @@ class IntervalController:
             name: Whether to name the object that costs most; finding it takes as long as a capture.
         """
         allowed_s, whole = self._traffic.overhead * usual_s, f"in iterations of {usual_s:.2g} s"
+        used_s, cores = self._cpu()
+        if cores and used_s > cores * usual_s * max(1, self._agreed.j - 1):
+            why = f"a version takes {used_s:.2g} core-seconds of an agent that may use {cores:.2g} cores"
+            return f"{why}, {whole}", "fewer bytes a rank, or a higher agent_cores in the site's settings"
         if self._cost.seconds > allowed_s and self._cost.seconds >= self._cost.held_s:
             what = self._dearest(self._cost.seconds) if name else ""
             why = (
