@@ -76,10 +76,10 @@ class Settings:
     )
     self_fence_s: float = _setting(
         30.0,
-        "A node that is cut off, not dead, goes on computing while its job runs elsewhere. An agent that has lost "
-        "all peers *and* the controller for so long ends the ranks on its node (SIGTERM, after 2 s SIGKILL), if a "
-        "last search finds no peer and the controller cannot be dialled. 0: never. Never on one node, or without "
-        "a controller.",
+        "A node that is cut off, not dead, goes on computing while its job runs elsewhere. Its agent therefore ends "
+        "the ranks (SIGTERM, after 2 s SIGKILL) when it has lost all peers *and* the controller for so long. First "
+        "a last search must find no peer, and a call to the controller must fail. 0: never. Never on one node, or "
+        "without a controller.",
         0,
         86400,
     )
@@ -168,8 +168,8 @@ class Settings:
     )
     recoveries_without_progress: int = _setting(
         5,
-        "When a job has lost nodes in so many lives in a row, and none of these has sealed a newer version than the "
-        "ones before, it is [held](#what-the-controller-does-to-slurm-and-when) in place of running again. 0: never.",
+        "Number of lives in a row in which a job lost nodes and sealed no newer version than before. Then the job is "
+        "[held](#what-the-controller-does-to-slurm-and-when) in place of running again. 0: never.",
         0,
         1000,
     )
@@ -195,8 +195,9 @@ class Settings:
     )
     tier_bytes_per_s: float = _setting(
         5e8,
-        "Each node writes to the tier at this rate at most, behind everything else on it (nice 19, idle I/O "
-        "class), past the page cache where the file system can (not with `tier_compress`). 0: unlimited.",
+        "Each node writes to the tier at this rate at most. Writes come behind everything else on the node (nice 19, "
+        "idle I/O class). They go past the page cache where the file system can, but not with `tier_compress`. 0: "
+        "unlimited.",
         0,
         1000000000000.0,
     )

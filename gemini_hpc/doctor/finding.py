@@ -27,7 +27,14 @@ class Outcome:
 class Finding:
     """The result of one check on one host.
 
-    `rule` is the rule behind the check: a word or two, or a CVE whose like it searches for.
+    Attributes:
+        check: `group.name` of the check.
+        rule: Reason of the check: a requirement, a word or two, or a CVE of the same kind.
+        status: `ok`, `warning`, `wrong` or `skipped`.
+        found: What is there; if skipped, why the check could not run.
+        wanted: What should be there; "" if ok or skipped.
+        fix: What to do; "" if ok or skipped.
+        seconds: Duration of the check.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""The findings as text for people, and as a JSON document for machines (schema 1, docs/doctor-json.md)."""
+"""The findings as text for people, and as a JSON document for machines (schema 1, docs/json.md)."""
 
 from __future__ import annotations
 

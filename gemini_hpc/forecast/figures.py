@@ -20,7 +20,11 @@ from gemini_hpc.forecast.schemes import STRAWMAN_EVERY_S, Training, gemini, high
 class Row:
     """A value of a figure.
 
-    `published` is the value as printed, "" if the paper has none. `note` explains a difference.
+    Attributes:
+        what: Name of the value.
+        published: The value as printed; "" if the paper has none.
+        ours: The value as computed here.
+        note: Reason of a difference.
     """
 
     what: str

@@ -39,9 +39,9 @@ class Row:
 
     Attributes:
         gpus: Number of GPUs.
-        way: Name of the scheme.
-        lost_s: Average cost of a failure in seconds, without waits for nodes.
-        allowed_s: Permitted cost of a failure, in seconds, to reach `GOAL`.
+        way: Name of the protection.
+        lost_s: Average cost of a failure, without waits for nodes.
+        allowed_s: Permitted cost of a failure to reach 99.5 %.
         goodput: Share of the time that is training and kept, with RSC-1's failures.
         standby: Number of standby nodes.
         paid: Goodput if standby nodes count as cost.
@@ -60,7 +60,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Published:
-    """A goodput that others have published about themselves, measured or projected by them."""
+    """A goodput that others have published about themselves, measured or projected by them.
+
+    Attributes:
+        gpus: Number of GPUs.
+        share: Share of the time, in their words.
+        what: Source, and what it measured.
+        source: Place where it is printed.
+    """
 
     gpus: int
     share: str

@@ -46,9 +46,9 @@ class Protection:
     With parity, `parity` blocks of it stand in each group of `replicas` nodes.
 
     Attributes:
-        replicas: Number of copies, or of nodes in a group with parity.
-        redundancy: "replicate", "xor" or "rs".
-        parity: Blocks of parity in a row of a group; 0 for whole copies.
+        replicas: Number of copies, the own one included; with parity the nodes of a group.
+        redundancy: `replicate` (copies), `xor` or `rs`.
+        parity: Nodes of a group that may be lost at once; 0 with copies.
         needed_bytes: Memory of a node for all slots.
         fits: True if the memory suffices.
         transfer_s: Time of one version on the network.
@@ -56,15 +56,16 @@ class Protection:
         every: Iterations from one version to the next.
         over: Iterations in which a version is sent.
         overhead: Share of the training's time.
-        within: True if the overhead is within the ceiling.
+        within: True if the overhead is within its ceiling.
         repeated: Completed iterations that a failure repeats at most.
-        survival: Probability of survival, by the number of nodes lost at once.
+        survival: Probability that memory serves, by the number of nodes lost at once (in JSON a string).
         lost_s: Average work that a failure costs.
         down_s: Time until training goes on, by requeue and with a spare.
         effective: Share of the time that is effective training, by requeue and with a spare.
         unserved_per_day: Failures a day that no copy in memory serves.
         tier_save_s: Time to save one version to the tier.
-        tier_every_s: Time between two such saves, so that saving and losing cost least.
+        tier_every_s: Time between two such saves, so that saving and losing cost least; null if memory serves every
+            failure.
     """
 
     replicas: int

@@ -73,12 +73,12 @@ class Outcome:
 
     Attributes:
         total_s: Simulated time.
-        useful_s: Work that was kept.
+        useful_s: Training that was kept.
         stalled_s: Stalls for checkpoints.
-        repeated_s: Work done again.
+        repeated_s: Training done again.
         down_s: Recoveries, and waits for nodes.
-        failures: Number of failures.
-        recoveries: Number of recoveries.
+        failures: Number of failures of nodes.
+        recoveries: Number of recoveries; a failure during a recovery begins none.
         from_tier: Recoveries that no copy in memory could serve.
         waits: Waits for a node, because no standby was left.
     """

@@ -68,7 +68,7 @@ def shown(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Sh
 
 
 def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
-    """Return the data of the drawings as JSON (see docs/report-json.md)."""
+    """Return the data of the drawings as JSON (see docs/json.md)."""
     return {
         "schema": SCHEMA,
         "job": job,

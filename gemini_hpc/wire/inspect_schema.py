@@ -31,7 +31,12 @@ class EventRecord(msgspec.Struct, frozen=True):
     """A line of a job's event log.
 
     Attributes:
-        t: Unix time in seconds.
+        t: Time of the event.
+        name: Name of the event.
+        host: Host of it, or "".
+        restart: Incarnation of the job.
+        version: Version of the training; 0: the event has none.
+        detail: Sentence.
     """
 
     t: Time

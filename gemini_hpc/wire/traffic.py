@@ -35,31 +35,38 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     """A rank's traffic plan and its results. None: not known yet.
 
     Attributes:
-        scheme: One of `train.pacer.SCHEMES`.
-        stage: profile, plan, agree or steady.
+        t: Time of the report.
+        scheme: Way of the copies: `gemini`, `naive`, `no_pipeline`, `background`, `blocking` or `none`.
+        transport: What carries them now: `host`, `nccl`, `gloo` (NCCL was left) or `none` (there is no receiver).
+        stage: `profile` (collectives are timed), `plan`, `agree` (between the ranks) or `steady` (under a plan).
+        problem: Reason why copies are not fitted into idle spans; "": nothing is wrong.
         j: Every j-th version is saved.
         s: Iterations within which a version is saved.
-        repeated: Steps that a failure repeats at worst.
-        iteration_s: Length of an iteration in seconds.
-        idle_s: Sum of the planned lengths of the idle spans in an iteration, in seconds.
+        repeated: Steps that a failure repeats at most.
+        iteration_s: Length of an iteration; null before the profile.
+        idle_s: Sum of the planned lengths of the idle spans in an iteration.
         spans: Number of those spans.
-        collectives: Number of operations in an iteration.
-        deviation: Normalized deviation of the spans' lengths.
-        bytes_per_s: Bandwidth of the link.
-        alpha_s: Latency of the link in seconds.
-        total_bytes: Bytes that one version sends.
+        collectives: Number of collectives in an iteration.
+        deviation: Normalized standard deviation of the spans' lengths.
+        bytes_per_s: Rate of the link.
+        alpha_s: Time to start a transfer.
+        chunks: Chunks of a version in the plan.
+        largest_chunk_bytes: Largest of them.
+        total_bytes: Bytes that one version sends to all holders.
         fitting_bytes: Bytes of them that fit into idle spans.
         spilled_bytes: Bytes of them that go with the last span and delay the training.
-        late_s: Seconds of that delay.
-        overhead: Measured share of the time.
-        waited_s: Usual wait at the optimizer, in seconds.
-        chunks_per_span: Chunks of each span in order; neighbours are summed if there are more than MAX_PER_SPAN.
-        unsealed: Versions that were not sealed yet when the training, after its longest wait, had to go on.
-        mu: Share of each span that the plan uses.
-        ceiling: Share of the time that may be lost.
-        judged_in: Iterations until an overhead above the ceiling makes saves rarer in any case.
-        sealed_s: Seconds from step() to the seal.
-        reason: Reason why only one version in several is saved.
+        late_s: Expected delay of the training by them.
+        overhead: Measured share of the time that checkpoints cost (0.01 is 1 %). Noise can make it negative.
+        waited_s: Usual wait at the optimizer.
+        buffer_bytes: Memory that chunks wait in.
+        chunks_per_span: Chunks of each span in order, 64 numbers at most; of more spans neighbours are added up.
+        unsealed: Versions still under way when the training went on after its longest wait (events `late`). A failure
+            right then repeats one step more.
+        mu: Share of each span that the plan uses; null: the rank is of an earlier version.
+        ceiling: Share of the time that checkpoints may cost (`Traffic(overhead=...)`).
+        judged_in: Iterations until an `overhead` above `ceiling` makes saves rarer in any case; 0: it does now.
+        sealed_s: Usual time from `step()` to the seal.
+        reason: Reason why only one version in several is saved, and what helps; "": each one is.
     """
 
     t: Time
@@ -136,9 +143,15 @@ class TimelineState(msgspec.Struct, frozen=True, array_like=True):
     """A recorded iteration of one rank, from its step() number `version` to the next.
 
     Attributes:
-        gate_s: Time of the optimizer's hook.
-        waits: Waits of the training for checkpoints.
-        spans: Idle spans of the plan.
+        version: Number of the step() call before it.
+        iteration_s: Length of the iteration.
+        gate_s: Time at which the training came to the optimizer.
+        ops: Collectives of the training, from launch to completion; 400 at most.
+        chunks: Chunks of checkpoints, until acknowledged; 320 at most. Replica 0 goes to the first holder after the
+            own node.
+        copies: Tensors copied into the own slot; 128 at most.
+        waits: Waits of the training for checkpoints, at the optimizer; 32 at most.
+        spans: Idle spans of the plan; 128 at most.
     """
 
     version: Version

@@ -1,4 +1,4 @@
-"""Tables of the documents that are made from code: `python -m tests.docs.tables` writes them anew."""
+"""Tables and lists of the documents that are made from code: `python -m tests.docs.tables` writes them anew."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from gemini_hpc.forecast import goodput
 from gemini_hpc.forecast.figures import FIGURES
 from gemini_hpc.settings import Settings
 
+from .items import item
+from .json_fields import with_fields
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-ADMIN, REPRODUCTION = DOCS / "admin.md", DOCS / "dev" / "reproduction.md"
-HEAD = "| key | default | meaning |\n|---|---|---|\n"
+ADMIN, JSON, REPRODUCTION = DOCS / "admin.md", DOCS / "json.md", DOCS / "dev" / "reproduction.md"
+FIRST = f"- `{fields(Settings)[0].name}` = "
 
 
-def settings_table() -> str:
-    """The rows of gemini.toml."""
-    return "".join(f"| `{f.name}` | `{_toml(f.default)}` | {f.metadata['text']} |\n" for f in fields(Settings))
+def settings_list() -> str:
+    """The settings of gemini.toml, each with its default."""
+    return "".join(item(f"`{f.name}` = `{_toml(f.default)}`: {f.metadata['text']}") for f in fields(Settings))
 
 
 def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def with_tables(text: str) -> str:
-    """The administrators' guide with its table as it has to be."""
-    assert HEAD in text
-    begin = text.index(HEAD) + len(HEAD)
-    end = re.compile(r"^(?!\|)", re.M).search(text, begin)
-    assert end is not None
-    return text[:begin] + settings_table() + text[end.start() :]
+def with_settings(text: str) -> str:
+    """The administrators' guide with its settings as they have to be."""
+    begin = text.index(FIRST)
+    end = text.index("\n\n", begin) + 1
+    return text[:begin] + settings_list() + text[end:]
 
 
 def with_figures(text: str) -> str:
@@ -68,5 +69,6 @@ def with_goodput(text: str) -> str:
 
 
 if __name__ == "__main__":
-    ADMIN.write_text(with_tables(ADMIN.read_text()))
+    JSON.write_text(with_fields(JSON.read_text()))
+    ADMIN.write_text(with_settings(ADMIN.read_text()))
     REPRODUCTION.write_text(with_goodput(with_figures(REPRODUCTION.read_text())))

@@ -40,6 +40,11 @@ def test_lines_and_sentences_are_short(page: Path) -> None:
     assert not long
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_no_table_of_a_users_or_administrators_page_is_wide(page: Path) -> None:
+    assert not [line for line in page.read_text().splitlines() if line.startswith("|") and len(line) > LONGEST_LINE]
+
+
 def test_a_long_sentence_is_found() -> None:
     words = "word " * MOST_WORDS
     assert max(len(s.split()) for s in sentences(f"Short.\n\n- {words}word. Another one.\n")) == MOST_WORDS + 1

@@ -113,7 +113,7 @@ def test_idle_is_what_lies_between_the_collectives() -> None:
 
 
 def test_every_key_of_the_document_is_documented() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "report-json.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "json.md").read_text().split("\n## report\n")[1]
 
     def keys(value: object) -> set[str]:
         if isinstance(value, dict):
@@ -121,7 +121,7 @@ def test_every_key_of_the_document_is_documented() -> None:
         return {key for inner in value for key in keys(inner)} if isinstance(value, list) else set()
 
     found = keys(document(7, 1.0, [ONE]))
-    found -= set(TrafficState.__struct_fields__) - {"t", "j", "overhead"}  # inspect-json.md has them
+    found -= set(TrafficState.__struct_fields__) - {"t", "j", "overhead"}  # the section on inspect has them
     missing = {key for key in found if not re.search(rf"`(?:[^`]*\W)?{key}(?:\W[^`]*)?`", text)}
     assert not missing
 

@@ -1,0 +1,66 @@
+"""The lists of fields in docs/json.md: `python -m tests.docs.tables` writes them from the classes behind the JSON.
+
+A list follows a line `<!-- fields of MODULE.CLASS -->`. Its types are those of the class, its words those of the
+docstring's `Attributes:`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+import typing
+from typing import Any
+
+from .items import item
+
+MARK = re.compile(r"^<!-- fields of ([\w.]+) -->\n\n((?:- .*\n(?:  .*\n)*)*)", re.M)
+ALIASES = {"Time": "time", "Duration": "duration", "Moment": "duration", "Bytes": "size"}
+PLAIN = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object"}
+SUFFIXES = (("_per_s", "number"), ("_s", "duration"), ("seconds", "duration"), ("_bytes", "size"))
+
+
+def with_fields(text: str) -> str:
+    """The page with each list as its class has it."""
+    return MARK.sub(lambda found: f"<!-- fields of {found[1]} -->\n\n{fields_of(class_of(found[1]))}", text)
+
+
+def class_of(name: str) -> type:
+    """The class of this name below gemini_hpc."""
+    module, _, last = name.rpartition(".")
+    found = getattr(importlib.import_module(f"gemini_hpc.{module}"), last)
+    assert isinstance(found, type)
+    return found
+
+
+def fields_of(cls: type) -> str:
+    """A list of a class's fields."""
+    hints, words = typing.get_type_hints(cls), words_of(cls)
+    assert list(words) == list(hints), f"{cls.__name__}: the docstring has {list(words)}, the class {list(hints)}"
+    return "".join(item(f"`{name}` ({kind_of(cls, name, hint)}): {words[name]}") for name, hint in hints.items())
+
+
+def words_of(cls: type) -> dict[str, str]:
+    """What the docstring says of each attribute."""
+    block = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].split("\n\n")[0]
+    found = re.findall(r"^    (\w+): ((?:.+\n?)(?:     +.+\n?)*)", block, re.M)
+    return {name: text[:1].lower() + " ".join(text[1:].split()) for name, text in found}
+
+
+def kind_of(cls: type, name: str, hint: Any) -> str:
+    """The type of a field in JSON."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [one for one in typing.get_args(hint) if one is not type(None)]
+        return f"{kind_of(cls, name, inner[0])} or null"
+    if typing.get_origin(hint) is tuple:
+        inside = typing.get_args(hint)
+        if keys := typing.get_type_hints(inside[0]):
+            return f"list of `{{{', '.join(keys)}}}`"
+        number = "" if inside[1] is ... else f"{len(inside)} "
+        return f"list of {number}{kind_of(cls, name, inside[0])}s"
+    alias = str(inspect.get_annotations(cls).get(name)).partition(" ")[0]
+    plain = PLAIN[typing.get_origin(hint) or hint]
+    return ALIASES.get(alias) or next(
+        (kind for end, kind in SUFFIXES if plain == "number" and name.endswith(end)), plain
+    )
