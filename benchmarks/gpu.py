@@ -204,7 +204,7 @@ def exchange(on: Machine, made: Communicator, size_bytes: int, versions: int) ->
     progress = Progress(made, links.sizes, ears, print)
     pipeline = Exchange(device, made, 0, links, BUFFERS, CHUNK_BYTES, progress)
     own = OwnCopy(device, pipeline.copies)
-    pipeline.follow(to_itself(training.bytes))
+    pipeline.set_program(to_itself(training.bytes))
     progress.start()
     work = tuple(Piecework(n % 4 - 1, *cut) for n, cut in enumerate(_cuts(training.bytes)))
     work = tuple(sorted(work, key=lambda w: (w.after < 0, w.after)))
@@ -215,7 +215,7 @@ def exchange(on: Machine, made: Communicator, size_bytes: int, versions: int) ->
         pins.append(on.pin(slots[name].bytes))
     waits = []
     for version in range(1, versions + 1):
-        copied = own.begin(training.tensors, slots["own"].bytes, work)
+        copied = own.begin_copy(training.tensors, slots["own"].bytes, work)
         right = training.now().cpu() if version == versions else right
         pipeline.step(Save(version, training.tensors, copied, lambda rank: slots["other"].bytes))
         for number in range(3):
@@ -310,7 +310,7 @@ def snapshot(on: Machine, size_bytes: int, iterations: int) -> None:
                 ends.callback(thread.join)
             elif mode != "none":
                 after = 0 if mode == "lazy" else -1
-                own.begin(training.tensors, slot.bytes, tuple(Piecework(after, *cut) for cut in cuts))
+                own.begin_copy(training.tensors, slot.bytes, tuple(Piecework(after, *cut) for cut in cuts))
             if mode == "eager":
                 own.gate()
             own.launching(0)

@@ -118,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     score = oom.OwnScore()  # while the score still belongs to root
     try:
-        spawn.settle(args.uid, args.dir)
+        spawn.drop_privileges(args.uid, args.dir)
     except privileges.PrivilegeError as exc:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2

@@ -156,7 +156,7 @@ class ControllerLink:
                 )
             )
 
-    def tell(self, event: inspect_schema.EventRecord) -> None:
+    def send_event(self, event: inspect_schema.EventRecord) -> None:
         """Send an event to the controller, now or once a connection exists."""
         self._backlog.append(event)
         self._flush()
@@ -264,12 +264,12 @@ class ControllerLink:
                 if isinstance(message, inspect_schema.InspectAsk):
                     link.send(self._listener.inspect(message.request))
                 else:
-                    await self._heard(message)
+                    await self._on_message(message)
         finally:
             self._link = None
             link.close()
 
-    async def _heard(self, message: protocol.AnyMessage) -> None:
+    async def _on_message(self, message: protocol.AnyMessage) -> None:
         if isinstance(message, controller.Holders):
             waiting = self._holders.get(message.job)
             if waiting is not None and not waiting.done():

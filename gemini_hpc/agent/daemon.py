@@ -132,7 +132,7 @@ class Agent:
         rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
         keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
         self.controller_link = ControllerLink(me, here, self, log, spawn)
-        events.follow(self.controller_link.tell)
+        events.add_follower(self.controller_link.send_event)
 
         self._outlines = Outlines(node, here, spawn)
         filling = SlotWrites(here, trainings, log, spawn, store.pool, self._outlines.completed)
@@ -154,11 +154,11 @@ class Agent:
             self.launches,
             log,
             spawn,
-            self._begin,
+            self._begin_incarnation,
             self._left_out,
-            first=self.rescue.over,
+            first=self.rescue.wait_idle,
             costs=self.rescue.out_of_reach,
-            hold=trainings.hold,
+            hold=trainings.hold_ranks,
         )
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
@@ -262,12 +262,12 @@ class Agent:
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
         deadline = clock.monotonic() + _HOLD_S
-        while not self._place.hold():
+        while not self._place.lock_directory():
             if clock.monotonic() > deadline:
                 return  # the prolog and the supervisor started one each at the same time: one is enough
             await asyncio.sleep(_HOLD_POLL_S)
         server, self.identity.port = await self._peer_server.listen()
-        map_file.settle(me.directory)
+        map_file.end_wait(me.directory)
         if me.again:
             self._take_over(None)
         if me.settings.interface and not me.interface:
@@ -291,7 +291,7 @@ class Agent:
         self.store.clear()
         self.store.pool.close()
         map_file.remove(me.directory)
-        map_file.settle(me.directory)
+        map_file.end_wait(me.directory)
         self.state.remove()
         self._notes.remove()
         self.pledges.remove()
@@ -301,15 +301,15 @@ class Agent:
             await asyncio.sleep(_TICK_S)
             now = clock.monotonic()
             self.controller_link.beat(now)
-            self._fence.look(now)
+            self._fence.check_alone(now)
             self.trainings.beat()
             if now - self._looked_at > _PLACE_S and not self._retention.over.is_set():
                 self._looked_at = now
                 self._look_at_directory()
             if self.membership.detached:
-                self._retention.look(now)
+                self._retention.check_memory(now)
                 self._watch_on(now)
-                self._good_end.look()
+                self._good_end.check_doubt()
                 continue
             if self.membership.incarnation is not None:
                 self.membership.incarnation.rounds.tick(now)
@@ -317,12 +317,12 @@ class Agent:
             self.keeps.tend(now)
             self.transfers.incoming.tend()
             self._closed.tend()
-            self._hangs.look(now)
+            self._hangs.check_progress(now)
             self._retention.runs(now)
 
     def _look_at_directory(self) -> None:
         """Listen in the directory that root has made again after the old one was unmounted or emptied."""
-        found = self._place.look()
+        found = self._place.check_directory()
         if found == "gone":
             if not self._told_gone:
                 what = f"{self.identity.directory} is unmounted or covered: nobody who calls finds this agent"
@@ -410,7 +410,7 @@ class Agent:
                 return local.Error(f"node list: {exc}")
             if m.replicas > view.wanted:
                 self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
-            incarnation = self._begin(m, view)
+            incarnation = self._begin_incarnation(m, view)
             if m.bereft:
                 self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
             if incarnation.leads and m.restart == 0 and self.saver.tier:
@@ -421,7 +421,7 @@ class Agent:
             async with asyncio.timeout(bound_s):
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
-            map_file.settle(me.directory)
+            map_file.end_wait(me.directory)
             absent = await incarnation.absent(_LOOK_S)
             missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
             self._log(
@@ -430,10 +430,10 @@ class Agent:
             return local.Ready("unmapped", absent)
         return local.Ready("mapped")
 
-    def _begin(self, m: local.Attach, view: View) -> Incarnation:
+    def _begin_incarnation(self, m: local.Attach, view: View) -> Incarnation:
         incarnation = self._enter(m, view, begun=True)
         if incarnation.leads:
-            incarnation.rounds.begin("")
+            incarnation.rounds.begin_round("")
         self._spawn(self._waker.call(incarnation))
         return incarnation
 
@@ -476,7 +476,7 @@ class Agent:
             complain=self._complain,
             expected=expected,
             lost=m.lost,
-            on_view=self.spares.heard,
+            on_view=self.spares.on_nodes_lost,
         )
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
@@ -590,21 +590,21 @@ class Agent:
         if isinstance(message, (peer.VoteUp, peer.DecisionDown)):
             self.trainings.on_message(incarnation, name, message)
         elif isinstance(message, peer.Launch):
-            self.launches.heard(incarnation, name, message)
+            self.launches.on_launch(incarnation, name, message)
         elif isinstance(message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)):
-            self._sick.heard(incarnation, name, message)
+            self._sick.on_message(incarnation, name, message)
         elif isinstance(message, (peer.ClosedUp, peer.ClosedDown)):
-            self._closed.heard(incarnation, name, message)
+            self._closed.on_message(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
-            self._hangs.heard(incarnation, name, message)
+            self._hangs.on_message(incarnation, name, message)
         elif isinstance(message, (peer.MoveUp, peer.HoldDown)):
-            self.spares.told(incarnation, name, message)
+            self.spares.on_message(incarnation, name, message)
         elif isinstance(message, (peer.Outline, peer.OutlineDigest)):
-            self._outlines.heard(name, message)
+            self._outlines.on_outline(name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:
             self.saver.wanted(message)
         elif isinstance(message, peer.SaveUp) and name in rounds.children:
-            self.saver.heard(message)
+            self.saver.on_report(message)
         elif isinstance(message, peer.SaveOver) and name == rounds.parent and message.round == rounds.round:
             self.saver.ended()
         elif isinstance(message, (peer.KeepWish, peer.KeepDone)):

@@ -56,7 +56,7 @@ class GoodEnd:
         self._saver.succeeded = True
         return self._free()
 
-    def look(self) -> None:
+    def check_doubt(self) -> None:
         """Free all memory once a doubt is over. Called a few times a second while the job does not run here."""
         incarnation = self._membership.incarnation
         if not self._doubted or incarnation is None:

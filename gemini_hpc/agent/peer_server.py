@@ -144,7 +144,7 @@ class PeerServer:
             return f"this agent is at restart {here.restart}"
         # If the views differ, note the caller's; the caller learns ours in the handshake and is not served
         if hello.lost != here.lost and not here.detached:
-            self._spares.heard(hello.lost)
+            self._spares.on_nodes_lost(hello.lost)
         return ""
 
     async def _serve(self, link: Link) -> None:

@@ -158,9 +158,9 @@ class Predecessor:
             return
         self._owed = None
         for host, port in owed.ports.items():
-            self._spawn(self._tell(owed.job, host, port))
+            self._spawn(self._report_taken(owed.job, host, port))
 
-    async def _tell(self, job: int, host: str, port: int) -> None:
+    async def _report_taken(self, job: int, host: str, port: int) -> None:
         """Report to the predecessor's agent that its memory is no longer needed.
 
         An agent that misses this report frees its memory by itself after a while.

@@ -101,7 +101,7 @@ class RankRequests:
             raise Rejected(f"shard of rank {rank} is not registered here")
         return training, shard
 
-    def _keep(self, client: Client, m: local.Register | local.HandBack) -> Training:
+    def _authorize(self, client: Client, m: local.Register | local.HandBack) -> Training:
         """Return the training of a shard that this client may write.
 
         Each shard has one writer on a node. The shard must be one that this node keeps, of a training as large as its
@@ -133,12 +133,12 @@ class RankRequests:
                 return await self._hand_back(client, request, fds)
             if isinstance(request, local.Hello):
                 welcome = await self._sessions.hello(client, request, fds)
-                self._ends.begin(client, request.step, request.rank)
+                self._ends.record_rank(client, request.step, request.rank)
                 return welcome
             if isinstance(request, local.Register):
                 return await self._register(client, request)
             if isinstance(request, local.Begin):
-                return self._begin(client, request)
+                return self._on_begin(client, request)
             if isinstance(request, local.Fill):
                 return self._fill(client, request)
             if isinstance(request, local.Filled):
@@ -152,8 +152,8 @@ class RankRequests:
             if isinstance(request, local.OpenPush):
                 return self._open_push(client, request)
             if isinstance(request, local.Event):
-                self._heard(client, request)
-                if self._events.take():
+                self._on_event(client, request)
+                if self._events.take_tokens():
                     name, detail = _plain(request.name, 40), request.detail[:300]
                     self._log.log(name, version=request.version, detail=detail, t=request.t)
                 else:
@@ -195,7 +195,7 @@ class RankRequests:
                 self._sessions.own(client, request)
                 return local.Ok(), [self._rescue.open(client, request.set, request.rank)]
             if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
-                return self._told(client, request), []
+                return self._on_stats(client, request), []
         except (Rejected, NoMemory) as exc:
             return local.Error(str(exc), isinstance(exc, Rejected) and exc.later), []
         finally:
@@ -203,7 +203,7 @@ class RankRequests:
                 os.close(fd)
         return local.Error("not a request of a training rank"), []
 
-    def _heard(self, client: Client, m: local.Event) -> None:
+    def _on_event(self, client: Client, m: local.Event) -> None:
         """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
         training, rank = self._sessions.rank_of(client)
         if training is None or training.present.get(rank) is not client:
@@ -233,7 +233,7 @@ class RankRequests:
                     shard.pair.void(index)
                     self._sets.recount(name)
 
-    def _told(
+    def _on_stats(
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
     ) -> local.Ok | local.Kept:
         """Store or return statistics of a rank. Only the rank itself may send them."""
@@ -242,7 +242,7 @@ class RankRequests:
         if isinstance(m, local.Recall):
             return local.Kept(stats.recall(m.set, m.rank, m.key))
         if isinstance(m, local.Keep):
-            stats.keep(m.set, m.rank, m.key, m.data)
+            stats.store_data(m.set, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
             stats.traffic(m.set, m.rank, m.state)
         else:
@@ -250,7 +250,7 @@ class RankRequests:
         return local.Ok()
 
     async def _register(self, client: Client, m: local.Register) -> Reply:
-        training = self._keep(client, m)
+        training = self._authorize(client, m)
         if m.of:
             return await self._register_parity(client, training, m)
         size_bytes = m.bytes
@@ -267,7 +267,7 @@ class RankRequests:
             raise
         if self._membership.round != number:
             raise Rejected("a recovery round is under way")
-        self._keep(client, m)
+        self._authorize(client, m)
         self._keepers[m.set, m.rank] = client
         shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
         replica_fills.release(shard)
@@ -296,7 +296,7 @@ class RankRequests:
             raise
         if here.round != number:
             raise Rejected("a recovery round is under way")
-        self._keep(client, m)
+        self._authorize(client, m)
         shard.registered_round = number
         if blocks > 1 and galois.library() is None:
             training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
@@ -305,7 +305,7 @@ class RankRequests:
             self._filling.passed(shard, m.passed)
         return local.Slots(shard.bytes), []
 
-    def _begin(self, client: Client, m: local.Begin) -> Reply:
+    def _on_begin(self, client: Client, m: local.Begin) -> Reply:
         training, shard = self._shard(client, m.set, m.rank)
         if shard.registered_round != self._membership.round or training.sealing is None:
             raise Rejected(f"shard of rank {m.rank} is not registered in this round")
@@ -318,7 +318,7 @@ class RankRequests:
         if training.present.get(rank) is client and rank in training.left:
             return local.Refused(f"rank {rank} has given up its protection"), []
         try:
-            index = self._filling.begin(training, shard, m.version)
+            index = self._filling.begin_write(training, shard, m.version)
         except Refused as exc:
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
@@ -338,7 +338,7 @@ class RankRequests:
             raise Rejected(shard.unlike)
         try:
             return local.Begun(
-                replica_fills.begin(self._filling, client, training, shard, m.version, self._membership.epoch)
+                replica_fills.begin_fill(self._filling, client, training, shard, m.version, self._membership.epoch)
             ), []
         except Refused as exc:
             return local.Refused(exc.reason), []
@@ -410,7 +410,7 @@ class RankRequests:
         return reply, [memory.read_only_fd()]
 
     async def _hand_back(self, client: Client, m: local.HandBack, fds: list[int]) -> Reply:
-        training = self._keep(client, m)
+        training = self._authorize(client, m)
         if len(fds) != 1 or m.slot not in (0, 1) or m.bytes == 0:
             raise Rejected("a hand-back needs one descriptor and a slot")
         shard = self._store.get(m.set, m.rank)
@@ -423,7 +423,7 @@ class RankRequests:
             raise Rejected(str(exc)) from None
         try:
             shard = await self._store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
-            if self._keep(client, m) and shard.pair.slots[m.slot].state != "empty":
+            if self._authorize(client, m) and shard.pair.slots[m.slot].state != "empty":
                 raise Rejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
         except BaseException:
             memory.close()
@@ -436,7 +436,7 @@ class RankRequests:
         shard.half_back = True
         if m.digest and 0 < m.used <= m.bytes:
             digest = await self._store.pool.digest(memory, m.used, urgency=Urgency.OWN)
-            self._keep(client, m)
+            self._authorize(client, m)
             if self._membership.incarnation is not incarnation or self._membership.round != number:
                 raise Rejected("a recovery round began meanwhile")
             stamp = Stamp(m.epoch, m.version)

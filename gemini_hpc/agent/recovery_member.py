@@ -127,7 +127,7 @@ class RecoveryMember:
         me, here = self._identity, self._membership
         await self._transfers.cease()
         if here.incarnation is not None and here.incarnation.leads:
-            await self._domains.look(here.hosts)
+            await self._domains.read_domains(here.hosts)
         for shard in self._store.every():
             shard.pair.void_filling()
             if shard.parity is not None:
@@ -223,7 +223,7 @@ class RecoveryMember:
         """Store on disk that the coordinator has used this round number."""
         state = self._state.state
         if state is not None:
-            self._keep(msgspec.structs.replace(state, begun=number, step=step))
+            self._write_state(msgspec.structs.replace(state, begun=number, step=step))
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, store this on disk, and begin to pull."""
@@ -293,9 +293,9 @@ class RecoveryMember:
     def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
         state = self._state.state
         if state is not None:
-            self._keep(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
+            self._write_state(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
 
-    def _keep(self, state: restart_state.State) -> None:
+    def _write_state(self, state: restart_state.State) -> None:
         """Write the state to disk before the messages that depend on it are sent.
 
         If the write fails, log the risk and go on.
@@ -311,7 +311,7 @@ class RecoveryMember:
 
     def attach(self, attach: local.Attach) -> None:
         """Store a new incarnation on disk: a successor must know it before a peer does."""
-        self._keep(restart_state.State(attach))
+        self._write_state(restart_state.State(attach))
 
     def tend(self) -> None:
         """Repeat a failed write of the state. Called now and then."""
@@ -354,5 +354,5 @@ class RecoveryMember:
         try:
             map_file.write(me.directory, text)
         except OSError as exc:
-            map_file.settle(me.directory)
+            map_file.end_wait(me.directory)
             self.log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")

@@ -67,7 +67,7 @@ class Channel:
             self.close()  # a late answer would count as the next request's
             return None
 
-    def tell(self, message: local.Message) -> None:
+    def send_message(self, message: local.Message) -> None:
         """Send a message that has no answer."""
         with suppress(OSError):
             self._sock.settimeout(0.2)
@@ -153,7 +153,7 @@ class Rescue:
         """Return whether ranks stand still to be copied from."""
         return not self._idle.is_set()
 
-    async def over(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no rescue is in progress, for at most `LIMIT_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LIMIT_S):
@@ -223,7 +223,7 @@ class Rescue:
                 await self._shared_out(able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here")
         finally:
             for channel in channels:
-                await asyncio.to_thread(channel.tell, local.GoOn())
+                await asyncio.to_thread(channel.send_message, local.GoOn())
 
     async def _stand_still(self, channels: list[Channel]) -> dict[Channel, int]:
         """Return the versions at which the ranks stand still. Ranks that cannot stop are left out."""
@@ -287,7 +287,7 @@ class Rescue:
             return present, self._filling.begin_again(training, present, o.stamp.version)
         shard = await self._store.make(o.set, o.rank, o.world, o.home, o.slot_bytes)
         shard.rescued_round = self._membership.round
-        return shard, shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
+        return shard, shard.pair.begin_version(o.stamp, None, frozenset(), voted=frozenset())
 
     def _leave(self, shard: Shard, index: int) -> None:
         """Discard a failed copy."""

@@ -40,7 +40,7 @@ class Controller(Protocol):
 
 
 class SelfFence:
-    """A watch for being cut off. `look` is called a few times a second."""
+    """A watch for being cut off. `check_alone` is called a few times a second."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SelfFence:
         lost = len(incarnation.hosts) > 1 and set(incarnation.mesh.links) <= incarnation.mesh.dead
         return lost and controller.configured and not controller.connected
 
-    def look(self, now: float) -> None:
+    def check_alone(self, now: float) -> None:
         """Kill the local ranks once this node has been alone for too long."""
         if not self._limit_s or not self._alone():
             self._alone_since = None

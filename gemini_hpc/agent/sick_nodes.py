@@ -16,7 +16,7 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Failure, Key, Tally, told
+from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Failure, Key, Tally, describe_cause
 from gemini_hpc.core.standstill import Standing
 from gemini_hpc.wire import peer
 
@@ -98,7 +98,7 @@ class SickNodes:
             m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG, least.version)
             self._pass(incarnation, m)
 
-    def heard(
+    def on_message(
         self, incarnation: Incarnation, host: str, m: peer.RankEnded | peer.FailedFirst | peer.Unhealthy
     ) -> None:
         """Handle a report from a child, or the root's decision."""
@@ -149,7 +149,7 @@ class SickNodes:
         times = self._tally.count(m.host)
         if not incarnation.leads:
             return
-        what = f"rank {m.rank} on {m.host} {told(m.cause)}"
+        what = f"rank {m.rank} on {m.host} {describe_cause(m.cause)}"
         self._log("failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {_speaks(blame, times)}")
         if blame.counts and times >= SICK:
             self._found(m.host, f"{what}; {times} times its ranks failed first"[:300])

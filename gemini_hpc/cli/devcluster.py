@@ -323,7 +323,7 @@ def _shape(args: Any) -> int:
 
 
 def _chaos(args: Any) -> int:
-    def tell(event: chaos.Event) -> None:
+    def print_event(event: chaos.Event) -> None:
         print(msgspec.json.encode(event).decode() if args.json else event, flush=True)
 
     weather = chaos.Weather(
@@ -334,7 +334,7 @@ def _chaos(args: Any) -> int:
         seed=args.seed,
         spare=args.spare,
     )
-    chaos.Chaos(Cluster.attach(args.name), weather, tell).run()
+    chaos.Chaos(Cluster.attach(args.name), weather, print_event).run()
     return 0
 
 

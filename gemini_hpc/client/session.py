@@ -97,7 +97,7 @@ class Session:
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
-        self._print, self._leave = say or lines.tell, leave
+        self._print, self._leave = say or lines.write_line, leave
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
         self._parity = parity
         self._pid = os.getpid()

@@ -43,7 +43,7 @@ class Verdict:
         with self.lock:
             self.ready = self.ready or not self.refused
 
-    def settle(self) -> bool:
+    def record_ready(self) -> bool:
         """Record that all ranks are able to begin; return whether this one still is.
 
         A failure of this rank since its last vote ends protection on this rank only.

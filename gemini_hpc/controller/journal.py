@@ -92,12 +92,12 @@ class Journal:
         self._drained = [_down(r) for r in records if (r.step, r.phase) == ("drain", "before")]
         self._open: dict[str, list[Record]] = {}
         for record in records:
-            self._follow(record)
+            self._apply_record(record)
         self._compact(records)
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (open for the life of the controller)
         end_line(self._file)
 
-    def _follow(self, record: Record) -> None:
+    def _apply_record(self, record: Record) -> None:
         if record.step == "open":
             # The recovery was opened again, now to act: resources held ahead must still be released.
             self._open[record.key] = [record, *self._open.get(record.key, ())]
@@ -123,7 +123,7 @@ class Journal:
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
-        self._follow(record)
+        self._apply_record(record)
         if (step, phase) == ("down", "before"):
             self._fenced.append(_down(record))
         if (step, phase) == ("drain", "before"):

@@ -63,7 +63,7 @@ class Primary:
             self._config_at = clock.monotonic()
         return self._config
 
-    async def look(self) -> Standing:
+    async def find_primary(self) -> Standing:
         """Return which host is in charge.
 
         Raises:
@@ -90,7 +90,7 @@ class Primary:
         said = ""
         while True:
             try:
-                standing = await self.look()
+                standing = await self.find_primary()
                 if standing.here:
                     return await self.config(LOOK_S)
                 why = f"the slurmctld in charge is on {standing.host or 'no host that answers'}"
@@ -107,7 +107,7 @@ class Primary:
         while True:
             await asyncio.sleep(pause_s)
             with suppress(SlurmError):
-                standing = await self.look()
+                standing = await self.find_primary()
                 pause_s = ALONE_LOOK_S if standing.alone else LOOK_S
                 if standing.host and not standing.here:
                     return standing.host

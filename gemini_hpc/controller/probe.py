@@ -157,7 +157,7 @@ def _most_alive(found: Iterable[Port]) -> Port:
     return next((p for p in (*LIFE, Port.UNKNOWN) if p in ports), Port.SILENT)
 
 
-async def look(target: Target) -> Look:
+async def probe_node(target: Target) -> Look:
     """Probe slurmd's port and the agent's ports.
 
     If none gives a sign of life at once, probe ports without a listener for the kernel, too.
@@ -186,7 +186,7 @@ async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
 
     async def one(target: Target) -> Look:
         async with gate:
-            return await look(target)
+            return await probe_node(target)
 
     results = await asyncio.gather(*(one(target) for target in targets.values()))
     return dict(zip(targets, results, strict=True))
@@ -291,7 +291,7 @@ class Series(Seen):
     async def _run(self) -> None:
         while True:
             began = clock.monotonic()
-            found = await look(self.target)
+            found = await probe_node(self.target)
             self.add(found, began)
             # Each bare connection leaves two lines in slurmd's log, so a living node is probed less and less often.
             alive = found.slurmd is not Port.SILENT

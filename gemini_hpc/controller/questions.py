@@ -67,7 +67,7 @@ class Questions:
                 message = await link.receive()
             if not isinstance(message, inspect_schema.JobAsk | inspect_schema.JobsAsk):
                 return
-            while not self._rate.take(link.session.peer_uid):
+            while not self._rate.take_tokens(link.session.peer_uid):
                 await asyncio.sleep(1.0)
             uid = link.session.peer_uid
             answer: inspect_schema.JobAnswer | inspect_schema.JobsAnswer

@@ -26,7 +26,7 @@ class Reach:
         self._at, self._sure_at = 0.0, 0.0
         self.reached, self.asked = 0, 0
 
-    async def look(
+    async def probe_members(
         self, members: Iterable[str], accused: set[str], nodes: Mapping[str, Node], *, sure: bool = False
     ) -> None:
         """Probe again, unless the last result is recent.

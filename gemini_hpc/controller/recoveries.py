@@ -96,7 +96,7 @@ class Recoveries:
         """Alert that a task of the service died of a fault of ours. The task is restarted."""
         if self._over:
             return
-        self.alerts.tell("task died", 0, "", why)
+        self.alerts.send_alert("task died", 0, "", why)
 
     def accused(self) -> set[str]:
         """Return the hosts that some job's agents or our own probes suspect and that are not cleared."""
@@ -180,7 +180,7 @@ class Recoveries:
             if self._over:
                 raise asyncio.CancelledError from exc
             log.exception("event=task-died task=recovery %s", recovery.key)
-            tasks.tell(recovery.died, f"recovery: {type(exc).__name__}")
+            tasks.report_death(recovery.died, f"recovery: {type(exc).__name__}")
             if recovery.key in self.journal.left_open():
                 self._take_over(recovery.key)
         finally:
@@ -208,7 +208,7 @@ class Recoveries:
             log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])
             return
         said_by = {reporter, *message.witnesses} & set(members)
-        track.witnesses.hear(message.restart, message.host, said_by, clock.monotonic())
+        track.witnesses.record_witnesses(message.restart, message.host, said_by, clock.monotonic())
         self._look_at(track, message.restart, message.host, said_by)
 
     def _look_at(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
@@ -304,7 +304,7 @@ class Recoveries:
         self.say(raw_id, restart, "closed", "", f"given up: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
         text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
-        self.alerts.tell(
+        self.alerts.send_alert(
             "recovery given up", raw_id, "", f"Slurm refuses to let a recovery finish: check its nodes ({text})"
         )
 
@@ -326,10 +326,10 @@ class Recoveries:
         judging = Recovery(self, track, restart) if track is not None else None
         for host in begun - downed:
             await self._half_fenced(host, judging, raw_id, restart)
-        if judging is not None and job is not None and not job.over and job.restarts == restart:
+        if judging is not None and job is not None and not job.has_ended and job.restarts == restart:
             for host in downed:
                 await self._forgotten(host, judging)
-        in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
+        in_flight = job is not None and not job.has_ended and (job.state != RUNNING or bool(downed) or sent_back)
         if in_flight and opened.get("ahead"):
             # Nodes were only held until Slurm finds the others dead. Check whether it has, and has requeued the job
             # for that.
@@ -367,7 +367,7 @@ class Recoveries:
             SlurmUnreachable: Slurm did not answer.
         """
         try:
-            if job is not None and not job.over and job.reservation == name:
+            if job is not None and not job.has_ended and job.reservation == name:
                 await self.slurm.detach_reservation(job)
             await self.slurm.delete_reservation(name)
         except SlurmUnreachable:

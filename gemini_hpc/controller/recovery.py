@@ -191,7 +191,7 @@ class Recovery:
 
     async def _look_around(self, facts: Facts, *, sure: bool = False) -> None:
         accused = self._home.accused() | self.suspects.keys()
-        await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes, sure=sure)
+        await self._home.reach.probe_members(self._track.members(self.restart), accused, facts.nodes, sure=sure)
 
     async def _sure(self, facts: Facts) -> Facts:
         """Return facts that an action may be based on: fresh, and with proof that this host still reaches others."""
@@ -252,7 +252,7 @@ class Recovery:
         if verdict.veto in BUDGETS:
             # A mass outage: these hosts count again when the next one is judged.
             self._home.remember_silent(self._home.silent({suspect.host}))
-            self._home.alerts.tell(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
+            self._home.alerts.send_alert(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
         if verdict.act is Act.DISMISS and before.act is not Act.DISMISS:
             self.say("dismissed", suspect.host, verdict.why)
         if verdict.act is Act.LEAVE and suspect.left is not verdict.veto:
@@ -400,7 +400,7 @@ class Recovery:
             if verdict.act is Act.FENCE:
                 facts, began = await self._sure(facts), clock.monotonic()
                 if host in facts.nodes:
-                    seen.add(await probe.look(self._target(facts.nodes[host])), began)
+                    seen.add(await probe.probe_node(self._target(facts.nodes[host])), began)
                 verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
                 self.say("confirmed", host, verdict.why)

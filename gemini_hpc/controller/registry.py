@@ -60,7 +60,7 @@ class Agent:
     told_waits: bool = False  # whether `Waits` was sent: its job is pending
     since: float = field(default_factory=clock.time)
 
-    def take(self, said: Registration) -> None:
+    def apply_registration(self, said: Registration) -> None:
         """Take over the agent's facts about itself, from its first and each later registration."""
         self.restart, self.replicas, self.state = said.restart, said.replicas, said.state[:32]
         self.port = said.port if 0 < said.port < 65536 else self.port
@@ -237,7 +237,7 @@ class Track:
                 changed = True
             if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
                 self.running_since = (job.restarts, clock.monotonic())
-        changed = self._ended(job.state, job.over) or changed
+        changed = self._ended(job.state, job.has_ended) or changed
         self._waits(job.state)
         if self._held_long_ago():
             self._asked_of_wait = self._waits_since

@@ -45,7 +45,7 @@ class Survivors:
     _barred: dict[str, str] = field(default_factory=dict)
     _told: dict[str, str] = field(default_factory=dict)
 
-    def bar(
+    def exclude_nodes(
         self,
         job: Job,
         nodes: Mapping[str, Node],
@@ -66,7 +66,7 @@ class Survivors:
         known = {n: barred(job, nodes[n], partitions, others, ends_at) for n in self.names if n in nodes}
         self._barred = {n: why for n, why in known.items() if why}
 
-    async def look(self, nodes: Mapping[str, Node]) -> None:
+    async def probe_survivors(self, nodes: Mapping[str, Node]) -> None:
         """Probe once the survivors for which no agent vouches. Judge those that have been silent."""
         began = clock.monotonic()
         targets: dict[str, Target] = {}

@@ -136,7 +136,7 @@ class Tally:
         return sorted(host for host in self._by_host if self.count(host) >= SICK)
 
 
-def told(cause: Cause) -> str:
+def describe_cause(cause: Cause) -> str:
     """Return a phrase that describes the cause to a user."""
     return {
         Cause.CONSEQUENCE: "failed of another one",

@@ -2,7 +2,7 @@
 
 Each agent votes for the stamps that are complete in *all* its pairs of one training. Votes merge on the way up, at
 constant size. The root seals the highest stamp that is complete everywhere, and its decision comes back down. A vote
-is a promise: the voter keeps the slot until the decision arrives (`SlotPair.begin`).
+is a promise: the voter keeps the slot until the decision arrives (`SlotPair.begin_version`).
 
 The decision also *abandons* stamps. Rank A may skip version 5 (its wait for a seal ran out) while rank B has written
 and voted for it. B may not recycle version 5 on its own judgement. Once some pair has begun a later version without

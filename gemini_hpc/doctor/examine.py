@@ -48,7 +48,7 @@ ALL_TIMEOUT_S = 90.0
 OTHER_HOSTS = "not for this kind of host"
 
 
-def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
+def _run_check(check: Check, facts: Facts, answer: list[Outcome]) -> None:
     try:
         answer.append(check.look(facts))
     except Unavailable as exc:
@@ -72,7 +72,7 @@ def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
     answer: list[Outcome] = []
     # A thread, since a hanging file system cannot be interrupted. A daemon, so that it does not hold up the
     # process's end.
-    thread = threading.Thread(target=_look, args=(check, facts, answer), name=check.name, daemon=True)
+    thread = threading.Thread(target=_run_check, args=(check, facts, answer), name=check.name, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if answer:

@@ -82,13 +82,13 @@ class Facts:
     def settings(self) -> Settings:
         """Return the settings in gemini.toml."""
 
-        def look() -> Settings:
+        def read_settings() -> Settings:
             try:
                 return load(self.config_path)
             except ConfigError:
                 raise Unavailable("the settings cannot be used (see files.settings)") from None
 
-        return self._remembered("settings", look)
+        return self._remembered("settings", read_settings)
 
     @property
     def slurm_uid(self) -> int:

@@ -118,7 +118,7 @@ def requeue(facts: Facts) -> Outcome:
     for raw_id in sorted(known.sure)[:MAX_JOBS]:
         job = facts.job(raw_id)
         note = slurm_facts(job).get("note") if job else None
-        if job and note and not job.over:
+        if job and note and not job.has_ended:
             notes.append(f"job {raw_id} of {job.user[:32]}: {note}")
     if notes:
         fix = (

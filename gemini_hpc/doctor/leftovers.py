@@ -134,7 +134,7 @@ def directories(facts: Facts) -> Outcome:
             told.append(f"{path}: its job is over, no agent runs")
         elif quiet_s > keep_s:
             job = facts.job(int(name))
-            if job is None or (job.over and now - job.end_time > keep_s):
+            if job is None or (job.has_ended and now - job.end_time > keep_s):
                 told.append(f"{path}: its job is over for longer than retention_s, and its agent still holds memory")
     if told:
         fix = "the next protected job's prolog removes directories; end the agents that remain with kill"

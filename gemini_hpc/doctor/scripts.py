@@ -47,7 +47,7 @@ def called_by(path: str, kind: str) -> str | None:
     return None
 
 
-def _look(facts: Facts, kind: str) -> Outcome:
+def _check_script(facts: Facts, kind: str) -> Outcome:
     name = kind.lower()
     wanted = f"{kind}=/opt/gemini-hpc/prolog_epilog/{name}, or a script of the site that calls it"
     paths = in_force(facts.conf, kind)
@@ -75,12 +75,12 @@ def _look(facts: Facts, kind: str) -> Outcome:
 
 def prolog(facts: Facts) -> Outcome:
     """Check the prolog, which starts the agents."""
-    return _look(facts, "Prolog")
+    return _check_script(facts, "Prolog")
 
 
 def epilog(facts: Facts) -> Outcome:
     """Check the epilog, which releases the agents' memory."""
-    return _look(facts, "Epilog")
+    return _check_script(facts, "Epilog")
 
 
 CHECKS = (

@@ -39,27 +39,27 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data, self._at = memoryview(data), 0
 
-    def _take(self, count: int) -> memoryview:
+    def _read_bytes(self, count: int) -> memoryview:
         if count > len(self._data) - self._at:
             raise ValueError(f"a small state ends early: {count} bytes wanted, {len(self._data) - self._at} left")
         self._at += count
         return self._data[self._at - count : self._at]
 
     def _count(self) -> int:
-        return int(_COUNT.unpack(self._take(4))[0])
+        return int(_COUNT.unpack(self._read_bytes(4))[0])
 
     def _sized(self) -> memoryview:
-        return self._take(int(_SIZE.unpack(self._take(8))[0]))
+        return self._read_bytes(int(_SIZE.unpack(self._read_bytes(8))[0]))
 
     def _tag(self, known: bytes | frozenset[int]) -> int:
-        tag = self._take(1)[0]
+        tag = self._read_bytes(1)[0]
         if tag not in known:
             raise ValueError(f"a small state has tag {tag} where another one is wanted")
         return tag
 
     def _array(self) -> tuple[str, tuple[int, ...], memoryview]:
-        name = bytes(self._take(self._count())).decode()
-        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self._take(8 * self._count())))
+        name = bytes(self._read_bytes(self._count())).decode()
+        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self._read_bytes(8 * self._count())))
         return name, shape, self._sized()
 
     def mapping(self) -> int:
@@ -92,7 +92,7 @@ class _Reader:
             values -= 1
             tag = self._tag(TAGS)
             if tag in _FIXED:
-                self._take(_FIXED[tag])
+                self._read_bytes(_FIXED[tag])
             elif tag in _SIZED:
                 self._sized()
             elif tag in _ITEMS:

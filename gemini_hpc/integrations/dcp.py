@@ -178,7 +178,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
             value = planner.resolve_data(item)
             assert isinstance(value, io.BytesIO)
             raw = encode.encode(_of_this_process(value), key)
-            note.keep(key, len(raw), partial(bytes, raw))
+            note.add_value(key, len(raw), partial(bytes, raw))
             found.append(((len(rows), (0,), (len(raw),)), memoryview(bytearray(raw))))
             rows.append(Row(key, "uint8", (len(raw),), True, "cpu", name=_VALUES))
             continue
@@ -189,7 +189,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
         if math.prod(size):
             found.append(((number[key], tuple(data.chunk.offsets), size), item))
             if size == row.shape:
-                note.keep(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
+                note.add_value(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
     rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
@@ -364,7 +364,7 @@ class _Note:
         self.id, self.names, self.values = checkpoint_id, names if isinstance(names, dict) else {}, dict(values or {})
         self._room_bytes = _SMALL_TOGETHER_BYTES
 
-    def keep(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
+    def add_value(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
         """Add a whole tensor, or encoded bytes, if it is small enough."""
         if size_bytes <= min(_SMALL_BYTES, self._room_bytes):
             self._room_bytes -= size_bytes

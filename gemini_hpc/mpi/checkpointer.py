@@ -103,10 +103,10 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            lines.tell(text)
+            lines.write_line(text)
 
     def _leave(self, status: int) -> NoReturn:
-        lines.settle()
+        lines.flush_streams()
         self._comm.Barrier()
         os._exit(status)
 

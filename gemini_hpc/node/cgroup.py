@@ -95,7 +95,7 @@ def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
         return choice
     used = max(0, _bytes(choice.directory, memory_cgroup.usage_file(here.version)))
     limit_bytes = cap_bytes(settings, total_bytes) + agents * memory_cgroup.AGENT_ROOM_BYTES
-    problem = _take(memory_cgroup.preparation(here, choice, limit_bytes, used))
+    problem = _apply_steps(memory_cgroup.preparation(here, choice, limit_bytes, used))
     return Choice("stay", why=problem) if problem else choice
 
 
@@ -139,7 +139,7 @@ def resize(group: Group, limit_bytes: int) -> str:
     return ""
 
 
-def _take(steps: list[Step]) -> str:
+def _apply_steps(steps: list[Step]) -> str:
     """Carry out the steps. Return why a needed step failed, or ""."""
     for step in steps:
         try:
@@ -175,7 +175,7 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, 
     here = place()
     assert here is not None
     directory = memory_cgroup.job_directory(choice, job)
-    problem = _take(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
+    problem = _apply_steps(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
     # v2: the parent cgroup holds processes of an older release. Sharing with them is better than staying in
     # slurmd's.
     if problem:
@@ -190,7 +190,7 @@ def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
     mountinfo = _text("/proc/self/mountinfo")
     below = choice.directory[len(here.mount) :]
     found = memory_cgroup.beside(mountinfo, below, job)
-    return [at for at, steps in found.items() if not _take(steps) and not _enter(at, pid)]
+    return [at for at, steps in found.items() if not _apply_steps(steps) and not _enter(at, pid)]
 
 
 def _enter(directory: str, pid: int) -> str:

@@ -78,7 +78,7 @@ def _end(
         there, patience_s = job_directory.exists(run_fd, job, uid), 0.0
         if not there and (there := again.make(run_dir, job, uid)):
             patience_s = MOVES_S
-        outcome = _tell(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
+        outcome = _report_end(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
         if outcome > _CHECK:
             outcome -= _CHECK
             health_report.start(settings, job, restart, place[0])
@@ -87,10 +87,12 @@ def _end(
     finally:
         reaper.ensure(settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
-        _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
+        _hold_survivors(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 
 
-def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float) -> int:
+def _report_end(
+    run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float
+) -> int:
     """Report the end to the agent. Return its answer as a status.
 
     Args:
@@ -142,8 +144,8 @@ def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> s
 
 def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
     try:
-        # `look` never enters a file system that a user has mounted there
-        there = job_directory.look(run_fd, str(job)) is not None
+        # `stat_entry` never enters a file system that a user has mounted there
+        there = job_directory.stat_entry(run_fd, str(job)) is not None
     except job_directory.JobDirError:
         there = True
     try:
@@ -177,7 +179,7 @@ def _hold_status(restart: int, said: object) -> int:
     return _HOLD_FORMER if restart > 0 and said == restart - 1 else _KEPT
 
 
-def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
+def _hold_survivors(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
     """Hold the job's survivors: a peer died, no controller answers, and this node is the first alive.
 
     This is the only Slurm action of prolog and epilog. The agent's answer is a hint that

@@ -117,11 +117,11 @@ def exists(run_fd: int, job: int, uid: int) -> bool:
     Raises:
         JobDirError: The mount cannot be detached.
     """
-    info = look(run_fd, str(job))
+    info = stat_entry(run_fd, str(job))
     return info is not None and stat.S_ISDIR(info.st_mode) and info.st_uid == uid
 
 
-def look(run_fd: int, name: str) -> os.stat_result | None:
+def stat_entry(run_fd: int, name: str) -> os.stat_result | None:
     """Return the status of an entry of the run directory after detaching mounts over it; None if it is missing.
 
     Raises:

@@ -218,12 +218,12 @@ _notes: list[Note] = []  # the note of this process's incarnation
 
 def _unprotected(job: int, why: str) -> None:
     complain("prolog", job, f"not protected: {why}")
-    _tell(why)
+    _note_reason(why)
 
 
-def _tell(why: str) -> None:
+def _note_reason(why: str) -> None:
     for note in _notes:
-        note.tell(why)
+        note.write_reason(why)
 
 
 def main(argv: list[str]) -> int:
@@ -238,7 +238,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as exc:
         _notes.append(Note(Settings().run_dir, inc.job, inc.restart))
         _unprotected(inc.job, f"{exc}")
-        _notes[-1].settle()
+        _notes[-1].publish()
         return 0
     _notes.append(Note(settings.run_dir, inc.job, inc.restart))
     try:
@@ -246,7 +246,7 @@ def main(argv: list[str]) -> int:
     except (job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         _unprotected(inc.job, f"{exc}")
         outcome = _UNPROTECTED if _used_up(exc) else _NOT_STARTED
-    _notes[-1].settle()
+    _notes[-1].publish()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 
 
@@ -513,7 +513,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
                 # no complaint: this node is in order, and its administrator need not act
                 if answer.get("state") == "unmapped":
-                    _tell(ELSEWHERE + _disagreement(answer.get("absent")))
+                    _note_reason(ELSEWHERE + _disagreement(answer.get("absent")))
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
             if process is None:
@@ -581,5 +581,5 @@ def _clear_way(path: str) -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    lines.settle()
+    lines.flush_streams()
     os._exit(status)  # the job waits; skip the interpreter's teardown

@@ -102,7 +102,7 @@ def due_s(settings: Settings) -> tuple[float, float]:
     return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
 
 
-def look(settings: Settings) -> float | None:
+def check_entries(settings: Settings) -> float | None:
     """Check every entry once. Return the seconds until the next entry is due; None if there is none to wait for."""
     silent_s, answering_s = due_s(settings)
     with ledger.opened(settings.run_dir) as entries:
@@ -367,7 +367,7 @@ def main() -> int:
             return 0
         wait_s, sweeps = LOOK_S, SWEEPS
         while True:
-            due_in_s, left = look(settings), sweep(settings)
+            due_in_s, left = check_entries(settings), sweep(settings)
             if due_in_s is not None:
                 _wait(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)

@@ -118,7 +118,7 @@ class SlurmApi(Protocol):
         """Return a job to its own reservation, or to none."""
         ...
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         """Hold a pending job until its owner releases it; `why` is recorded."""
         ...
 

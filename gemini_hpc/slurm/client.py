@@ -558,7 +558,7 @@ class Slurm:
             _checked(_SAFE_NAME, previous, "a reservation name")
         await self._update(job, f"ReservationName={previous}")
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         """Hold a pending job until its owner or an operator releases it; `why` becomes its AdminComment."""
         if not job.actable:
             raise SlurmError(f"job {job.id}: a hold would hold other jobs too")

@@ -52,7 +52,7 @@ class Job:
         return not self.het and (self.array_job_id is None or self.array_task_id.isdigit())
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether the job has ended permanently in Slurm's view."""
         return self.state not in LIVE
 

@@ -382,7 +382,7 @@ class Reader:
             return
         while at < len(into):
             part = into[at : at + PART_BYTES]
-            count = 0 if self._ahead is None else self._ahead.take(part, offset + at)
+            count = 0 if self._ahead is None else self._ahead.copy_ahead(part, offset + at)
             count = count or os.preadv(self._fd, [part], offset + at)
             if not count:
                 raise ValueError(f"{self._path}: ends within {found.name}")

@@ -51,7 +51,7 @@ def why(error: Exception) -> str:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def as_tier_error(what: str) -> Iterator[None]:
     """Convert an OSError, or HDF5's RuntimeError, into a TierError about `what`."""
     try:
         yield
@@ -78,7 +78,7 @@ def made_version(
     Raises:
         TierError: The directory cannot be made, or another user owns it.
     """
-    with told(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
+    with as_tier_error(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
         with suppress(FileExistsError):
             os.mkdir(f"{job.path}/{set_name}", _MODE)
             job_directory.sync(job.path)

@@ -22,7 +22,7 @@ from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import job_directory, lustre, names, orders, owned, publish, retention, version
 from gemini_hpc.tier.owned import Directory, NotOurs
-from gemini_hpc.tier.publish import Pace, TierError, told
+from gemini_hpc.tier.publish import Pace, TierError, as_tier_error
 from gemini_hpc.tier.readahead import Ahead
 from gemini_hpc.wire.stored import Rejection, Stored
 
@@ -97,7 +97,7 @@ def _write(order: orders.Write) -> orders.Answer:
                     raise
                 raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
         name = version.node_file(order.node_rank)
-        with told(made.where):
+        with as_tier_error(made.where):
             file = nodefile.write(made.path, name, shards, _Told(order.bytes_per_s), compress=order.compress)
     return orders.Written(file)
 
@@ -107,7 +107,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
 
     stamp = order.stamp
     with (
-        told(order.tier),
+        as_tier_error(order.tier),
         _job(order) as job,
         job.below(order.set) as above,
         above.below(version.name(stamp)) as made,
@@ -118,7 +118,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
                 f"{order.tier}: the files of {absent} of {len(order.files)} nodes are not there: "
                 "each node has a directory of its own of this name, and a tier has to be shared by all nodes"
             )
-        with told(made.where):
+        with as_tier_error(made.where):
             newest = next(version.whole(above), None)
             serial = 1 if newest is None else newest.serial + 1
             mark = order.mark
@@ -160,7 +160,7 @@ def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str,
 
 def _name(order: orders.Name) -> orders.Answer:
     stamp = order.stamp
-    with told(order.tier), _job(order) as job, job.below(order.set) as above:
+    with as_tier_error(order.tier), _job(order) as job, job.below(order.set) as above:
         where = f"{above.path}/{version.name(stamp)}"
         if version.read(above, stamp) is None:
             raise TierError(f"{above.where}/{version.name(stamp)}: no longer there, or no longer whole")
@@ -170,7 +170,7 @@ def _name(order: orders.Name) -> orders.Answer:
 
 
 def _clean(order: orders.Clean) -> orders.Answer:
-    with told(order.tier), Directory.tier(order.tier) as tier:
+    with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
         job_directory.clean(tier, order.job)
         try:
             with _job(order) as job, job.below(order.set) as where:
@@ -179,12 +179,12 @@ def _clean(order: orders.Clean) -> orders.Answer:
             return orders.Finished()
 
 
-def _look(order: orders.Look) -> orders.Answer:
+def _find_versions(order: orders.Look) -> orders.Answer:
     found, directory = list[version.Manifest](), ""
     lacks = [name for name in ("h5py", "numpy") if order.begin and find_spec(name) is None]
     if lacks:
         raise ImportError(f"there is no {' and no '.join(lacks)}")
-    with told(order.tier):
+    with as_tier_error(order.tier):
         if order.make:
             with suppress(OSError):  # a directory that is still missing is reported below
                 os.mkdir(order.tier, 0o700)
@@ -242,7 +242,7 @@ def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> 
 
 def _read(order: orders.Read) -> orders.Answer:
     stamp = order.stamp
-    with told(order.tier), Directory.tier(order.tier) as tier:
+    with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
         for job in _jobs(tier, order):
             with (
                 suppress(FileNotFoundError),
@@ -273,7 +273,7 @@ DOES: dict[type, Callable[..., orders.Answer]] = {
     orders.Finish: _finish,
     orders.Name: _name,
     orders.Clean: _clean,
-    orders.Look: _look,
+    orders.Look: _find_versions,
     orders.Read: _read,
 }
 AWAITED = (orders.Look, orders.Read)

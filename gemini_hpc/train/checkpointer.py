@@ -253,7 +253,7 @@ class Checkpointer:
             self._restorer.begins()
         session.version += 1
         self._gate.passed = False
-        self._versions.take()
+        self._versions.capture_step()
         self._gate.taken()
         if not self._first_done:
             self._first_done = True
@@ -302,7 +302,7 @@ class Checkpointer:
             session.say_once(f"version {session.version} is not kept as {name}: {why}")
             return False
         wish = local.KeepVersion(session.name, session.rank, session.version, name)
-        return keeping.keep(session.client, wish, session.say)
+        return keeping.request_keep(session.client, wish, session.say)
 
     # ---- the end ---------------------------------------------------------------------------------------
 

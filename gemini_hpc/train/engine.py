@@ -87,7 +87,7 @@ class SaveEngine:
         self._ranks, self._stateful = ranks, tree.stateful
         self._control_group: dist.ProcessGroup | None = None  # used if there is no transport
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
-        self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
+        self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._adopt_plan)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
         self.transport: HostTransport | None = None
         self.controller: IntervalController | None = None
@@ -270,7 +270,7 @@ class SaveEngine:
             planner = self._over.planner(monitor)
         group, words = self._group, None
         if group is not None and session.world > 1:
-            words = AsyncCollectives(group, monitor.follow, monitor.caught_up)
+            words = AsyncCollectives(group, monitor.track_round, monitor.caught_up)
         return IntervalController(
             self._traffic,
             session.rank,
@@ -329,7 +329,7 @@ class SaveEngine:
         assert self.planning.capture is not None
         return self._own, self.planning.capture
 
-    def _follow(self, plan: Plan) -> None:
+    def _adopt_plan(self, plan: Plan) -> None:
         """Follow another plan, from the next version on."""
         assert self.replicator is not None
         self.replicator.follow(plan)
@@ -425,7 +425,7 @@ class SaveEngine:
         if session.world > 1:
             words = collectives.gather_word(verdict.word, self._group)
         if all(word == 1 for word in words):
-            if verdict.settle():
+            if verdict.record_ready():
                 session.state = "protected"
             return session.protected
         if -1 in words:

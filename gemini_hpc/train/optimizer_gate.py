@@ -209,7 +209,7 @@ class OptimizerGate:
         if controller is not None and controller.scheme != "none" and session.protected:
             if session.guard.leaving():
                 self._stand_by(job)
-            session.guard.hold(self._indispensable(max(controller.repeats, self._max_repeated)))
+            session.guard.wait_sealed(self._indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
             controller.waited(spent, spent - (session.guard.waited_s - failing_s))

@@ -143,7 +143,7 @@ class Planning:
                 ready = False
             except Exception as error:
                 failure = error
-        told = uncaptured.take()
+        told = uncaptured.take_sentences()
         offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
         self._session.say_shared([o.told for o in offers])
         if not all(o.ready for o in offers):
@@ -279,8 +279,8 @@ class Planning:
     def alone(self) -> None:
         """Plan again at once if the training has a single rank, which needs no agreement."""
         if self._session.world == 1 and self.replanning is not None and self.replanning.wanted:
-            self.replanning.hear([1])
-            self.replanning.take([self.replanning.offer()], self._session.version)
+            self.replanning.on_round([1])
+            self.replanning.adopt_offers([self.replanning.offer()], self._session.version)
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()
@@ -310,12 +310,12 @@ class Planning:
     def _adopt(self, offered: Sequence[bytes]) -> None:
         """Adopt the new plan from the next version on. Never raises."""
         try:
-            self._take(offered)
+            self._adopt_offers(offered)
         except Exception as error:
             known = isinstance(error, _OfferError)
             self._session.lose(str(error) if known else f"{type(error).__name__}: {error}")
 
-    def _take(self, offered: Sequence[bytes]) -> None:
+    def _adopt_offers(self, offered: Sequence[bytes]) -> None:
         session, replanning = self._session, self.replanning
         assert replanning is not None and self._layout_bytes
         draft, self._draft = self._draft, None
@@ -339,7 +339,7 @@ class Planning:
         self._apart = plan.alone
         self.capture, self._layout_bytes = plan.capture, plan.layout.total
         self._follow(plan)
-        replanning.follow(Divergence(gathered, plan.alone, session.rank))
+        replanning.set_divergence(Divergence(gathered, plan.alone, session.rank))
         session.find(f"version {session.version}: new plan: {replanning.reason}")
         session.say_once(f"new plan from version {session.version} on: {replanning.reason}")
         session.event("planned", f"rank {session.rank}: {replanning.reason}")

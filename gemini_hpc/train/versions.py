@@ -52,12 +52,12 @@ class Versions:
         self._unstepped = 0  # the previous version, if it has gradients and no optimizer step
         self._stillness = Stillness()
 
-    def take(self) -> None:
+    def capture_step(self) -> None:
         """Capture the version at `step()`, and end protection if the state cannot be captured. Never raises."""
         session = self._session
         if session.protected:
             try:
-                self._take()
+                self._capture_step()
             except (UnknownTypeError, UnsupportedStateError, StateChangedError) as error:
                 session.lose(str(error))
             except Exception as error:  # our own failure must not stop the training
@@ -100,7 +100,7 @@ class Versions:
         version, self._unstepped = self._unstepped, 0
         if version and not self._told_unstepped:
             self._told_unstepped = True
-            self._tell(
+            self._report_unsaved(
                 version,
                 " without an optimizer step since the last one: accumulated gradients are not captured, so this "
                 "version is not saved. Call step() once per optimizer step",
@@ -126,9 +126,9 @@ class Versions:
                 "protected. Let the step() of a torch.optim.Optimizer write the weights"
             )
         self._session.event("degraded", text)
-        self._tell(self._session.version, f": {text}")
+        self._report_unsaved(self._session.version, f": {text}")
 
-    def _tell(self, version: int, why: str) -> None:
+    def _report_unsaved(self, version: int, why: str) -> None:
         """Report why a version is not saved, together with the other ranks if they are about to plan.
 
         Args:
@@ -143,7 +143,7 @@ class Versions:
             session.find(text)
             session.say(f"rank {session.rank}: {text}")
 
-    def _take(self) -> None:
+    def _capture_step(self) -> None:
         session, engine = self._session, self._engine
         complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
         failure: Exception | None = None
@@ -159,7 +159,7 @@ class Versions:
             try:
                 ready = self.resumed or (complete and self._gate.stepped)
                 with self._meetings.watch("step()"):
-                    agreed = self._begin(leaves, odd, failure, ready=ready)
+                    agreed = self._begin_protection(leaves, odd, failure, ready=ready)
                 if not agreed:
                     return
             except Exception:
@@ -181,7 +181,7 @@ class Versions:
         if saves or owed:
             self._capture(capture, moment)
 
-    def _begin(
+    def _begin_protection(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
     ) -> bool:
         """Plan, start, and check that all ranks could start. Collective, until the ranks have one verdict.
@@ -219,7 +219,7 @@ class Versions:
                 "they are copied at step()"
             )
         if engine.driver is not None:
-            engine.driver.settle()
+            engine.driver.flush_copy()
         if self._too_early():
             return
         defers = capture.defers if engine.driver is None else nothing_deferred

@@ -465,12 +465,12 @@ class BlockingLink:
         Raises:
             LinkClosed: The connection ended, or the message is of another kind.
         """
-        message = self.take()
+        message = self.receive_any()
         if not isinstance(message, kind):
             raise LinkClosed(f"wanted {kind.__name__}, got {type(message).__name__}")
         return message
 
-    def take(self) -> protocol.AnyMessage:
+    def receive_any(self) -> protocol.AnyMessage:
         """Return the next message of any kind.
 
         Raises:

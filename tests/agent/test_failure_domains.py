@@ -25,7 +25,7 @@ def look(setting: str) -> tuple[dict[str, str], list[str]]:
     said: list[str] = []
     domains = FailureDomains(setting, said.append)
     for _ in range(2):
-        asyncio.run(domains.look(HOSTS))
+        asyncio.run(domains.read_domains(HOSTS))
     return dict(domains.by_host), said
 
 
@@ -72,7 +72,7 @@ def planned(domains: dict[str, str], replicas: int = 2) -> peer.PlanDown:
         host.wanted, host.replicas, host.domains = 4, replicas, domains
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", HOSTS, lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         await asyncio.gather(*spawned)
         for child in HOSTS[1:]:
             rounds.on_message(child, peer.InventoryUp(1, (await Host(child).inventory(),)))

@@ -158,7 +158,7 @@ def test_the_controller_reads_the_last_that_an_agent_tells() -> None:
             served = asyncio.ensure_future(line._serve(near))
             await turns()
             told = EventRecord(1.0, "released", "n1", 0, 5, "the training succeeded")
-            line.tell(told)
+            line.send_event(told)
             hangs_up = asyncio.ensure_future(line.hang_up())
             await turns()
             for _ in range(2):

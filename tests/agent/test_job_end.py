@@ -76,13 +76,13 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
         reply = agent._epilog(local.Epilog(77, 0, "0"))
         assert isinstance(reply, local.Ok) and reply.state == "detached"
         for what in meanwhile:
-            agent._good_end.look()
+            agent._good_end.check_doubt()
             assert not agent._retention.over.is_set()
             if what == "left":
                 mesh.detector.leaves("n2")
             elif what == "heard":
                 mesh.detector.suspects.clear()
-                mesh.detector.hear("n2", clock.monotonic())
+                mesh.detector.record_message("n2", clock.monotonic())
             elif what == "dead":
                 mesh.detector.dead.add("n2")
             elif what == "pending":
@@ -93,7 +93,7 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
                 monkeypatch.setattr(Training, "sealed", Stamp(1, 1))
                 monkeypatch.setattr(Saver, "tier", str(tmp_path))
                 monkeypatch.setattr(Keeps, "of_set", lambda keeps, name: ("best",))
-        agent._good_end.look()
+        agent._good_end.check_doubt()
         assert agent._retention.over.is_set() is freed
         assert ("n1" in mesh.left) is freed, "the others are told, where all is freed"
         mesh.close()

@@ -47,7 +47,7 @@ class Node:
     def after(self, seconds: float) -> float | None:
         """A look so much later."""
         self.now_s += seconds
-        return reaper.look(self.settings)
+        return reaper.check_entries(self.settings)
 
     def ended(self) -> None:
         with ledger.opened(self.settings.run_dir) as entries:

@@ -142,7 +142,7 @@ def first_round(host: Heir) -> peer.PlanDown:
     async def run() -> peer.PlanDown:
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n0", ("n0",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
         assert rounds.plan is not None and rounds.stage == "live"

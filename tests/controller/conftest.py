@@ -196,7 +196,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Look]:
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         return {n: found.get(n, alive).slurmd for n in targets}
 
-    monkeypatch.setattr(probe, "look", look)
+    monkeypatch.setattr(probe, "probe_node", look)
     monkeypatch.setattr(probe, "looks", looks)
     monkeypatch.setattr(probe, "reached", reached)
     return found

@@ -95,8 +95,8 @@ class FakeSlurm(SlurmApi):
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
         _unforeseen("detach_reservation")
 
-    async def hold(self, job: Job, why: str) -> None:
-        _unforeseen("hold")
+    async def hold_job(self, job: Job, why: str) -> None:
+        _unforeseen("hold_job")
 
     async def requeue(self, job: Job) -> None:
         _unforeseen("requeue")

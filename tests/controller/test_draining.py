@@ -50,7 +50,7 @@ class Scene(FakeSlurm):
     def look(self, *, after: float = LOOK_S) -> list[tuple[str, tuple[str, ...]]]:
         self.now += after
         self.sent.clear()
-        asyncio.run(self.watch.look([self.track]))
+        asyncio.run(self.watch.report_drains([self.track]))
         return [(host, message.hosts) for host, message in self.sent]
 
 

@@ -280,7 +280,7 @@ def test_event_log_is_bounded_andprintable(tmp_path: Path) -> None:
     evil = tame(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")
     assert evil.host == "n1" and evil.detail.isprintable() and len(evil.detail) <= MAX_DETAIL and len(evil.name) <= 32
     assert abs(evil.t - time.time()) < 10 and evil.restart == 0
-    logs.begin(7, 5001)
+    logs.claim_log(7, 5001)
     for _ in range(60):
         logs.add(7, [evil] * 100)
     assert os.path.getsize(tmp_path / "7.jsonl") <= MAX_LOG_BYTES * 1.1
@@ -292,12 +292,12 @@ def test_event_log_of_an_earlier_job_with_the_same_id_is_its_owners_alone(tmp_pa
     """Slurm counts job ids anew after a cold start."""
     logs = EventLogs(str(tmp_path))
     theirs, mine = EventRecord(time.time(), "resumed", "n1", 0), EventRecord(time.time(), "owner", "n2", 0, 5001)
-    logs.begin(7, 5001)
+    logs.claim_log(7, 5001)
     logs.add(7, [theirs])
     assert logs.read(7, 5001) == (theirs,) and logs.read(7, 5002) == ()
-    logs.begin(7, 5001)
+    logs.claim_log(7, 5001)
     assert logs.read(7, 5001) == (theirs,), "the same owner goes on"
-    logs.begin(7, 5002)
+    logs.claim_log(7, 5002)
     logs.add(7, [mine])
     assert logs.read(7, 5001) == () and logs.read(7, 5002) == (mine,), "no event can say whose log it is"
 
@@ -306,7 +306,7 @@ def test_a_full_disk_costs_events_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logs, event = EventLogs(str(tmp_path)), EventRecord(time.time(), "resumed", "n1", 0)
-    logs.begin(7, 5001)
+    logs.claim_log(7, 5001)
     logs.add(7, [event])
 
     def full(*_: object, **__: object) -> None:
@@ -316,12 +316,12 @@ def test_a_full_disk_costs_events_and_nothing_else(
         patched.setattr("builtins.open", full)
         logs.add(7, [event] * 3)
         logs.add(7, [event] * 2)
-        logs.begin(7, 5002)
+        logs.claim_log(7, 5002)
     (line,) = [r.getMessage() for r in caplog.records]
     assert "events-not-kept so_far=3" in line and "No space left" in line
     logs.add(7, [event])
     assert logs.read(7, 5001) == (event,), "what is the second owner's is not added to the first one's log"
-    logs.begin(7, 5002)
+    logs.claim_log(7, 5002)
     logs.add(7, [event])
     assert logs.read(7, 5002) == (event,)
 

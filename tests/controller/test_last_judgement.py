@@ -167,7 +167,7 @@ def test_a_second_node_that_is_found_dead_while_others_are_reserved(
     async def slow(targets: dict[str, probe.Target]) -> dict[str, Look]:
         found["n3"] = SILENT
         await asyncio.sleep(0.5)
-        return {n: await probe.look(t) for n, t in targets.items()}
+        return {n: await probe.probe_node(t) for n, t in targets.items()}
 
     monkeypatch.setattr(probe, "looks", slow)
 

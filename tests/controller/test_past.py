@@ -158,7 +158,7 @@ def test_a_row_of_a_living_job() -> None:
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "UNKNOWN"])
 def test_what_the_controller_writes_is_what_is_read(state: str) -> None:
     for code in ("1:0", "", "x", "0:15"):
-        events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.told(state, code))]
+        events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.describe_end(state, code))]
         how = past.ending(events, FORGOTTEN)
         assert how is not None and how.state == state and how.exit_code == (code if ":" in code else "")
 

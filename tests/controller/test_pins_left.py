@@ -71,7 +71,7 @@ def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) 
     async def work() -> None:
         for pause_s in (0.0, wait_s, 0.0, 0.0):
             await asyncio.sleep(pause_s)
-            await watcher.look()
+            await watcher.poll_jobs()
 
     asyncio.run(work())
     return slurm.done

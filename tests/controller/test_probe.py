@@ -61,7 +61,7 @@ def test_only_the_silence_of_the_other_side_is_silence(monkeypatch: pytest.Monke
         error, port = case
         fails_with(monkeypatch, {V4: error})
         assert asyncio.run(probe.probe(V4, 7)) is port, case
-        found = asyncio.run(probe.look(Target(V4, 7, (8,), range(9, 12))))
+        found = asyncio.run(probe.probe_node(Target(V4, 7, (8,), range(9, 12))))
         assert {found.slurmd, found.agent, found.kernel} == {port}, case
 
 
@@ -73,7 +73,7 @@ def test_a_connect_that_takes_too_long_is_silence(monkeypatch: pytest.MonkeyPatc
 def test_a_name_that_does_not_resolve_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     resolves(monkeypatch)
     assert asyncio.run(probe.probe("n2", 7)) is Port.UNKNOWN
-    found = asyncio.run(probe.look(Target("n2", 7, (8,), range(9, 12))))
+    found = asyncio.run(probe.probe_node(Target("n2", 7, (8,), range(9, 12))))
     assert {found.slurmd, found.agent, found.kernel} == {Port.UNKNOWN}
 
 
@@ -83,7 +83,7 @@ def test_a_slow_resolver_takes_nothing_from_the_time_of_the_connect(monkeypatch:
     resolves(monkeypatch, "127.0.0.1", after_s=2 * probe.CONNECT_TIMEOUT_S)
     monkeypatch.setattr(probe, "ANSWER_TIMEOUT_S", 0.1)
     assert asyncio.run(probe.probe("n2", port)) is Port.HANGS
-    found = asyncio.run(probe.look(Target("n2", port, (port,), range(port, port + 1))))
+    found = asyncio.run(probe.probe_node(Target("n2", port, (port,), range(port, port + 1))))
     assert found.slurmd is Port.HANGS and found.after_s >= 2 * probe.CONNECT_TIMEOUT_S
     server.close()
     seen = Seen()
@@ -138,14 +138,14 @@ def test_before_somebody_is_fenced_nodes_that_agents_vouch_for_are_probed(
 
     async def work() -> None:
         reach = Reach(Settings(), registry)
-        await reach.look(nodes, {"n9"}, nodes)
+        await reach.probe_members(nodes, {"n9"}, nodes)
         assert (reach.reached, reach.asked) == (19, 19)
-        await reach.look(nodes, {"n9"}, nodes, sure=True)
+        await reach.probe_members(nodes, {"n9"}, nodes, sure=True)
         # A kernel that accepts is reached, whatever its slurmd does.
         sure = (1 if port in (Port.SILENT, Port.UNKNOWN) else 19, 19)
         assert (reach.reached, reach.asked) == sure
         for again in (False, True):
-            await reach.look(nodes, {"n9"}, nodes, sure=again)
+            await reach.probe_members(nodes, {"n9"}, nodes, sure=again)
         assert (reach.reached, reach.asked) == sure and asked == [1, 5], "good for a moment"
 
     asyncio.run(work())

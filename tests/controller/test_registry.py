@@ -64,9 +64,9 @@ def test_a_training_has_finished_where_all_agents_say_so(
     track = Track(Stored(7, 5001), str(tmp_path / "7.job"))
     for number, word in enumerate(words):
         one = track.agents[f"n{number}"] = agent(f"n{number}", verified=True, closed=number == 0)
-        one.take(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
+        one.apply_registration(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
     former = track.agents["n9"] = agent("n9", verified=True)
-    former.take(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
+    former.apply_registration(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
     assert track.finished(1) is finished
     track.job = dataclasses.replace(JOB, nodes=("n1", "n3"))
     assert track.lacks(1, "n2") is bool(finished), "it runs on with --no-kill, and nobody looks at the node again"
@@ -75,9 +75,9 @@ def test_a_training_has_finished_where_all_agents_say_so(
 def test_what_an_agent_says_again_counts() -> None:
     one = agent("n1", verified=True)
     for rescuing in (False, True, False):
-        one.take(Registration(7, 1, "n1", (), 2, 17000, "x", "attached", rescuing=rescuing))
+        one.apply_registration(Registration(7, 1, "n1", (), 2, 17000, "x", "attached", rescuing=rescuing))
         assert one.rescuing is rescuing
-    one.take(Registration(7, 1, "n1", (), 2, 0, "x", "attached"))
+    one.apply_registration(Registration(7, 1, "n1", (), 2, 0, "x", "attached"))
     assert one.port == 17000
 
 

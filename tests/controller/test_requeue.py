@@ -95,7 +95,7 @@ class ScriptedSlurm(FakeSlurm):
     async def attached(self, reservation: str) -> list[Row]:
         return []
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         self.current = dataclasses.replace(self.current, reason="JobHeldUser")
         self.done.append(f"hold {why}")
 
@@ -202,12 +202,12 @@ def test_a_job_whose_recoveries_lead_nowhere_is_held(monkeypatch: pytest.MonkeyP
     slurm, said, before = ScriptedSlurm(), list[str](), list[int]()
     unreachable = [SlurmUnreachable("no answer")]
 
-    async def hold(job: Job, why: str) -> None:
+    async def hold_job(job: Job, why: str) -> None:
         if unreachable:
             raise unreachable.pop()
-        await ScriptedSlurm.hold(slurm, job, why)
+        await ScriptedSlurm.hold_job(slurm, job, why)
 
-    monkeypatch.setattr(slurm, "hold", hold)
+    monkeypatch.setattr(slurm, "hold_job", hold_job)
 
     async def work() -> None:
         made = make(slurm, said)

@@ -421,7 +421,7 @@ def test_a_takeover_that_slurm_always_refuses_is_given_up_and_told(
     async def work() -> None:
         slurm, calls, told = Reserving(), list[int](), list[tuple[str, int]]()
         home = make(tmp_path, slurm)
-        monkeypatch.setattr(home.alerts, "tell", lambda kind, job, host, text: told.append((kind, job)))
+        monkeypatch.setattr(home.alerts, "send_alert", lambda kind, job, host, text: told.append((kind, job)))
         opened(home)
         home.journal.write(KEY, "reserve", "after", name=NAME)
         home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)

@@ -79,7 +79,7 @@ def test_one_that_is_completed_is_sent_back_on_its_agents_word(
         if word is not None:  # it calls a moment after the controller has begun
             link: Any = SimpleNamespace(closed=False, last_heard=0.0, send=lambda message: None)
             agent = home.registry.jobs[JOB.raw_id].agents["n1"] = Agent(link, "n1", JOB.raw_id, "x")
-            agent.take(Registration(JOB.raw_id, 0, "n1", (), 2, 17000, "x", "detached", finished=word))
+            agent.apply_registration(Registration(JOB.raw_id, 0, "n1", (), 2, 17000, "x", "detached", finished=word))
         await until(lambda: not home.active(JOB.raw_id))
         home.cancel()
         assert slurm.done == done and not slurm.held and not home.journal.left_open()

@@ -24,7 +24,7 @@ def test_a_task_that_dies_is_told_and_started_again_at_a_bounded_rate(monkeypatc
         if len(starts) < 6:
             raise ValueError(f"fault {len(starts)}")
 
-    asyncio.run(tasks.keep("work", work, told.append))
+    asyncio.run(tasks.supervise("work", work, told.append))
     assert told == ["work: ValueError"] * 5
     pauses = [b - a for a, b in pairwise(starts)]
     assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.1, 0.1), strict=True))
@@ -44,7 +44,7 @@ def test_a_death_that_cannot_be_told_ends_nothing(
     def full(why: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    asyncio.run(tasks.keep("work", work, full))
+    asyncio.run(tasks.supervise("work", work, full))
     assert len(starts) == 4 and caplog.text.count("event=task-death-not-told detail=work: ValueError") == 3
 
 
@@ -95,7 +95,7 @@ def test_probes_that_die_are_told_and_what_nobody_looks_at_is_not_silent(monkeyp
             raise OSError("a fault of ours")
         return Look(Port.SILENT, Port.SILENT, Port.SILENT)
 
-    monkeypatch.setattr(probe, "look", faulty)
+    monkeypatch.setattr(probe, "probe_node", faulty)
 
     async def run() -> tuple[float, float]:
         series = Series(Target("n1", 1, (2,), range(3, 5)), told.append)
@@ -135,5 +135,5 @@ def test_what_has_been_silent_long_enough_does_not_answer_any_more() -> None:
 
 
 def test_a_kernel_refuses_where_nobody_listens() -> None:
-    found = asyncio.run(probe.look(Target("127.0.0.1", 61000, (61001,), range(61002, 61064))))
+    found = asyncio.run(probe.probe_node(Target("127.0.0.1", 61000, (61001,), range(61002, 61064))))
     assert {found.slurmd, found.agent, found.kernel} == {Port.REFUSES}

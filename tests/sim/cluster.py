@@ -187,7 +187,7 @@ class Node:
             return
         self.member.attach(self.attach)
         if self.rounds.parent is None:
-            self.rounds.begin("")
+            self.rounds.begin_round("")
 
     def send(self, host: str, message: Message) -> bool:
         return self.cluster.send(self.node, host, message)

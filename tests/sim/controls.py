@@ -65,7 +65,7 @@ def no_seal_asked() -> None:
 @control
 def no_digest() -> None:
     """R5: what is held is believed to be what it was."""
-    patch(Shard, "settle", lambda self, index, digest: self.record(index) is not None)
+    patch(Shard, "verify_slot", lambda self, index, digest: self.record(index) is not None)
 
 
 @control
@@ -82,11 +82,11 @@ def away_without_the_digest_of_home() -> None:
 @control
 def votes_not_kept() -> None:
     """R1: a version that was voted for is given up before the word on it."""
-    begin = SlotPair.begin
+    begin = SlotPair.begin_version
     nothing: frozenset[Stamp] = frozenset()
     patch(
         SlotPair,
-        "begin",
+        "begin_version",
         lambda self, stamp, sealed, abandoned, *, voted: begin(self, stamp, sealed, abandoned, voted=nothing),
     )
 
@@ -104,9 +104,9 @@ def sealed_by_some() -> None:
                 self._up(ballot)
             return
         self._root.update("job", ballot.vote)
-        self.hear(self._root.word(), ballot.degraded)
+        self.on_decision(self._root.word(), ballot.degraded)
 
-    patch(Voting, "_tell", tell)
+    patch(Voting, "_send_vote", tell)
 
 
 @control
@@ -199,10 +199,10 @@ def no_freeze() -> None:
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
         if self.may_have(message.set) and (seal := self.named(message.set).sealing) is not None:
             if isinstance(message, peer.VoteUp):
-                seal.heard(host, from_wire(message))
+                seal.on_vote(host, from_wire(message))
             elif host == incarnation.rounds.parent:
                 sealed = None if message.sealed is None else Stamp(*message.sealed)
-                seal.hear(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+                seal.on_decision(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
 
     patch(trainings.Trainings, "freeze", lambda self: None)
     patch(trainings.Trainings, "on_message", heard)
@@ -276,7 +276,7 @@ def any_part_goes_on() -> None:
 @spared
 def losses_are_not_told() -> None:
     """Views: an agent does not learn from its peers' handshakes what they have lost."""
-    patch(Spares, "heard", lambda self, lost: None)
+    patch(Spares, "on_nodes_lost", lambda self, lost: None)
 
 
 @spared
@@ -293,7 +293,7 @@ def nobody_waits() -> None:
 @spared
 def nobody_is_held() -> None:
     """Planned moves: ranks go on beyond the seal at which a node is left."""
-    patch(Trainings, "hold", lambda self, epoch: None)
+    patch(Trainings, "hold_ranks", lambda self, epoch: None)
 
 
 # ---- of jobs whose ranks are replicas of each other -----------------------------------------------------
@@ -330,7 +330,7 @@ def nobody_answers_a_farewell() -> None:
 @live
 def no_outlines() -> None:
     """Rescue: what a shard was beside its tensors is not told."""
-    patch(Outlines, "heard", lambda self, host, message: None)
+    patch(Outlines, "on_outline", lambda self, host, message: None)
 
 
 @live

@@ -294,9 +294,9 @@ def _slots(truth: Truth) -> None:
         was(self, *args)
         truth.point("handed back", _host())
 
-    _around(SlotWrites, "begin", begin)
+    _around(SlotWrites, "begin_write", begin)
     _around(SlotWrites, "arrived", arrived)
-    _around(Shard, "settle", settle)
+    _around(Shard, "verify_slot", settle)
     _around(SlotPair, "restore", restore)
 
 
@@ -328,10 +328,10 @@ def _seals(truth: Truth) -> None:
         if self.word.sealed != before:
             truth.point("word", _host())
 
-    _around(Voting, "_tell", tell)
+    _around(Voting, "_send_vote", tell)
     _around(Voting, "recount", recount)
-    _around(Voting, "hear", hear)
-    _around(Voting, "heard", heard)
+    _around(Voting, "on_decision", hear)
+    _around(Voting, "on_vote", heard)
 
 
 def _rounds(truth: Truth) -> None:

@@ -314,7 +314,7 @@ class SimSlurm(SlurmApi):
 
         await self._change("update", job.id, detach)
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         def hold() -> None:
             record = self._ctld.find(job.raw_id)
             if record.state == PENDING:

@@ -211,7 +211,7 @@ def take_all(reader: Ahead, at: int, end: int, step: int = PART) -> bytes:
     have = bytearray()
     while at < end:
         part = memoryview(bytearray(min(step, end - at)))
-        count = reader.take(part, at)
+        count = reader.copy_ahead(part, at)
         if not count:
             break
         have += part[:count]
@@ -255,7 +255,7 @@ def test_a_read_that_is_late_spoils_no_other_part(tmp_path: Path, slow: int, mon
     path.write_bytes(data)
     with closing(Ahead(str(path), 0, len(data) - 4 * PART)) as reader:
         time.sleep(0.1)
-        reader.take(memoryview(bytearray(1)), 4 * PART)
+        reader.copy_ahead(memoryview(bytearray(1)), 4 * PART)
         time.sleep(0.4)
         assert take_all(reader, 4 * PART + 3, len(data)) == data[4 * PART + 3 :], "and to where it really ends"
 
@@ -285,11 +285,11 @@ def test_holes_are_jumped_and_what_is_past_is_not_here(tmp_path: Path) -> None:
     part = memoryview(bytearray(100))
     with closing(Ahead(str(path), 2 * PART, 36 * PART)) as reader:
         for at in (2 * PART + 5, 4 * PART, 9 * PART + 1, 37 * PART + 9):
-            assert reader.take(part, at) == 100 and part == data[at : at + 100]
-        assert reader.take(part, 38 * PART - 7) == 7, "no further than its part"
-        assert reader.take(part, 36 * PART) == 0, "before the part that was taken from"
-        assert reader.take(part, 0) == 0, "before all of it"
-        assert reader.take(part, 39 * PART) == 0, "behind all of it"
+            assert reader.copy_ahead(part, at) == 100 and part == data[at : at + 100]
+        assert reader.copy_ahead(part, 38 * PART - 7) == 7, "no further than its part"
+        assert reader.copy_ahead(part, 36 * PART) == 0, "before the part that was taken from"
+        assert reader.copy_ahead(part, 0) == 0, "before all of it"
+        assert reader.copy_ahead(part, 39 * PART) == 0, "behind all of it"
 
 
 def test_no_more_than_the_window_is_read_before_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_no_more_than_the_window_is_read_before_it_is_wanted(tmp_path: Path, mon
             time.sleep(0.01)
             assert sorted(read) == list(range(number + 4))
             assert take_all(reader, number * PART, (number + 1) * PART) == data[number * PART :][:PART]
-            reader.take(memoryview(bytearray(1)), (number + 1) * PART)
+            reader.copy_ahead(memoryview(bytearray(1)), (number + 1) * PART)
     assert not threads(), "the readers did not wait for room"
 
 

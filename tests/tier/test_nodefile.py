@@ -199,13 +199,13 @@ def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path,
 def test_little_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slot, came = slots.make(0, 1, LARGE, LARGE_BOXES), list[int]()
     file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
-    take = Ahead.take
+    take = Ahead.copy_ahead
 
     def counted(self: Ahead, into: memoryview, at: int) -> int:
         came.append(take(self, into, at))
         return came[-1]
 
-    monkeypatch.setattr(Ahead, "take", counted)
+    monkeypatch.setattr(Ahead, "copy_ahead", counted)
     with (
         closing(Ahead(str(tmp_path / "n.h5"), 0, slot.used)) as ahead,
         Reader(str(tmp_path / "n.h5"), ahead) as reader,

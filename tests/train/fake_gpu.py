@@ -41,7 +41,7 @@ class _LiveStream(FakeStream):
         with self._device.lock:  # type: ignore[attr-defined]
             super().put(name, run, **more)
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         if work is None:
             return
         try:
@@ -68,7 +68,7 @@ class _HostStream:
                 raise Broken("the training waits for ever")
             time.sleep(1e-4)
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         raise AssertionError("nobody follows onto the training's own stream")
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:

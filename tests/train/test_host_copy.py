@@ -103,9 +103,9 @@ def test_a_slot_is_pinned_once_and_released_when_it_is_out_of_use() -> None:
     pins, old, new = Pins(memory.pin, told.append), slots(2), slots(2)
     assert pins.add(old) and pins.add(old) and len(memory.pinned) == 2
     assert pins.add(new) and len(memory.pinned) == 4
-    pins.keep([*old, *new])
+    pins.release_others([*old, *new])
     assert len(memory.pinned) == 4
-    pins.keep(new)
+    pins.release_others(new)
     assert memory.pinned == {slot.bytes.data_ptr() for slot in new}
     pins.close()
     pins.close()

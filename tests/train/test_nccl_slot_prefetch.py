@@ -58,7 +58,7 @@ class Agent:
             if before is not None:
                 before()
             try:
-                index = self.pair.begin(Stamp(1, m.version), None, frozenset(), voted=frozenset())
+                index = self.pair.begin_version(Stamp(1, m.version), None, frozenset(), voted=frozenset())
             except Refused as exc:
                 return local.Refused(exc.reason), []
             self.begun.append((self.pair, m.version))
@@ -123,7 +123,7 @@ def test_a_slot_of_outgrown_memory_is_not_handed_out(when: str) -> None:
             return grant is not None and grant.slot in larger.slots
 
         until(granted, 10, 0.001, what="a slot of the larger memory")
-        grant = desk.take(0, 13)
+        grant = desk.take_slot(0, 13)
         assert grant is not None and grant.slot is larger.slots[grant.index]
         assert new.slots[grant.index].stamp == Stamp(1, 13), "the agent means the same one"
 
@@ -137,13 +137,13 @@ def test_a_version_that_goes_over_the_link_is_not_overtaken_by_what_is_asked_for
         desk.link(0, 16)  # it waits behind another for the thread that saves
         desk.want(17)
         desk.reach(17)
-        desk.over(0, 15)
+        desk.record_end(0, 15)
         for _ in range(50):  # as often as the desk looks
             with desk._changed:
                 desk._changed.notify_all()
             threading.Event().wait(0.002)
         assert [version for _, version in agent.begun] == [16]
-        desk.over(0, 16)
+        desk.record_end(0, 16)
         until(lambda: agent.begun[-1][1] == 17, 10, 0.001, what="the next one is asked for")
 
 
@@ -170,7 +170,7 @@ def test_a_holder_makes_larger_slots_when_it_hears_of_them_and_takes_nothing() -
     parts.shard = SimpleNamespace(total_bytes=64)
     parts._enlarge = asked.append
     parts._inbox = SimpleNamespace(answer=answers.append)
-    parts._driver = SimpleNamespace(desk=SimpleNamespace(over=lambda *_: None))
-    receiver._take(Head(12, 0, 128, ()))
-    receiver._take(Head(12, 0, 64, ()))
+    parts._driver = SimpleNamespace(desk=SimpleNamespace(record_end=lambda *_: None))
+    receiver._receive_version(Head(12, 0, 128, ()))
+    receiver._receive_version(Head(12, 0, 64, ()))
     assert answers == [False, False] and asked == [128]

@@ -36,7 +36,7 @@ class EventLog:
         self._followers: list[Callable[[inspect_schema.EventRecord], None]] = []
         self.events: list[inspect_schema.EventRecord] = []
 
-    def follow(self, follower: Callable[[inspect_schema.EventRecord], None]) -> None:
+    def add_follower(self, follower: Callable[[inspect_schema.EventRecord], None]) -> None:
         """Call the follower with each event from now on."""
         self._followers.append(follower)
 
@@ -61,7 +61,7 @@ class EventLog:
 
         At most one line a second is printed.
         """
-        if self._complaints.take():
-            missed = self._complaints.settle()
+        if self._complaints.take_tokens():
+            missed = self._complaints.take_missed()
             more = f" (and {missed} others before)" if missed else ""
             self._line(clock.time(), "complaint", 0, text[:_COMPLAINT_CHARS] + more)

@@ -120,7 +120,7 @@ class FailureDetector:
         lost = {host for host in self.partners if host not in links and host in self.heard}
         return self.suspects | (lost - self.left)
 
-    def hear(self, host: str, at: float) -> list[Effect]:
+    def record_message(self, host: str, at: float) -> list[Effect]:
         """Record a message from this peer at this time."""
         self.heard[host] = at
         self.left.discard(host)
@@ -185,7 +185,7 @@ class FailureDetector:
         """End a probe that had no result."""
         self.suspects.discard(probe.host)
 
-    def told(self, sender: str, host: str, *, alive: bool, now: float) -> list[Effect]:
+    def on_report(self, sender: str, host: str, *, alive: bool, now: float) -> list[Effect]:
         """Handle a peer's report that a host is dead, or alive again."""
         if host not in self._hosts:
             return []

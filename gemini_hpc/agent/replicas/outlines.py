@@ -158,7 +158,7 @@ class Outlines:
             directory,
             moment,
         )
-        self.heard(self._node, outline)
+        self.on_outline(self._node, outline)
         brief = msgspec.structs.replace(outline, directory=b"")
         for host in hosts:
             known = self._told.get((host, shard.set, shard.rank)) == key
@@ -185,7 +185,7 @@ class Outlines:
 
     # ---- outlines of others' shards --------------------------------------------------------------------
 
-    def heard(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
+    def on_outline(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
         """Keep an outline or its digest, sent by the shard's home. The home may be this node."""
         here = self._membership
         if message.round != here.round or here.live is None or message.stamp.epoch != here.epoch:

@@ -24,7 +24,7 @@ class _Page:
         self.seen = Progress()
         self.beat_at = now
 
-    def look(self, now: float) -> bool:
+    def read_page(self, now: float) -> bool:
         """Read the page. Return whether the rank has progressed since the last reading."""
         found = progress_page.read(self.fd)
         if found is None or found == self.seen:
@@ -62,14 +62,14 @@ class Ranks:
         if page is not None:
             os.close(page.fd)
 
-    def look(self, now: float, *, stopped: bool = False) -> bool:
+    def read_pages(self, now: float, *, stopped: bool = False) -> bool:
         """Read all pages. Return whether any rank has progressed.
 
         Args:
             now: Current time in seconds.
             stopped: The pages have not been read for a while, so the silence before now does not count.
         """
-        moved = [page.look(now) for page in self._pages.values()]
+        moved = [page.read_page(now) for page in self._pages.values()]
         self._reached(max((page.seen.version for page in self._pages.values()), default=0), now)
         if any(moved) or stopped:
             self._moved_at = now

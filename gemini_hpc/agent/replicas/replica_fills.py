@@ -24,14 +24,16 @@ _LOOK_S, _LATE_LOOK_S = 0.001, 0.1  # poll intervals for a fill, and for the end
 _WRITES_S = 15.0  # a begun write ends within this time; longer than the process waits for it before it rejoins
 
 
-def begin(filling: SlotWrites, client: Client, training: Training, shard: Shard, version: int, epoch: int) -> int:
+def begin_fill(
+    filling: SlotWrites, client: Client, training: Training, shard: Shard, version: int, epoch: int
+) -> int:
     """Return the index of the slot that the rank, and no push, may write to now.
 
     Raises:
         core.slots.Refused: No slot may be written to now.
     """
     before = list(shard.pair.slots)
-    index = filling.begin(training, shard, version)
+    index = filling.begin_write(training, shard, version)
     shard.pair.slots[index].busy = True
     shard.fill = Fill(client, version, Stamp(epoch, version), index, before[index])
     return index
@@ -43,7 +45,7 @@ def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) ->
     if fill is None or fill.client is not client or fill.version != version or fill.over.is_set():
         return False
     fill.there = there
-    _over(shard, fill)
+    _end_fill(shard, fill)
     return True
 
 
@@ -73,11 +75,11 @@ def release(shard: Shard, client: Client | None = None) -> None:
     fill = shard.fill
     if fill is not None and (client is None or fill.client is client):
         if not fill.over.is_set():
-            _over(shard, fill)
+            _end_fill(shard, fill)
         shard.fill = None
 
 
-def _over(shard: Shard, fill: Fill) -> None:
+def _end_fill(shard: Shard, fill: Fill) -> None:
     slot = shard.pair.slots[fill.index]
     if slot.state == "filling" and slot.stamp == fill.stamp:
         slot.busy = False

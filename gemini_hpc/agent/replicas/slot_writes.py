@@ -42,7 +42,7 @@ class SlotWrites:
         self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
         self._pool, self._completed = pool, completed
 
-    def begin(self, training: Training, shard: Shard, version: int) -> int:
+    def begin_write(self, training: Training, shard: Shard, version: int) -> int:
         """Return the index of the slot to fill with this version of the current epoch.
 
         Raises:
@@ -52,7 +52,7 @@ class SlotWrites:
         if sealing is None:
             raise Refused("a recovery round is under way")
         stamp = Stamp(self._membership.epoch, version)
-        index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
+        index = shard.pair.begin_version(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
         if (reading := shard.readings[index]) is not None:
             reading.found.cancel()
@@ -72,7 +72,7 @@ class SlotWrites:
         for index, slot in enumerate(shard.pair.slots):
             if slot.stamp == stamp and slot.state == "filling" and not slot.busy:
                 self.void(shard, index)
-        return self.begin(training, shard, version)
+        return self.begin_write(training, shard, version)
 
     def passed(self, shard: Shard, version: int) -> None:
         """Record that the rank skipped this version.

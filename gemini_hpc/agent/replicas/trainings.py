@@ -223,11 +223,11 @@ class Trainings:
         if sealing is None:
             return
         if isinstance(message, peer.VoteUp):
-            sealing.heard(host, from_wire(message))
+            sealing.on_vote(host, from_wire(message))
         elif host == rounds.parent:
             sealed = message.sealed
             word = Decision(sealed, frozenset(message.abandoned), message.void, message.why)
-            sealing.hear(word, message.degraded)
+            sealing.on_decision(word, message.degraded)
 
     # ---- control pages ---------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Trainings:
         for training in self:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
-    def hold(self, epoch: int) -> None:
+    def hold_ranks(self, epoch: int) -> None:
         """Stop ranks at the next sealed version.
 
         Args:

@@ -106,24 +106,24 @@ class Voting:
         self._homes = dict(homes)
         vote = vote_of(pairs, own=homes.values())
         self._own = Ballot(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
-        self._tell()
+        self._send_vote()
 
     def miss(self, missing: bool) -> None:
         """Record whether this agent misses one of its peers."""
         if missing != self._missing:
             self._missing = missing
-            self._tell()
+            self._send_vote()
 
-    def heard(self, child: str, ballot: Ballot) -> None:
+    def on_vote(self, child: str, ballot: Ballot) -> None:
         """Record a child's newer vote."""
         if child in self._below:
             self._below[child] = ballot
-            self._tell()
+            self._send_vote()
 
     def repeat(self) -> None:
         """Send the vote again, because the link to the parent is new."""
         self._sent = None
-        self._tell()
+        self._send_vote()
 
     def _merged(self) -> Ballot:
         ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
@@ -136,7 +136,7 @@ class Voting:
         reports = tuple(report for b in ballots for report in b.reports)
         return Ballot(vote, sum(b.pairs for b in ballots), world, degraded, kinds, reports)
 
-    def _tell(self) -> None:
+    def _send_vote(self) -> None:
         self.voted |= self._own.vote.complete  # before the vote is sent: a version voted for must be kept
         ballot = self._merged()
         if self._root is None:
@@ -152,9 +152,9 @@ class Voting:
         if word.void is not None and word.void == self.word.void and len(ballot.reports) == ballot.world:
             self._root.explain(describe_difference(word.void.version, ballot.reports))
             word = self._root.word()
-        self.hear(word, ballot.degraded)
+        self.on_decision(word, ballot.degraded)
 
-    def hear(self, word: Decision, degraded: bool) -> None:
+    def on_decision(self, word: Decision, degraded: bool) -> None:
         """Take the root's decision, and pass it on to the children and the trainers."""
         if word == self.word and degraded == self.degraded:
             return
@@ -176,4 +176,4 @@ class Voting:
         slots = {rank: slot for rank, pair in self._homes.items() for slot in pair.slots if slot.stamp == void}
         self._reports = tuple(Report(rank, *slot.moment[1:]) for rank, slot in slots.items() if void is not None)
         self._own = msgspec.structs.replace(self._own, reports=self._reports)
-        self._tell()
+        self._send_vote()

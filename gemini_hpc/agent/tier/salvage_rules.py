@@ -172,7 +172,7 @@ class SalvageRules:
             case Tick():
                 yield from self._tick(facts, now)
             case Heard():
-                yield from self._heard(event.host, event.message, facts, now)
+                yield from self._on_message(event.host, event.message, facts, now)
             case Reached():
                 yield from self._reached(event, facts, now)
             case Settled() if self.stage == "settling":
@@ -212,7 +212,7 @@ class SalvageRules:
             self._at += 1
             yield from self._seek(facts, now)
         elif self.stage == "following":
-            yield from self._follow(facts, now)
+            yield from self._check_leader(facts, now)
         elif self.stage == "mustering":
             yield from self._muster(facts, now)
         elif self.stage == "writing":
@@ -220,7 +220,7 @@ class SalvageRules:
 
     # ---- choice of a leader ----------------------------------------------------------------------------
 
-    def _follow(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _check_leader(self, facts: Facts, now: float) -> Iterator[Effect]:
         if now - facts.heard.get(self.leader, 0.0) > LOST_S:
             self.leader = ""  # the leader cannot be reached any more
             self._tries, self._at = self._tries + 1, 0
@@ -273,7 +273,7 @@ class SalvageRules:
                 else:
                     lead.silent.setdefault(host, now)
 
-    def _heard(self, host: str, message: Message, facts: Facts, now: float) -> Iterator[Effect]:
+    def _on_message(self, host: str, message: Message, facts: Facts, now: float) -> Iterator[Effect]:
         if isinstance(message, peer.SalvageHave):
             yield from self._called(host, message, facts, now)
         elif isinstance(message, (peer.SalvageAsk, peer.SalvageWrite)):
@@ -341,7 +341,7 @@ class SalvageRules:
             return
         lead.queue = newest(lead.have, facts.rejected)
         if lead.queue:
-            yield from self._look()
+            yield from self._find_newest()
         else:
             self.saved = self.saved or facts.unwanted
             yield from self._end(facts)
@@ -353,7 +353,7 @@ class SalvageRules:
                 lead.asking.add(host)
                 yield Reach(self.run, host, REACH_S)
 
-    def _look(self) -> Iterator[Effect]:
+    def _find_newest(self) -> Iterator[Effect]:
         self.stage, self._lead.tries, self._lead.first = "looking", 0, ""
         yield Look(self.run, MUSTER_S)
 
@@ -425,7 +425,7 @@ class SalvageRules:
             return
         if self.stage != "writing" or host not in lead.orders:
             return
-        gathering.take(done.files)
+        gathering.record_files(done.files)
         lead.answered[host] = done.reason
         if self._waiting():
             return
@@ -458,7 +458,7 @@ class SalvageRules:
         lead.done.append(saved)
         self.gathering.pop(lead.queue.pop(0).set, None)
         if lead.queue:
-            yield from self._look()
+            yield from self._find_newest()
         else:
             self.saved = self.saved or all(lead.done)  # another leader may have saved it meanwhile
             yield from self._end(facts)

@@ -148,13 +148,13 @@ class SaveRules:
             case events.Sealed():
                 yield from self._sealed(event.name, event.stamp, facts, now)
             case events.Keep():
-                yield from self._keep(event.name, facts, now)
+                yield from self._save_kept(event.name, facts, now)
             case events.Wanted():
                 if facts.here is not None and event.message.round == facts.here[1] and self._takes(facts):
                     yield events.Down(event.message)
                     yield events.Write(event.message)
             case events.Heard():
-                yield from self._heard(event.message, facts, now)
+                yield from self._on_report(event.message, facts, now)
             case events.Ask():
                 yield from self._flush(event.id, event.name, True, facts, now)
             case events.Leaving():
@@ -164,7 +164,7 @@ class SaveRules:
             case events.Detached():
                 yield from self._detached(event.dead, facts, now)
             case events.Ended():
-                yield from self._over(facts)
+                yield from self._stop_waiting(facts)
             case events.Found():
                 self.last = False
             case events.EndsIn():
@@ -179,7 +179,7 @@ class SaveRules:
                 yield from self._give_up("a recovery round began meanwhile", facts, now)
             case events.Settle():
                 self._settling[event.id] = _Settling(event.stalled_s, now)
-                yield from self._settle(facts, now)
+                yield from self._check_waits(facts, now)
             case events.Unsettle():
                 self._settling.pop(event.id, None)
             case events.Tick():
@@ -195,7 +195,7 @@ class SaveRules:
                     yield from self._listen(self._end, facts, now)
 
     def _tick(self, facts: Facts, now: float) -> Iterator[Effect]:
-        yield from self._settle(facts, now)
+        yield from self._check_waits(facts, now)
         for name in list(self.gathering):
             yield from self._expire(name, facts, now)
             gathering = self.gathering.get(name)
@@ -214,14 +214,14 @@ class SaveRules:
         """Save the sealed version if a save is due."""
         if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
             return
-        yield from self._keep(name, facts, now)
+        yield from self._save_kept(name, facts, now)
         due = now >= self._due.setdefault(name, now + self._every_s(name, facts)) or self._near_end(name, facts, now)
         yield from self._expire(name, facts, now)
         tidied = yield from self._tidied(name)
         if name not in self.gathering and tidied and due:
-            yield from self._begin(name, stamp, facts, now)
+            yield from self._begin_save(name, stamp, facts, now)
 
-    def _keep(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _save_kept(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
         """Save a version to keep before versions that are only due.
 
         A pending save of an earlier version gives way. If the version on the tier satisfies the wish, it gets the
@@ -252,7 +252,7 @@ class SaveRules:
             reason = f"version {stamp.version} goes first, because it is to be kept"
             yield from self._done(gathering, reason, facts, now)
         if name not in self.gathering or gathering is self.gathering[name]:
-            yield from self._begin(name, stamp, facts, now)
+            yield from self._begin_save(name, stamp, facts, now)
 
     def _serves(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: Facts) -> Stamp | None:
         """Return the version on the tier if it satisfies a wish, or None.
@@ -288,11 +288,11 @@ class SaveRules:
         for number, flush in list(self._flushes.items()):
             if flush.waits == "clean" and flush.name == event.name:
                 yield from self._try(number, flush, facts, now)
-        yield from self._settle(facts, now)
+        yield from self._check_waits(facts, now)
 
     # ---- one version -----------------------------------------------------------------------------------
 
-    def _begin(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
+    def _begin_save(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
         self._due[name] = now + self._every_s(name, facts)
         if self._near_end(name, facts, now):
             self._before_end[name] = self._ends_at
@@ -305,7 +305,7 @@ class SaveRules:
             self._asked[name] = now
             yield events.Order(peer.SaveDown(facts.here[1], name, gathering.stamp, gathering.attempt))
 
-    def _heard(self, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
+    def _on_report(self, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
         """Pass a report up to the root, which counts it."""
         if facts.here is None or message.round != facts.here[1]:
             return
@@ -320,7 +320,7 @@ class SaveRules:
         if message.file is None:
             yield from self._failed(name, gathering, message.reason, facts, now, message.host)
             return
-        gathering.take((message.file,))
+        gathering.record_files((message.file,))
         if gathering.whole:
             self._finishing[name] = gathering
             yield events.Publish(name, gathering)
@@ -426,7 +426,7 @@ class SaveRules:
             return
         yield from self._expire(name, facts, now)
         if name not in self.gathering:
-            yield from self._begin(name, stamp, facts, now)
+            yield from self._begin_save(name, stamp, facts, now)
         flush.waits = self.gathering[name]
 
     def _answer(self, number: int, stamp: Stamp, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
@@ -482,7 +482,7 @@ class SaveRules:
     def _finish_end(self, end: _End, facts: Facts) -> Iterator[Effect]:
         self._end = None
         if end.here == facts.here and (not facts.missing or self._all_stored(end, facts)):
-            yield from self._over(facts)
+            yield from self._stop_waiting(facts)
 
     def _all_stored(self, end: _End, facts: Facts) -> bool:
         """Return whether the tier has the last sealed versions."""
@@ -494,7 +494,7 @@ class SaveRules:
         (stamp, _), known = facts.sealed[name], self.saved.get(name)
         return facts.rejected(name, stamp) or (known is not None and known[0] >= stamp)
 
-    def _over(self, facts: Facts) -> Iterator[Effect]:
+    def _stop_waiting(self, facts: Facts) -> Iterator[Effect]:
         """Stop waiting for the last versions, here and on the nodes below."""
         self.last = False
         if facts.here is not None:
@@ -504,7 +504,7 @@ class SaveRules:
 
     # ---- before a salvage -----------------------------------------------------------------------------
 
-    def _settle(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _check_waits(self, facts: Facts, now: float) -> Iterator[Effect]:
         for number, settling in list(self._settling.items()):
             if not settling.tidying:
                 through = sum(facts.through(name) for name in self.gathering)

@@ -162,7 +162,7 @@ class Saver:
         """Save a version that the root has ordered, here and on the nodes below."""
         self._happened(events.Wanted(message))
 
-    def heard(self, message: peer.SaveUp) -> None:
+    def on_report(self, message: peer.SaveUp) -> None:
         """Handle a report of an agent. It goes up to the root, which counts."""
         self._happened(events.Heard(message))
 
@@ -216,7 +216,7 @@ class Saver:
         self._happened(events.Ask(number, training.name))
         return await answer
 
-    async def settle(self, stalled_s: float) -> None:
+    async def wait_idle(self, stalled_s: float) -> None:
         """Wait for the root's saves while they make progress, then abort them.
 
         Args:
@@ -330,20 +330,20 @@ class Saver:
                 return await self._name(effect.name, effect.stamp)
             case events.Look():
                 with suppress(TierFailed):
-                    await self._look(())
+                    await self._find_versions(())
         return ""
 
     def _write(self, message: peer.SaveDown) -> None:
         """Write this node's part of a save."""
 
-        def told(files: tuple[NodeFile, ...], reason: str) -> None:
+        def report_files(files: tuple[NodeFile, ...], reason: str) -> None:
             for file in (None,) if reason else files:
                 up = peer.SaveUp(
                     message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
                 )
-                self.heard(up)
+                self.on_report(up)
 
-        self.node.wanted(Wanted(message.set, message.stamp, message.attempt), self.tier, told)
+        self.node.wanted(Wanted(message.set, message.stamp, message.attempt), self.tier, report_files)
 
     # ---- the agent's end -------------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ class Saver:
             async with asyncio.timeout(within_s):
                 while True:
                     try:
-                        return await (self._look_at(without, job) if job else self._look(without))
+                        return await (self._look_at(without, job) if job else self._find_versions(without))
                     except TierFailed as error:
                         reason = str(error)
                     await asyncio.sleep(_LOOK_S)
@@ -407,10 +407,10 @@ class Saver:
         found = await worker_process.carry_out(
             orders.Look(self.tier, job, "", tuple(without), key=None, cluster=self._membership.cluster)
         )
-        self.troubles.over("")
+        self.troubles.record_success("")
         return found.manifests if isinstance(found, orders.Found) else ()
 
-    async def _look(
+    async def _find_versions(
         self, without: Iterable[tuple[str, Stamp]], *, begin: bool = False, make: bool = False
     ) -> tuple[Manifest, ...]:
         rejected = self._rejections.all
@@ -426,7 +426,7 @@ class Saver:
             cluster=self._membership.cluster,
         )
         found = await worker_process.carry_out(order)
-        self.troubles.over("")
+        self.troubles.record_success("")
         if not isinstance(found, orders.Found):
             return ()
         manifests, self.directory = found.manifests, found.directory
@@ -441,7 +441,7 @@ class Saver:
         A user's own directory of the site is created now, and never later: if it vanishes, agents must wait for it.
         """
         try:
-            await self._look((), begin=True, make=self._choice.users)
+            await self._find_versions((), begin=True, make=self._choice.users)
         except TierFailed as error:
             self._silent(str(error))
 
@@ -522,8 +522,8 @@ class Saver:
         if trouble:
             self.say(name, stamp.version, trouble)
         else:
-            self.troubles.over(name)
-        self.troubles.over("")
+            self.troubles.record_success(name)
+        self.troubles.record_success("")
         self._happened(events.Stored({name: (stamp, clock.time())}))
         took_s = clock.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"

@@ -176,7 +176,7 @@ class PartReceiver:
                 return into.fill
         if into.fill is not None and self._under_way(training, shard, into.fill):
             raise Refused(f"version {into.fill.stamp} is still on its way")
-        index = self._filling.begin(training, shard, version)
+        index = self._filling.begin_write(training, shard, version)
         slot = shard.pair.slots[index]
         slot.busy = True
         view = shard.memory[index].view()

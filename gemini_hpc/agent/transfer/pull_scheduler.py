@@ -174,7 +174,7 @@ class PullScheduler:
             if held is not None and shard.pair.slots[held].digest == copy.digest:  # held since an earlier round
                 return shard.memory[held]
             # Begin before waiting for the gate: a trainer that begins a newer version first would exclude this one.
-            index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+            index = shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
             shard.pair.slots[index].busy = True
             shard.memory[index].commit(None)
         except (NoMemory, Refused) as exc:
@@ -256,7 +256,7 @@ class PullScheduler:
         except NoMemory as exc:
             raise pull.PullFailed(str(exc)) from None
         shard.resumed_round = number
-        index = shard.pair.begin(copy.stamp, None, frozenset(), voted=frozenset())
+        index = shard.pair.begin_version(copy.stamp, None, frozenset(), voted=frozenset())
         shard.pair.slots[index].busy = True
         memory.commit(None)
         if await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING) != copy.digest:

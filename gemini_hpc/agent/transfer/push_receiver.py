@@ -299,7 +299,7 @@ class PushReceiver:
                 return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
             before = list(shard.pair.slots)
             try:
-                index = self._filling.begin(training, shard, head.version)
+                index = self._filling.begin_write(training, shard, head.version)
             except Refused as exc:
                 reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
                 undecided = any(

@@ -351,7 +351,7 @@ class Channel:
                 if not link.wait(_LOOK_S):
                     self._look()
                     continue
-                message = link.take()
+                message = link.receive_any()
                 with self._lock:
                     wanted = self._awaited.popleft() if self._awaited else None
                     self._progress = clock.monotonic()

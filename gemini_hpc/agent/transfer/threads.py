@@ -16,7 +16,7 @@ async def beside(name: str, work: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
-    def tell(failure: Exception | None) -> None:
+    def report_result(failure: Exception | None) -> None:
         if over.done():
             return
         if failure is None:
@@ -31,7 +31,7 @@ async def beside(name: str, work: Callable[[], None]) -> None:
         except Exception as exc:
             failure = exc
         with suppress(RuntimeError):  # the loop is closed: the agent ends
-            loop.call_soon_threadsafe(tell, failure)
+            loop.call_soon_threadsafe(report_result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     await over

@@ -54,7 +54,7 @@ class Pins:
                 return False
         return True
 
-    def keep(self, slots: Iterable[Slot]) -> None:
+    def release_others(self, slots: Iterable[Slot]) -> None:
         """Release all other slots. The device must have finished its copies to those."""
         kept = {slot.bytes.data_ptr() for slot in slots}
         for at in [at for at in self._pinned if at not in kept]:
@@ -63,7 +63,7 @@ class Pins:
 
     def close(self) -> None:
         """Release all slots."""
-        self.keep(())
+        self.release_others(())
 
 
 def _of_training(device: torch.device | None) -> Callable[[torch.Tensor], Pin] | None:

@@ -1,6 +1,6 @@
 """Driver of copies over NCCL for the checkpointer, which reports steps, launches, gates and rounds to it.
 
-What every rank must do alike follows from exchanged values only: the versions to save and their program (`follow`,
+What every rank must do alike follows from exchanged values only: the versions to save and their program (`set_route`,
 from the ranks' rounds). A rank that cannot take part in a version sends what it has and drops what it receives. A
 rank whose communicator fails stops at once, and the others notice. Each of them then sends its versions over gloo,
 and reports so in the next round. After this round all ranks profile the training anew, for gloo.
@@ -106,7 +106,7 @@ class Driver:
         self._say, self._broken = say, broken
         self._device, links = joined.device, joined.links
         self.meter = LinkMeter()
-        self._progress = Progress(joined.communicator, links.sizes, self, self._tell)
+        self._progress = Progress(joined.communicator, links.sizes, self, self._report_loss)
         self._exchange = Exchange(
             self._device,
             joined.communicator,
@@ -181,7 +181,7 @@ class Driver:
         if version <= self._stepped:
             return
         self._stepped = version
-        self.settle()
+        self.flush_copy()
         if self._watch is not None and self._watch.problem:
             self.fail(self._watch.problem)
         if self.problem:
@@ -206,14 +206,14 @@ class Driver:
                 self.desk.link(self._me.rank, version)
             return Save(version, None, None, into)
         job.streamed = True
-        grant = self.desk.take(self._me.rank, version) if len(job.small) <= self.small_capacity else None
+        grant = self.desk.take_slot(self._me.rank, version) if len(job.small) <= self.small_capacity else None
         if grant is None or not job.start():
             job.give_up()
             return Save(version, None, None, into)
         offset, size = self.area(self._me.rank)
         tensors = self._found(job)
         area = grant.slot.bytes[offset : offset + size]
-        own = self._own.begin(tensors, area, self._work)
+        own = self._own.begin_copy(tensors, area, self._work)
         self._open = self._carried[version] = Carried(job, grant, own)
         for old in [v for v in self._carried if v < version - 8]:
             del self._carried[old]
@@ -233,7 +233,7 @@ class Driver:
             known = self._tensors = views, Tensors(pieces)
         return known[1]
 
-    def settle(self) -> None:
+    def flush_copy(self) -> None:
         """Enqueue the rest of the own copy, before the tensors may change."""
         carried, self._open = self._open, None
         if carried is None:
@@ -272,7 +272,7 @@ class Driver:
     def _guarded(self, then: Callable[[], None]) -> None:
         """Run `then` such that our own failure does not reach the training."""
         try:
-            self.settle()
+            self.flush_copy()
             if not self.ended:
                 then()
         except Exception as error:
@@ -299,7 +299,7 @@ class Driver:
 
     # ---- agreement of all ranks ------------------------------------------------------------------------
 
-    def follow(self, route: Route | None, s: int, *, active: bool) -> None:
+    def set_route(self, route: Route | None, s: int, *, active: bool) -> None:
         """Follow a route from the next saved version on, on all ranks alike.
 
         Args:
@@ -314,7 +314,7 @@ class Driver:
         if not isinstance(route, Joint):
             route = None
         traffic, size = self._traffic, self.area(self._me.rank)[1]
-        self._exchange.follow(
+        self._exchange.set_program(
             whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, traffic.device_chunk_bytes)
             if route is None
             else route.program(s)
@@ -332,7 +332,7 @@ class Driver:
         """Return this rank's numbers for the round at this version."""
         return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.word())]
 
-    def hear(self, words: Sequence[int]) -> None:
+    def on_round(self, words: Sequence[int]) -> None:
         """Process the result of a round, by which all ranks may leave NCCL.
 
         The last numbers of the round are the driver's.
@@ -425,7 +425,7 @@ class Driver:
     def _unpinned(self, reason: str) -> None:
         self.fail(reason)
 
-    def _tell(self, text: str) -> None:
+    def _report_loss(self, text: str) -> None:
         """Tell the user that the communicator is given up; called by the polling thread."""
         if not self._closing and (self._local or not self.ended):
             self._tell_end(self._progress.problem)

@@ -127,7 +127,7 @@ class Exchange:
 
     # ---- from the training's threads -------------------------------------------------------------------
 
-    def follow(self, program: Program | None) -> None:
+    def set_program(self, program: Program | None) -> None:
         """Follow a program from the next version on; None: no version is sent.
 
         All ranks call this between the same two steps. Chunks must not be larger than a sub-buffer.
@@ -174,7 +174,7 @@ class Exchange:
 
         Args:
             group: The process group.
-            work: The collective's work, as `Stream.follow` takes it.
+            work: The collective's work, as `Stream.wait_work` takes it.
         """
         with self._lock:
             if self._off():
@@ -242,7 +242,7 @@ class Exchange:
             return
         try:
             for work in self._recent.values():
-                self._network.follow(work)
+                self._network.wait_work(work)
             self._recent.clear()
             self._network.wait(self._device.current().record())
             while self._sent < until:
@@ -262,7 +262,7 @@ class Exchange:
         outgoing: Part | None = None
         size = links.part(self._rank, chunk)
         if size and chunk.replica < len(links.targets[self._rank]):
-            outgoing = self._send_parts.take(self._pack)
+            outgoing = self._send_parts.next_part(self._pack)
             if source is not None:
                 source.put(self._pack, outgoing.bytes[:size], chunk.offset)
             self._packed = self._pack.record()
@@ -272,7 +272,7 @@ class Exchange:
         for peer in links.sources(self._rank, chunk.replica):
             size = links.part(peer, chunk)
             if size:
-                part = self._receive_parts.take(network)
+                part = self._receive_parts.next_part(network)
                 incoming.append((Message(peer, part.bytes[:size]), part))
         self.log.add(Launch(save.version, self._iteration, self._gated, self._launched, *chunk))
         ready = network.record()

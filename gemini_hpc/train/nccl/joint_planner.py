@@ -97,12 +97,12 @@ class JointPlanner(Planner):
         self._agree(min((word.B for word in known), default=0.0), max((word.alpha for word in known), default=0.0))
         return self._terms is not None
 
-    def take(self, blobs: Sequence[bytes]) -> None:
+    def adopt_records(self, blobs: Sequence[bytes]) -> None:
         """Take over what all ranks have recorded, or end NCCL on all ranks if one program cannot serve them."""
         if self._driver.ended:
-            return super().take(blobs)
+            return super().adopt_records(blobs)
         words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
-        super().take([word.standing for word in words])
+        super().adopt_records([word.standing for word in words])
         self._terms = None
         unfit = next((word.refusal for word in words if word.refusal), "")
         if not unfit and len(self._profiles) == len(blobs):

@@ -141,7 +141,7 @@ class SlotPrefetch:
             self._wanted = max(self._wanted, version)
             self._changed.notify_all()
 
-    def take(self, rank: int, version: int) -> Grant | None:
+    def take_slot(self, rank: int, version: int) -> Grant | None:
         """Hand a shard's slot to the device for the version whose step() is reached.
 
         Return None if there is no slot, which is final for this version.
@@ -160,7 +160,7 @@ class SlotPrefetch:
 
     def into(self, version: int, rank: int) -> torch.Tensor | None:
         """Return the destination of the bytes of a peer's tensor area, see `exchange.Save`."""
-        grant = self.take(rank, version) if rank in self._shards else None
+        grant = self.take_slot(rank, version) if rank in self._shards else None
         if grant is None:
             return None
         offset, size = self._area(rank)
@@ -221,7 +221,7 @@ class SlotPrefetch:
             return grant.index if grant is not None else None
 
     def link(self, rank: int, version: int) -> None:
-        """Request no later slot until `over`, because this version is about to go over the link.
+        """Request no later slot until `record_end`, because this version is about to go over the link.
 
         The agent would otherwise refuse this version, because a slot does not go back to an earlier version.
         """
@@ -249,7 +249,7 @@ class SlotPrefetch:
             return grant.landed
 
     def move_on(self, rank: int, version: int) -> None:
-        """Begin the next version of a shard, before `over`.
+        """Begin the next version of a shard, before `record_end`.
 
         This holder has lost a version that it had begun, and other holders may have it. Only a later version begun
         here shows them that it never comes. Until then they begin none.
@@ -271,7 +271,7 @@ class SlotPrefetch:
             self._shards[rank].grant = Grant(version + 1, reply.slot, slot, page)
             self._changed.notify_all()
 
-    def over(self, rank: int, version: int) -> None:
+    def record_end(self, rank: int, version: int) -> None:
         """Record that this version has been reported or given up; the next slot may be requested."""
         with self._changed:
             shard = self._shards[rank]
@@ -285,7 +285,7 @@ class SlotPrefetch:
     # ---- from the thread that polls the device ---------------------------------------------------------
 
     def landed(self, version: int, rank: int) -> None:
-        """Record that all bytes of a version's tensor area are in the slot from `take`."""
+        """Record that all bytes of a version's tensor area are in the slot from `take_slot`."""
         with self._changed:
             shard = self._shards[rank]
             for grant in shard.writing:

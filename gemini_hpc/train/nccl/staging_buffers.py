@@ -32,7 +32,7 @@ class Parts:
         self._parts = [Part(device.buffer(part_bytes)) for _ in range(p)]
         self._next = 0
 
-    def take(self, stream: Stream) -> Part:
+    def next_part(self, stream: Stream) -> Part:
         """Return the next sub-buffer. Work enqueued on `stream` from now on begins after its last use."""
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)

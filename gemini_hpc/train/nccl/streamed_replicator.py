@@ -50,7 +50,7 @@ class StreamedReplicator(Replicator):
             else:
                 self._skip(job, "the device has not finished an earlier copy into this rank's own slot")
         finally:
-            desk.over(me, job.version)
+            desk.record_end(me, job.version)
 
     def _lacking(self, job: Job) -> str:
         """Return the reason why this rank has nothing of a version that the others send over NCCL."""
@@ -149,7 +149,7 @@ class StreamedReceiver(Receiver):
         super().__init__(*args, **more)
         self._driver = driver
 
-    def _take(self, head: Head) -> None:
+    def _receive_version(self, head: Head) -> None:
         desk = self._driver.desk
         try:
             if not head.used_bytes:
@@ -157,12 +157,12 @@ class StreamedReceiver(Receiver):
             elif head.apart[1]:
                 self._complete(head)
             elif desk.quiet(self.rank, QUIET_S):
-                super()._take(head)
+                super()._receive_version(head)
             else:
                 self._say("skipped", head.version, f"shard of rank {self.rank}: NCCL still uses its slots")
                 self._inbox.answer(False)
         finally:
-            desk.over(self.rank, head.version)
+            desk.record_end(self.rank, head.version)
 
     def _prepare(self, head: Head) -> None:
         """Enlarge the slots from the next version on; no bytes follow this head."""
@@ -173,10 +173,10 @@ class StreamedReceiver(Receiver):
                 self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
         self._inbox.answer(False)
 
-    def _begin(self, head: Head) -> int | None:
+    def _begin_version(self, head: Head) -> int | None:
         granted = self._driver.desk.granted(self.rank, head.version)
         if granted is None or self.shard is None or head.total_bytes != self.shard.total_bytes:
-            return super()._begin(head)
+            return super()._begin_version(head)
         return granted
 
     def _complete(self, head: Head) -> None:
@@ -198,7 +198,7 @@ class StreamedReceiver(Receiver):
         self._inbox.receive(rest)
         digest = self._inbox.digest()
         if not desk.arrived(self.rank, grant):
-            self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=grant.index))
+            self._request(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=grant.index))
             self._say("skipped", head.version, f"shard of rank {self.rank}: it did not arrive over NCCL")
             return self._move_on(head.version)
         slot = grant.slot

@@ -76,7 +76,7 @@ class Replica:
         """Set the function that pins memory to which a device copies; None for no pinning."""
         self._pin = pin
 
-    def follow(self, own: Mapping[str, Own], since: int) -> None:
+    def adopt_plan(self, own: Mapping[str, Own], since: int) -> None:
         """Adopt a new plan of the state.
 
         Args:
@@ -85,7 +85,7 @@ class Replica:
         """
         self._own, self._since, self._shard = own, since, None
 
-    def begin(self, job: Job, capture: Capture) -> bool:
+    def begin_fill(self, job: Job, capture: Capture) -> bool:
         """Ask the agent for a slot. Return whether this version is filled here."""
         self._writing = None
         if self._given_up or not self._own or not self._planned(capture):

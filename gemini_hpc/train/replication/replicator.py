@@ -119,7 +119,7 @@ class Replicator(Keeper):
         """Begin to take jobs, with the slots of `shard`."""
         self.shard = shard
         for replica in self._replicas:
-            replica.follow(self._own, 0)
+            replica.adopt_plan(self._own, 0)
         self._thread.start()
 
     @property
@@ -183,7 +183,7 @@ class Replicator(Keeper):
     def _adopt(self, plan: Plan) -> None:
         assert self.shard is not None
         for replica in self._replicas:
-            replica.follow(plan.own, plan.since)
+            replica.adopt_plan(plan.own, plan.since)
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         self._sketches = bool(plan.live)
         for slot in self.shard.slots:
@@ -229,7 +229,7 @@ class Replicator(Keeper):
         if not slot.has_manifest:
             self._capture.clean(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
-        replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
+        replicas = [replica for replica in sharing if replica.begin_fill(job, self._capture)]
         took_s += sum(replica.copy(job, self._capture) for replica in replicas)
         ended = clock.monotonic()
         began = ended - took_s
@@ -336,7 +336,7 @@ class Replicator(Keeper):
         self._before, self._begun = self._begun, job.version
         if self._pins is not None:
             others = [shard for replica in self._replicas for shard in replica.shards]
-            self._pins.keep([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
+            self._pins.release_others([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
         slot = self.shard.slots[reply.slot]
         known = slot.content
         self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0

@@ -152,7 +152,7 @@ class InFlight:
             over.clear()
             self._rouse()
 
-    def follow(self, asked: Callable[[], bool], record: Record) -> None:
+    def track_receive(self, asked: Callable[[], bool], record: Record) -> None:
         """Poll `asked` until true and set the record's end; the operation does not count as in flight."""
         with self._lock:
             self._receives.append((asked, record))

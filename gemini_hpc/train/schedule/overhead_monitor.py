@@ -77,7 +77,7 @@ class OverheadMonitor:
         self._waits: deque[float] = deque(maxlen=64)
         self.pictured: Pictured | None = None
 
-    def begin(self, profile: Profile | None, controller: Controller | None) -> None:
+    def adopt_plan(self, profile: Profile | None, controller: Controller | None) -> None:
         """Follow another plan, or another frequency, from now on."""
         if profile is not self._profile:
             self._costs.clear()

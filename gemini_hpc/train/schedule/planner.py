@@ -118,7 +118,7 @@ class Planner:
 
     # ---- profiling -------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def discard_iterations(self) -> None:
         """Discard the recorded iterations."""
         self._clean = {}
 
@@ -176,7 +176,7 @@ class Planner:
             self._others = [(known[rank] or profiles[0], 0.0) for rank in self._targets]
         return True
 
-    def take(self, blobs: Sequence[bytes]) -> None:
+    def adopt_records(self, blobs: Sequence[bytes]) -> None:
         """Take over what all ranks have recorded."""
         standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
         self._know([s.profile for s in standings if s.profile is not None])
@@ -279,7 +279,7 @@ class Planner:
             fresh: Whether the profile or the link has changed since the last call.
         """
         if fresh:
-            self._settle()
+            self._choose_left_out()
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return max(1, self._traffic.every), 1
@@ -333,7 +333,7 @@ class Planner:
 
         return need
 
-    def _settle(self) -> None:
+    def _choose_left_out(self) -> None:
         """Choose how much of the beginnings of spans to leave out.
 
         Versions must remain as frequent and as soon, with time to spare: spans vary, and the training waits for what

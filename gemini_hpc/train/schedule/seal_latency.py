@@ -29,7 +29,7 @@ class SealLatency:
         self._fixed: deque[float] = deque(maxlen=_LATEST)
         self._lags: deque[float] = deque(maxlen=_LAGS)
 
-    def begin(self, job: Job) -> None:
+    def begin_version(self, job: Job) -> None:
         """Measure this version from now on. An earlier, unsealed version counts as late by its delay so far."""
         self.poll()
         if self._job is not None and self._job.saved and self._due_at:

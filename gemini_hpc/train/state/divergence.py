@@ -70,10 +70,10 @@ class Divergence:
             tensors: The present tensors by key, sampled for the next round.
         """
         said = self._digests()
-        self._look(tensors)
+        self._sample_tensors(tensors)
         return [word for digest in said for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
 
-    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _sample_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._samples, self._device, self._event = [], None, None
         number, self._round = self._round, self._round + 1
         for ranks, keys in self._turn(number):

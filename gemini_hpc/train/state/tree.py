@@ -200,7 +200,7 @@ class _OptimizerState:
                 return False
             if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
                 return False
-        return self._parts.hold()
+        return self._parts.are_same()
 
     def loose(self) -> dict[Any, Any]:
         """Return the present state that belongs to no parameter."""
@@ -222,7 +222,7 @@ class _Parts:
         self._found += inner.levels(tensor)
         return list(inner.parts(tensor))
 
-    def hold(self) -> bool:
+    def are_same(self) -> bool:
         """Return whether each tensor is made of the same parts, in the same way."""
         return all(map(inner.Made.holds, self._found))
 
@@ -381,7 +381,7 @@ class StateTree:
         """
         self.refresh()
         states = self._states
-        held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
+        held = self._leaves and len(states) == len(self.optimizers) and self._parts.are_same()
         held = held and all(beside.holds() for beside in self._beside.values())
         if not (held and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
