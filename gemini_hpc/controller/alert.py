@@ -22,7 +22,8 @@ MOST_KNOWN = 1000
 class Alerts:
     """The sender of alerts.
 
-    `send_alert` returns at once. The program runs as the controller's user, one at a time, and gets only its arguments.
+    `send_alert` returns at once. The program runs as the controller's user, one at a time. It gets only its
+    arguments.
     """
 
     def __init__(self, settings: Settings, journal: Journal) -> None:

@@ -28,8 +28,8 @@ class NoRoomError(LaunchError):
 def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str], first: Callable[[int], None]) -> int:
     """Start the agent as a daemon and return its pidfd. Requires root.
 
-    The agent's program is executed as root and becomes the owner (`drop_privileges`) before anything else. So its owner
-    cannot trace it.
+    The agent's program is executed as root and becomes the owner (`drop_privileges`) before anything else. So its
+    owner cannot trace it.
 
     Args:
         directory: The job's directory.

@@ -20,7 +20,8 @@ _SWITCH_S = 0.001
 class Ahead:
     """A background reader of about `length` bytes of a file from about `begin` on, in order.
 
-    A `copy_ahead` from a part discards all earlier parts. The first `copy_ahead` corrects where the bytes really begin.
+    A `copy_ahead` from a part discards all earlier parts. The first `copy_ahead` corrects where the bytes really
+    begin.
     Creating an instance raises OSError if the file cannot be opened.
     """
 

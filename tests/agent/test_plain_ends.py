@@ -37,7 +37,7 @@ class Kernel:
     def happened(self) -> bool:
         return self._pid in self.ended
 
-    def told(self) -> str:
+    def describe_kill(self) -> str:
         return "out of memory: the limit here is 4 GiB"
 
 

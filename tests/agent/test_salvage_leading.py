@@ -89,7 +89,7 @@ class Agent:
         mine, n = self.position[node], len(net.hosts)
         self.store: list[Any] = [self._shard((mine - step) % n) for step in range(net.m)]
         self.dead: set[str] = set()
-        self.heard = dict.fromkeys(net.hosts, clock.monotonic())
+        self.last_heard = dict.fromkeys(net.hosts, clock.monotonic())
         self.saved: dict[str, tuple[Stamp, float]] = {}
         self.last = True
         self.unable = ""
@@ -133,7 +133,7 @@ class Agent:
         def arrive() -> None:
             if self.net.alive(self.node, host):
                 other = self.net.agents[host]
-                other.heard[self.node] = clock.monotonic()
+                other.last_heard[self.node] = clock.monotonic()
                 other.salvage.on_message(self.node, message)
 
         asyncio.get_running_loop().call_later(0.001, arrive)
@@ -142,7 +142,7 @@ class Agent:
     async def reach(self, host: str, timeout_s: float) -> bool:
         await asyncio.sleep(0.001 if self.net.alive(self.node, host) else timeout_s)
         if self.net.alive(self.node, host):
-            self.heard[host] = clock.monotonic()
+            self.last_heard[host] = clock.monotonic()
         return self.net.alive(self.node, host)
 
     def due(self, *, last: bool = False) -> bool:
@@ -368,7 +368,7 @@ def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there
     async def test(net: Network) -> None:
         agent = net.agents["b"]
         assert not agent.due(last=True)
-        agent.heard["a"] -= 5
+        agent.last_heard["a"] -= 5
         assert agent.due(last=True)
         agent.saver.last = False  # all is saved, so it may leave
         assert not agent.due(last=True)
