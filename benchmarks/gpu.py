@@ -40,7 +40,7 @@ from benchmarks import gpugraphs, gpuspans
 from benchmarks.gpudevice import Fake, Gpu, Machine
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Broken, Communicator, Message
-from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework
@@ -69,11 +69,11 @@ def seconds(on: Machine, work: Callable[[], object], times: int = 5) -> float:
     return statistics.median(found)
 
 
-def replica_memory(size_bytes: int) -> Slot:
+def replica_memory(size_bytes: int) -> TensorSlot:
     """As an agent gives it out."""
     fd = os.memfd_create("gemini:gpu", os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
-    slot = Slot(fd, size_bytes)
+    slot = TensorSlot(fd, size_bytes)
     slot.populate()
     return slot
 
@@ -208,7 +208,7 @@ def exchange(on: Machine, made: Communicator, size_bytes: int, versions: int) ->
     progress.start()
     work = tuple(Piecework(n % 4 - 1, *cut) for n, cut in enumerate(_cuts(training.bytes)))
     work = tuple(sorted(work, key=lambda w: (w.after < 0, w.after)))
-    slots: dict[str, Slot] = {}
+    slots: dict[str, TensorSlot] = {}
     pins, right = [], torch.empty(0)
     for name in ("own", "other"):
         slots[name] = replica_memory(training.bytes)

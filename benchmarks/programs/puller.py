@@ -27,7 +27,7 @@ from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 from gemini_hpc.wire.link import accept
 
 JOB = 1
@@ -106,7 +106,7 @@ def fetch(host: str, target: str, address: str, runs: int) -> None:
             with memory.view() as view:
                 _plain(view, address, offer.plain_port)
         else:
-            client = Client(
+            client = HandshakeClient(
                 purpose="pull",
                 cluster="bench",
                 job=JOB,

@@ -148,7 +148,7 @@ class ClosedTrainings:
             shard: The shard to trim.
             last: The version at which the ranks have closed the training.
         """
-        abandoned = training.sealing.word.abandoned if training.sealing is not None else frozenset[Stamp]()
+        abandoned = training.sealing.decision.abandoned if training.sealing is not None else frozenset[Stamp]()
         self._store.trim(shard, sealed, abandoned)
         before = shard.pair.passed
         shard.pair.pass_over(Stamp(sealed.epoch, last))
@@ -196,7 +196,7 @@ class ClosedTrainings:
                 continue
             for shard in shards:
                 shard.pair.void_filling()  # the rank has disconnected and completes no further version
-            self._trainings.drop_guests(training)
+            self._trainings.drop_load_copies(training)
             self._writer.forget(closed.set)
             for shard in shards:
                 nothing = training.chosen is None and not shard.pair.complete_stamps()

@@ -21,12 +21,12 @@ from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.good_end import GoodEnd
 from gemini_hpc.agent.hangs import Hangs
-from gemini_hpc.agent.inspect_part import Picture
+from gemini_hpc.agent.inspect_part import InspectView
 from gemini_hpc.agent.launches import Launches
 from gemini_hpc.agent.own_directory import OwnDirectory
 from gemini_hpc.agent.peer_server import PeerServer
 from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.listen_address import interface_address
 from gemini_hpc.agent.peers.membership import Membership
@@ -56,8 +56,8 @@ from gemini_hpc.agent.sick_nodes import SickNodes
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.flush import Flush
-from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.flush import FlushRequests
+from gemini_hpc.agent.tier.keeps import NamedVersions
 from gemini_hpc.agent.tier.node_writer import NodeWriter
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
@@ -72,7 +72,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
 from gemini_hpc.wire import inspect_schema, local, peer, protocol
-from gemini_hpc.wire.local_server import Client, LocalServer, Reply
+from gemini_hpc.wire.local_server import LocalClient, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
@@ -107,12 +107,12 @@ class Agent:
             again: Another agent of the job has died here.
             share: The job's share of the node's memory cap, as the prolog knows it; see `Budget`.
         """
-        me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
+        me = self.identity = AgentIdentity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
         here = self.membership = Membership()
         events = self._events = EventLog(node, lambda: here.restart, self._print)
         log, spawn = events.log, Tasks(events.log).spawn
-        self._log, self._complain, self._spawn = log, events.complain, spawn
+        self._log, self._complain, self._spawn = log, events.log_rate_limited, spawn
         self._local: LocalServer | None = None
         self._place = OwnDirectory(directory, uid)
         self._looked_at, self._told_gone = -math.inf, False
@@ -130,7 +130,7 @@ class Agent:
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
-        keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
+        keeps = self.keeps = NamedVersions(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
         self.controller_link = ControllerLink(me, here, self, log, spawn)
         events.add_follower(self.controller_link.send_event)
 
@@ -143,7 +143,7 @@ class Agent:
             trainings,
             self._outlines,
             filling,
-            incoming.forsake,
+            incoming.drop_peers,
             log,
             spawn,
             self.controller_link.register,
@@ -227,7 +227,7 @@ class Agent:
         self._good_end = GoodEnd(here, trainings, saver, keeps, self._retention, lambda: self.finished)
         self._waker = Wake(me, here, self.attach, events, spawn)
         self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, trainings, log, spawn)
-        self._picture = Picture(
+        self._picture = InspectView(
             me,
             here,
             trainings,
@@ -246,11 +246,11 @@ class Agent:
             store,
             self.transfers.incoming,
             self._waker,
-            Flush(job, here, trainings, saver, self.salvage, spawn),
+            FlushRequests(job, here, trainings, saver, self.salvage, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
             self.spares,
-            events.complain,
+            events.log_rate_limited,
             barred=self._retention.barred,
             taken=self._taken_over,
         )
@@ -414,7 +414,7 @@ class Agent:
             if m.bereft:
                 self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
             if incarnation.leads and m.restart == 0 and self.saver.tier:
-                self._spawn(self.saver.glance())
+                self._spawn(self.saver.check_once())
         here.detached = False
         bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
         try:
@@ -680,7 +680,7 @@ class Agent:
 
     # ---- the local socket ------------------------------------------------------------------------------
 
-    async def _handle_local(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+    async def _handle_local(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
         if isinstance(request, local.Bequeath):
             for fd in fds:
                 os.close(fd)

@@ -23,9 +23,9 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.core.standstill import Judge, Standing, describe_hang, shortened
+from gemini_hpc.core.standstill import HangStanding, Judge, describe_hang, shortened
 from gemini_hpc.wire import control_page, peer
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 
 LOOK_S = 1.0
@@ -50,7 +50,7 @@ class Hangs:
         membership: Membership,
         trainings: Trainings,
         launches: Launches,
-        culprit: Callable[[Incarnation, Standing], None],
+        culprit: Callable[[Incarnation, HangStanding], None],
         log: Log,
         spawn: Spawn,
         now: Callable[[], float] = clock.monotonic,
@@ -74,7 +74,7 @@ class Hangs:
         self._looked_at = 0.0
         self._round = (-1, 0)
         # by training and child, with the time of the report
-        self._below: dict[tuple[str, str], tuple[float, Standing]] = {}
+        self._below: dict[tuple[str, str], tuple[float, HangStanding]] = {}
         self._loud: set[str] = set()  # trainings that have been reported to the parent
         self._judges: dict[str, Judge] = {}
         self._acted: set[str] = set()
@@ -127,7 +127,7 @@ class Hangs:
         for judge in self._judges.values():
             judge.begin_launch()
 
-    def _standing(self, name: str, now: float) -> Standing | None:
+    def _standing(self, name: str, now: float) -> HangStanding | None:
         """Return the joint standing of all ranks here, and below in the tree, that have reported."""
         said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
@@ -153,7 +153,7 @@ class Hangs:
             if len(self._below) < _MOST_BELOW:
                 self._below[m.set, host] = self._now(), m.standing
 
-    def _hung(self, incarnation: Incarnation, name: str, standing: Standing) -> None:
+    def _hung(self, incarnation: Incarnation, name: str, standing: HangStanding) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
         training = self._trainings.get(name)
         if training is None or training.ranks.silent_s(self._now()) < _QUIET * self.hang_s:
@@ -166,7 +166,7 @@ class Hangs:
 
     # ---- the rank that holds the others up -------------------------------------------------------------
 
-    async def _end(self, incarnation: Incarnation, training: Training, standing: Standing) -> None:
+    async def _end(self, incarnation: Incarnation, training: Training, standing: HangStanding) -> None:
         rank, number = standing.least.rank, incarnation.rounds.round
         client = training.present.get(rank)
         text = await self._stack(training, rank, client) if client is not None else ""
@@ -182,7 +182,7 @@ class Hangs:
         if not launched and client is not None and rank in training.restarts:
             client.signal(signal.SIGKILL)
 
-    async def _stack(self, training: Training, rank: int, client: Client) -> str:
+    async def _stack(self, training: Training, rank: int, client: LocalClient) -> str:
         """Return the rank's Python stack, or "" if the rank does not answer."""
         number = training.ranks.signal_of(rank)
         if not number or not _catches(client.pid, number):

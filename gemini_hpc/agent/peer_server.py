@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from gemini_hpc.agent.inspect_part import Picture
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.inspect_part import InspectView
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.spares import Spares
-from gemini_hpc.agent.tier.flush import Flush
+from gemini_hpc.agent.tier.flush import FlushRequests
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.wake_peers import Wake
@@ -34,13 +34,13 @@ class PeerServer:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         store: Store,
         incoming: PushReceiver,
         waker: Wake,
-        flush: Flush,
-        picture: Picture,
+        flush: FlushRequests,
+        picture: InspectView,
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
         spares: Spares,
         complain: Callable[[str], None],

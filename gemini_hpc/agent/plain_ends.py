@@ -11,7 +11,7 @@ from gemini_hpc.agent.launches import Launches
 from gemini_hpc.core.attempts import End
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.node.out_of_memory import OutOfMemory
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 _KILLED = 137
 
@@ -21,13 +21,13 @@ class PlainEnds:
 
     def __init__(self, node: str, launches: Launches) -> None:
         self._node, self._launches = node, launches
-        self._ranks: dict[Client, tuple[str, int, OutOfMemory]] = {}
+        self._ranks: dict[LocalClient, tuple[str, int, OutOfMemory]] = {}
 
-    def record_rank(self, client: Client, step: str, rank: int) -> None:
+    def record_rank(self, client: LocalClient, step: str, rank: int) -> None:
         """Record a rank that begins to train here."""
         self._ranks[client] = step, rank, OutOfMemory(client.pid)
 
-    def raised(self, client: Client, words: str, version: int) -> None:
+    def raised(self, client: LocalClient, words: str, version: int) -> None:
         """Record the exception that a rank reports as its end.
 
         Args:
@@ -41,7 +41,7 @@ class PlainEnds:
         key, text = f"{words} at step {version}", f"rank {rank} ended with {words}"
         self._report_end(step, End(text, Cause.RAISED, rank, 1, self._node, key, t=clock.time()))
 
-    def gone(self, client: Client, *, success: bool) -> None:
+    def gone(self, client: LocalClient, *, success: bool) -> None:
         """Find out what became of a rank whose connection has ended."""
         if client not in self._ranks:
             return

@@ -29,7 +29,7 @@ Action = Literal["stay", "release", "save", "salvage"]
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryFacts:
     """The facts on which the decision depends.
 
     Attributes:
@@ -55,7 +55,7 @@ class Held:
     unsaved: bool = False
 
 
-def decide(held: Held) -> tuple[Action, str]:
+def decide(held: MemoryFacts) -> tuple[Action, str]:
     """Return the action for the held memory, and its reason.
 
     `save` means: free the memory, unless it must be saved first.
@@ -167,7 +167,7 @@ class Retention:
         saving = self._saving(now) and not self._salvage.due(now, last=True)
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
-            Held(
+            MemoryFacts(
                 now - self._ended_at,
                 self._kept_s,
                 self._settings.tier_salvage_s,

@@ -17,13 +17,13 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 _GRACE_S = 2.0
 _SEARCH_S = 10.0
 
 
-class Controller(Protocol):
+class ControllerConnection(Protocol):
     """The state of the connection to the controller."""
 
     @property
@@ -46,7 +46,7 @@ class SelfFence:
         self,
         limit_s: float,
         membership: Membership,
-        controller: Controller,
+        controller: ControllerConnection,
         trainings: Iterable[Training],
         log: Log,
         spawn: Spawn,
@@ -99,7 +99,7 @@ class SelfFence:
             self._log("self_fenced", detail=reason)
             await self.end_ranks()
 
-    def ranks(self) -> set[Client]:
+    def ranks(self) -> set[LocalClient]:
         """Return the processes on this node that train now: only those that have said hello."""
         clients = [c for s in self._trainings for c in s.present.values()]
         return {c for c in clients if not c.closed.is_set()}

@@ -16,8 +16,8 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Failure, Key, Tally, describe_cause
-from gemini_hpc.core.standstill import Standing
+from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Key, RankFailure, Tally, describe_cause
+from gemini_hpc.core.standstill import HangStanding
 from gemini_hpc.wire import peer
 
 # Seconds after which ranks that failed by themselves at about the same time are reported, and the next attempt has
@@ -87,7 +87,7 @@ class SickNodes:
             self._log("unhealthy", detail=why)
             self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
 
-    def hung(self, incarnation: Incarnation, standing: Standing) -> None:
+    def hung(self, incarnation: Incarnation, standing: HangStanding) -> None:
         """Count, at the root, a rank that keeps the others waiting.
 
         If all ranks are in one collective, no rank is behind and none is counted.
@@ -121,7 +121,7 @@ class SickNodes:
             return
         if key not in self._open:
             self._spawn(self._judge(incarnation, key))
-        self._open[key] = self._open.get(key, Ends()).join([Failure(m.cause, m.host, m.rank, m.version)])
+        self._open[key] = self._open.get(key, Ends()).join([RankFailure(m.cause, m.host, m.rank, m.version)])
 
     def _pass_red(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
         if incarnation.leads:

@@ -24,7 +24,7 @@ MAX_SHOWN = 1024  # ranks of a training in one view; more cannot be connected
 _STATE_BYTES = 2048  # bytes of a summary as an object, and of the store's own structures
 
 
-class Series:
+class OverheadSeries:
     """A series of the overhead over time, at most MAX_POINTS long. Older points are sparser."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Rank:
     def __init__(self) -> None:
         self.state: TrafficState | None = None
         self.timeline = b""
-        self.series = Series()
+        self.series = OverheadSeries()
         self.key, self.kept = "", b""
 
     @property

@@ -17,7 +17,7 @@ from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 
 if TYPE_CHECKING:
-    from gemini_hpc.tier.version import Manifest
+    from gemini_hpc.tier.version import VersionManifest
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- finding the version --------------------------------------------------------------------------------
 
 
-def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
+def _find(args: argparse.Namespace) -> tuple[str, VersionManifest]:
     """Return directory and manifest of a version. Raises ExportError, UserError, ValueError, OSError."""
     from gemini_hpc.tier.find import find
 
@@ -160,7 +160,7 @@ def _made(output: str) -> Iterator[str]:
         shutil.rmtree(inside, ignore_errors=True)
 
 
-def _write(where: str, manifest: Manifest, form: str, path: str, output: str) -> int:
+def _write(where: str, manifest: VersionManifest, form: str, path: str, output: str) -> int:
     """Write the version and return its number of tensors.
 
     Raises ExportError, and OSError or ValueError if the version cannot be read.

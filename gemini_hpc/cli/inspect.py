@@ -12,7 +12,7 @@ from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report import columns, history, traffic_text
-from gemini_hpc.wire.sanitize import tame as _tame
+from gemini_hpc.wire.sanitize import sanitize as _tame
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
-    source = _Source(settings, job)
+    source = _AnswerSource(settings, job)
     while True:
         document = source.document()
         if args.watch is not None and sys.stdout.isatty() and not args.json:
@@ -73,7 +73,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
         clock.sleep(args.watch)
 
 
-class _Source:
+class _AnswerSource:
     """The source of the answers: the controller, or the agents while no controller answers."""
 
     def __init__(self, settings: Settings, job: int) -> None:
@@ -82,7 +82,7 @@ class _Source:
 
     def document(self) -> Document:
         from gemini_hpc.query import ask
-        from gemini_hpc.query.inspect_document import picture
+        from gemini_hpc.query.inspect_document import inspect_document
 
         asked = "controller"
         try:
@@ -92,11 +92,11 @@ class _Source:
                 self._line, asked = None, "agents"
                 answer = ask.agents(self._settings, self._job)
                 if not answer.parts:
-                    raise ask.AskError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
-        except ask.AskError as exc:
+                    raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
+        except ask.QueryError as exc:
             raise UserError(str(exc)) from None
         told, now = (answer.parts, answer.events, answer.slurm, answer.missing), clock.time()
-        return picture(self._job, *told, asked, now, answer.lemons)
+        return inspect_document(self._job, *told, asked, now, answer.lemons)
 
     def _ask(self) -> JobAnswer:
         """Return the controller's answer, over the previous connection if that still works.

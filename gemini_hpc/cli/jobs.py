@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         document = collect(load(args.config), everything=args.all, now=clock.time())
     except (UserError, ConfigError) as exc:
-        print(f"gemini-hpc jobs: {tame(str(exc))}", file=sys.stderr)
+        print(f"gemini-hpc jobs: {sanitize(str(exc))}", file=sys.stderr)
         return 1
     print(json.dumps(document) if args.json else render(document), flush=True)
     return 0
@@ -65,7 +65,7 @@ def collect(settings: Settings, *, everything: bool, now: float) -> Document:
             line.close()
     except ask.NoControllerError as exc:
         raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
-    except ask.AskError as exc:
+    except ask.QueryError as exc:
         raise UserError(str(exc)) from None
     rows = [_row(row, pictures.get(row.job)) for row in sorted(answer.jobs, key=lambda row: row.job)]
     return {"schema": SCHEMA, "t": now, "jobs": rows, "not_shown": answer.more}
@@ -73,13 +73,13 @@ def collect(settings: Settings, *, everything: bool, now: float) -> Document:
 
 def _picture(line: Any, job: int, now: float) -> Document | None:
     from gemini_hpc.query import ask
-    from gemini_hpc.query.inspect_document import picture
+    from gemini_hpc.query.inspect_document import inspect_document
 
     try:
         answer = line.ask(job)
-    except ask.AskError:
+    except ask.QueryError:
         return None  # the job has ended, or become invisible to the user, since the list was made
-    return picture(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
+    return inspect_document(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
 
 
 def _row(row: JobRow, d: Document | None) -> Document:
@@ -164,7 +164,7 @@ def render(d: Document) -> str:
         sealed = ago if j["ended"] else _age(j["sealed_age_s"])
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
         texts = (j["id"], j["user"], j["state"], j["slurm"], str(j["nodes"]), sealed, survives, str(j["recoveries"]))
-        rows.append(tuple(tame(text) for text in texts))
+        rows.append(tuple(sanitize(text) for text in texts))
         if j["state_of"]:
             rows.append(("", "", j["state_of"], "", "", "", "", ""))
     widths = [min(limit, max(len(row[i]) for row in rows)) for i, limit in enumerate(WIDEST)]

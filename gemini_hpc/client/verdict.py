@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-class Verdict:
+class StartVerdict:
     """A rank's view of the verdict.
 
     While the verdict is `awaited`, the ranks still have to agree in a collective of each step. This rank takes part
@@ -60,7 +60,7 @@ class Verdict:
             self.awaited, self.protected = False, not self.refused
 
     @property
-    def word(self) -> int:
+    def vote(self) -> int:
         """Return this rank's vote: 1: able to begin, 0: not yet, -1: refused."""
         return -1 if self.refused else int(self.ready)
 

@@ -16,7 +16,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.planned_drains import DrainWatch
 from gemini_hpc.controller.recoveries import Recoveries
-from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.controller.requeue_rules import release_reason
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.query import past
@@ -197,7 +197,7 @@ class JobWatch:
         )
 
     @staticmethod
-    def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
+    def _release(agent: ConnectedAgent, reason: str, *, save: bool = False) -> None:
         # Log at most once a minute: a stopped agent gets a `Release` every second.
         if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
             agent.told_release_s = clock.monotonic()

@@ -22,7 +22,7 @@ _KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
 NODES = "nodes"  # the key of lines that belong to no recovery
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class JournalRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the journal.
 
     Attributes:
@@ -41,10 +41,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     data: dict[str, str | int | float | list[str]] = {}
 
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(JournalRecord)
 
 
-class Down(NamedTuple):
+class FencedNode(NamedTuple):
     """A node that was set DOWN, or is about to be.
 
     `user_id` is the owner of the job; None in lines of older versions.
@@ -55,12 +55,12 @@ class Down(NamedTuple):
     user_id: int | None
 
 
-def _down(record: Record) -> Down:
+def _down(record: JournalRecord) -> FencedNode:
     user_id = record.data.get("user_id")
-    return Down(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
+    return FencedNode(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
 
-def _read(path: str) -> Iterator[Record]:
+def _read(path: str) -> Iterator[JournalRecord]:
     try:
         with open(path, "rb") as f:
             for line in f:
@@ -90,14 +90,14 @@ class Journal:
             (r.t, str(r.data.get("node", ""))) for r in records if (r.step, r.phase) == ("resume", "before")
         ]
         self._drained = [_down(r) for r in records if (r.step, r.phase) == ("drain", "before")]
-        self._open: dict[str, list[Record]] = {}
+        self._open: dict[str, list[JournalRecord]] = {}
         for record in records:
             self._apply_record(record)
         self._compact(records)
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (open for the life of the controller)
         end_line(self._file)
 
-    def _apply_record(self, record: Record) -> None:
+    def _apply_record(self, record: JournalRecord) -> None:
         if record.step == "open":
             # The recovery was opened again, now to act: resources held ahead must still be released.
             self._open[record.key] = [record, *self._open.get(record.key, ())]
@@ -106,7 +106,7 @@ class Journal:
         elif record.key in self._open:
             self._open[record.key].append(record)
 
-    def _compact(self, records: list[Record]) -> None:
+    def _compact(self, records: list[JournalRecord]) -> None:
         if not os.path.exists(self._path) or os.path.getsize(self._path) < _COMPACT_BYTES:
             return
         fresh = clock.time() - _KEEP_S
@@ -119,7 +119,7 @@ class Journal:
 
     def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """Append one line. The line is on disk on return."""
-        record = Record(clock.time(), key, step, phase, data)
+        record = JournalRecord(clock.time(), key, step, phase, data)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
@@ -154,7 +154,7 @@ class Journal:
         since = clock.time() - window_s
         return sum(1 for t, name in self._back if name == node and t >= since)
 
-    def left_open(self) -> dict[str, list[Record]]:
+    def left_open(self) -> dict[str, list[JournalRecord]]:
         """Return the recoveries without an end: their key and their lines."""
         return {key: list(records) for key, records in self._open.items()}
 

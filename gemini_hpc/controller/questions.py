@@ -10,7 +10,7 @@ from contextlib import suppress
 from gemini_hpc import clock
 from gemini_hpc.controller.event_log import KEPT_S, EventLogs
 from gemini_hpc.controller.lemons import Lemons
-from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.operators import Operators
 from gemini_hpc.query import past
 from gemini_hpc.query.inspect_document import recoveries
@@ -52,7 +52,7 @@ class Questions:
         self._request = 0
         self._listing = asyncio.Lock()
 
-    def part(self, agent: Agent, message: inspect_schema.InspectPart) -> None:
+    def part(self, agent: ConnectedAgent, message: inspect_schema.InspectPart) -> None:
         """Accept an agent's part of an answer, or drop it if it was not requested."""
         waiting = self._parts.get(message.request)
         if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:

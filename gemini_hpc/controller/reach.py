@@ -18,7 +18,7 @@ SAMPLE = 4  # of the nodes vouched for by agents, so many are probed before a no
 UNSEEN = (Port.SILENT, Port.UNKNOWN)
 
 
-class Reach:
+class Reachability:
     """The probe of nodes that are not suspected, first those of one job, then those of others."""
 
     def __init__(self, settings: Settings, registry: Registry) -> None:

@@ -18,11 +18,11 @@ from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Act
 from gemini_hpc.controller.give_back import is_ours
-from gemini_hpc.controller.journal import Journal, Record
+from gemini_hpc.controller.journal import Journal, JournalRecord
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.progress import barren
-from gemini_hpc.controller.reach import Reach
+from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.reservation import PREFIX, RESERVED_MINUTES
@@ -58,7 +58,7 @@ class Recoveries:
         self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
         self.primary, self.lemons = primary, lemons
         self.alerts = Alerts(settings, journal)
-        self.reach = Reach(settings, registry)
+        self.reach = Reachability(settings, registry)
         self._logs = logs
         self._active: dict[tuple[int, int], Recovery] = {}
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
@@ -289,7 +289,7 @@ class Recoveries:
                 refused_s, why = refused_s + clock.monotonic() - began, str(exc)
         self._resuming.discard(key)
 
-    async def _give_up(self, key: str, records: list[Record], why: str) -> None:
+    async def _give_up(self, key: str, records: list[JournalRecord], why: str) -> None:
         """Release all that is held, and alert: the rest of the work is the administrator's."""
         raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
         try:
@@ -308,7 +308,7 @@ class Recoveries:
             "recovery given up", raw_id, "", f"Slurm refuses to let a recovery finish: check its nodes ({text})"
         )
 
-    async def _resume_one(self, key: str, records: list[Record]) -> None:
+    async def _resume_one(self, key: str, records: list[JournalRecord]) -> None:
         opened = records[0].data
         raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
         names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
@@ -444,7 +444,7 @@ class Recoveries:
         return node is not None and is_ours(node)
 
 
-def _reserved(records: list[Record]) -> list[str]:
+def _reserved(records: list[JournalRecord]) -> list[str]:
     """Return the reservations that were made or begun: one that is not recorded as made may exist all the same."""
     return list(dict.fromkeys(str(r.data["name"]) for r in records if r.step == "reserve"))
 

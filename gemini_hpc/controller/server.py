@@ -26,8 +26,8 @@ from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
-from gemini_hpc.controller.registry import Agent, Registry, Track
-from gemini_hpc.controller.sick_nodes import SickNodes
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
+from gemini_hpc.controller.sick_nodes import SickNodeDrains
 from gemini_hpc.query.slurm_facts import never_requeued
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -65,7 +65,7 @@ MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are judged at the same time
 MAX_UNPLACED = 64  # agents of a job for which Slurm has named no nodes
 
 
-class _Rate:
+class _MessageRate:
     """A token bucket for one agent's messages."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Controller:
         self.recoveries = Recoveries(
             settings, self.slurm, self.journal, self.logs, self.registry, primary, self.lemons
         )
-        self._sick = SickNodes(
+        self._sick = SickNodeDrains(
             settings, self.slurm, self.journal, self.lemons, self.recoveries.say, self.recoveries.alerts.send_alert
         )
         self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
@@ -240,7 +240,7 @@ class Controller:
         if agent is None:
             return
         link.limit_bytes = AGENT_FRAME_BYTES
-        rate = _Rate()
+        rate = _MessageRate()
         try:
             if early:
                 await self._from_agent(agent, controller.EventsUp(agent.job, tuple(early)))
@@ -262,7 +262,7 @@ class Controller:
         if self._lines.take_tokens(uid):
             log.info(line, *values)
 
-    async def _register(self, link: Link, message: controller.Registration) -> Agent | None:
+    async def _register(self, link: Link, message: controller.Registration) -> ConnectedAgent | None:
         """Return the agent's entry if, by Slurm, the job belongs to its uid; None if it is refused or released."""
         uid, raw_id = link.session.peer_uid, message.job
         while True:
@@ -299,7 +299,7 @@ class Controller:
                 uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64]
             )
             return None
-        agent = Agent(link, message.host, raw_id, message.instance[:64], verified)
+        agent = ConnectedAgent(link, message.host, raw_id, message.instance[:64], verified)
         agent.apply_registration(message)
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent
@@ -352,7 +352,7 @@ class Controller:
 
     # ---- agents' messages ------------------------------------------------------------------------------
 
-    async def _from_agent(self, agent: Agent, message: protocol.AnyMessage) -> None:
+    async def _from_agent(self, agent: ConnectedAgent, message: protocol.AnyMessage) -> None:
         track = self.registry.jobs.get(agent.job)
         if track is None:
             return
@@ -385,7 +385,7 @@ class Controller:
                     track.learn(await self.read_job(agent.job, fresh=True))
                     await track.remember_nodes(self.slurm)
 
-    async def _report(self, agent: Agent, track: Track, message: controller.Report) -> None:
+    async def _report(self, agent: ConnectedAgent, track: Track, message: controller.Report) -> None:
         """Accept a report as a hint, up to a limit for each user. Agents repeat reports that matter."""
         uid = track.user_id
         if not self._reports.take_tokens(uid):

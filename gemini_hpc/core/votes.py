@@ -195,7 +195,7 @@ class Root:
         """Return the members' votes merged into one. Nothing is complete while a member is silent."""
         return merge(self._votes.get(member, SILENT) for member in self.members)
 
-    def word(self) -> Decision:
+    def decision(self) -> Decision:
         """Return the decision so far."""
         undecided = (stamp for stamp in self._merged().seen if self._sealed is None or stamp > self._sealed)
         abandoned = frozenset(s for s in undecided if s in self._void or not self._facts.possible(s))

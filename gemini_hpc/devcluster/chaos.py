@@ -72,7 +72,7 @@ class Weather:
     spare: Sequence[str] = ()
 
 
-class Event(msgspec.Struct, frozen=True):
+class ChaosEvent(msgspec.Struct, frozen=True):
     """An event of a run.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Repair:
 class Chaos:
     """A run of power cuts; `tell` is called with each event at once."""
 
-    def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[Event], None]) -> None:
+    def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[ChaosEvent], None]) -> None:
         """Create a run. Raises DevclusterError for spare nodes that the cluster does not have."""
         for node in weather.spare:
             if node not in cluster.node_names:
@@ -156,7 +156,7 @@ class Chaos:
         return cuts
 
     def _report_event(self, event: str, node: str = "", jobs: Sequence[int] = (), detail: str = "") -> None:
-        self._hear(Event(clock.time(), round(self._after_s, 3), event, node, list(jobs), detail))
+        self._hear(ChaosEvent(clock.time(), round(self._after_s, 3), event, node, list(jobs), detail))
 
     @property
     def _after_s(self) -> float:

@@ -9,7 +9,7 @@ import math
 import struct
 
 from gemini_hpc.format.dtypes import item_bytes
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 _FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # tag: bytes that follow
@@ -21,7 +21,7 @@ _TENSORS = b"cg"
 TAGS = frozenset((*_FIXED, *_SIZED, *_ITEMS, *_ARRAYS, *_AROUND))
 
 
-def buffers(small: bytes) -> list[tuple[Row, memoryview]]:
+def buffers(small: bytes) -> list[tuple[TensorRow, memoryview]]:
     """Return the buffers in a rank's small state, each with its bytes. An MPI program's small state is empty.
 
     Raises:
@@ -71,7 +71,7 @@ class _Reader:
         self._tag(b"s")
         return bytes(self._sized()).decode()
 
-    def buffer(self) -> tuple[Row, memoryview] | None:
+    def buffer(self) -> tuple[TensorRow, memoryview] | None:
         """Read a buffer, and return it with its bytes; None if the buffer lies elsewhere in the slot."""
         name = self.text()
         if bytes(self._data[self._at : self._at + 1]) == b"L":
@@ -80,7 +80,7 @@ class _Reader:
         self._tag(_TENSORS)
         self._tag(b"X")
         kind, shape, data = self._array()
-        row = Row(name, kind.removeprefix("torch."), shape, True, "cpu")
+        row = TensorRow(name, kind.removeprefix("torch."), shape, True, "cpu")
         if math.prod(shape) * item_bytes(row.dtype) != len(data):
             raise ValueError(f"buffer {name} of {shape} {row.dtype} has {len(data)} bytes")
         return row, data

@@ -7,7 +7,7 @@ import syslog
 from gemini_hpc import lines
 
 
-def complain(where: str, job: int, text: str) -> None:
+def log_fault(where: str, job: int, text: str) -> None:
     """Log `text`, which may contain any character, as one line."""
     shown = "".join(c if c.isprintable() else "?" for c in text)[:500]
     line = f"{where}: job={job} {shown}"

@@ -20,7 +20,7 @@ from functools import partial
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import again, ask_agent, health_report, job_directory, ledger, privileges, reaper
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
 
 ANSWER_TIMEOUT_S = 3.0  # for the agent's answer, within TOTAL_S
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
         _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        complain("epilog", job, f"could not tell the agent that the job has ended: {exc}")
+        log_fault("epilog", job, f"could not tell the agent that the job has ended: {exc}")
     return 0
 
 
@@ -112,7 +112,7 @@ def _report_end(
             with _connect(f"{run_dir}/{job}", uid, answer_by, patience_s) as sock:
                 answer = ask_agent.ask(sock, question, answer_by)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
-                    raise ask_agent.AskError("the agent's reply to the epilog is not valid")
+                    raise ask_agent.ListenerError("the agent's reply to the epilog is not valid")
                 check = _CHECK if answer.get("check") is True else 0
                 if answer["state"] == "hold":
                     return check + _hold_status(restart, answer.get("restart"))
@@ -123,11 +123,11 @@ def _report_end(
                 return check + _RELEASED
         except ask_agent.NobodyAnswersError:
             return _KEPT  # its supervisor may start it again; if not, a later prolog on this node cleans up
-        except ask_agent.AskError as exc:
-            complain("epilog", job, str(exc))
+        except ask_agent.ListenerError as exc:
+            log_fault("epilog", job, str(exc))
             return _FAILED
 
-    child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
+    child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(log_fault, "epilog", job))
     return privileges.outcome(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
 
 
@@ -153,7 +153,7 @@ def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
             if there or entries.get(job) is not None:
                 entries.ended(job, uid, restart)
     except OSError as exc:
-        complain("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        log_fault("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
 
 
 def _released(run_fd: int, run_dir: str, job: int) -> None:
@@ -193,9 +193,9 @@ def _hold_survivors(job: int, restart: int, place: tuple[str, ...], deadline: fl
         hold = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
         hold.wait(max(0.2, deadline - clock.monotonic()))  # `subprocess.run` would kill it at the timeout
     except subprocess.TimeoutExpired:
-        complain("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
+        log_fault("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
     except OSError as exc:
-        complain("epilog", job, f"could not hold the survivors: {exc}")
+        log_fault("epilog", job, f"could not hold the survivors: {exc}")
 
 
 if __name__ == "__main__":

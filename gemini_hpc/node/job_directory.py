@@ -14,7 +14,7 @@ import stat
 
 from gemini_hpc import clock
 from gemini_hpc.node import mounts
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
@@ -84,7 +84,7 @@ def _create(path: str) -> None:
     finally:
         os.close(lock)
     if problem:
-        complain("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
+        log_fault("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
 
 
 def _wait_for(lock: int) -> None:

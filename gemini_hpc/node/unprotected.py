@@ -25,7 +25,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Note:
+class UnprotectedNote:
     """The line of one incarnation. Only `write_reason` works after a fork as another user; all else requires root."""
 
     def __init__(self, run_dir: str, job: int, restart: int) -> None:

@@ -22,7 +22,7 @@ _LIVES = frozenset(("requeued", "sent_back", "running", "configuring", "detected
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobEnd:
     """The end of a job.
 
     Attributes:
@@ -50,7 +50,7 @@ def has_ended(slurm: dict[str, str]) -> bool:
     return bool(slurm.get("state")) and slurm["state"] not in LIVE
 
 
-def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | None:
+def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> JobEnd | None:
     """Return how the job ended, None if it has not ended. `events` are in order of time."""
     if not has_ended(slurm):
         return None
@@ -65,7 +65,7 @@ def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | Non
     sealed = max(((e.restart, e.version) for e in events if e.name in _SEALED and e.version), default=(0, 0))
     version = sealed[1]
     stored = max((e.version for e in events if e.name == "saved"), default=0)
-    return Ending(state, t, exit_code, version, stored)
+    return JobEnd(state, t, exit_code, version, stored)
 
 
 def _number(text: str) -> float:

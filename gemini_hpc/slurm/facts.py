@@ -58,7 +58,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WatchedJob:
     """The facts on a job that the watcher needs, none of which is text of the job's owner."""
 
     raw_id: int
@@ -126,7 +126,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class SlurmConfig:
     """The parts of `scontrol show config` in use.
 
     `boot_time` is the Unix time, in seconds, when slurmctld was started.

@@ -140,7 +140,7 @@ def remove(directory: str) -> None:
         shutil.rmtree(gone)
 
 
-class Pace:
+class WritePace:
     """A limiter that holds a stream of bytes to a rate; a rate of 0 bytes per second means no limit."""
 
     _STEP_S = 0.25  # the longest pause that is made up for

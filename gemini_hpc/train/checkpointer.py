@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from gemini_hpc import clock
 from gemini_hpc.client import mistake
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, keeping, rejecting
 from gemini_hpc.train.engine import SaveEngine
@@ -117,7 +117,7 @@ class Checkpointer:
         self._times = Times()
         self._closed = False
         self._first_done = True
-        self._session = session = Session(
+        self._session = session = RankSession(
             ranks,
             name,
             Tier.of(tier),

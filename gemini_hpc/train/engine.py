@@ -15,15 +15,15 @@ import torch.distributed as dist
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
-from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 from gemini_hpc.train.device import pins, streams
-from gemini_hpc.train.device.memory import Keeper, Shard
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.planning import FirstPlan, Join, Planning
 from gemini_hpc.train.replication.parity import StripeParity
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
@@ -38,7 +38,7 @@ from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.train.state.ownership import Own, Ownership
 from gemini_hpc.train.state.tree import StateTree
@@ -76,7 +76,7 @@ class SaveEngine:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         tree: StateTree,
         traffic: Traffic,
         *,
@@ -124,7 +124,7 @@ class SaveEngine:
         wanted = self._traffic.transport == "nccl" and self.transport is not None
         return self._join if wanted and not self._session.redundancy.parity else None
 
-    def _join(self, tensors: list[torch.Tensor], layout: Layout, all_ranks: Exchange) -> str:
+    def _join(self, tensors: list[torch.Tensor], layout: SlotLayout, all_ranks: Exchange) -> str:
         """Create this rank's NCCL endpoint and return "", or return the reason why none exists.
 
         See `planning.Join`.
@@ -144,7 +144,7 @@ class SaveEngine:
         """Return whether the ranks can reach an agreement during training."""
         return self.controller is not None and self.controller.agrees
 
-    def keepers(self) -> list[Keeper]:
+    def keepers(self) -> list[TensorShardOwner]:
         """Return the replicator and the receivers, which hold memory of the agent."""
         return [*([self.replicator] if self.replicator else []), *self.receivers]
 
@@ -183,7 +183,7 @@ class SaveEngine:
         """
         session, plan, transport = self._session, first.plan, self.transport
         assert session.client is not None
-        me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         replicates: Callable[..., Replicator] = Replicator
         outboxes: Mapping[int, Outbox] = {}
         if (over := self._over) is not None:
@@ -320,7 +320,7 @@ class SaveEngine:
         if self._rescuer is not None:
             self._rescuer.lives_on(nearest)
 
-    def _at_once(self, job: Job) -> None:
+    def _at_once(self, job: CaptureJob) -> None:
         """Hurry the copy of a version. Called from the rescuer's thread."""
         job.urgent = job.wanted = True
         self.pacer.hurry()
@@ -351,7 +351,7 @@ class SaveEngine:
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def _reserve(self, me: Identity, own_bytes: int, totals: list[int]) -> None:
+    def _reserve(self, me: RankIdentity, own_bytes: int, totals: list[int]) -> None:
         """Reserve and map the memory of all shards that this rank fills. Runs in the background."""
         session = self._session
         assert session.client is not None and self.replicator is not None
@@ -379,7 +379,7 @@ class SaveEngine:
         if self._listen(shards):
             session.verdict.prepared()
 
-    def _listen(self, shards: list[Shard]) -> bool:
+    def _listen(self, shards: list[TensorShard]) -> bool:
         """Start the threads, unless the end came first.
 
         A thread that starts waiting for others after the end would still be blocked when Python exits, and Python
@@ -398,7 +398,7 @@ class SaveEngine:
             self._listening = True
         return True
 
-    def _recognise(self, shard: Shard) -> None:
+    def _recognise(self, shard: TensorShard) -> None:
         """Recognise the resumed version in a slot, for a hand-back.
 
         After a resume, the memory mapped again may hold the version resumed from.
@@ -421,9 +421,9 @@ class SaveEngine:
         a version that some ranks skip can never be sealed.
         """
         session, verdict = self._session, self._session.verdict
-        words = [verdict.word]
+        words = [verdict.vote]
         if session.world > 1:
-            words = collectives.gather_word(verdict.word, self._group)
+            words = collectives.gather_word(verdict.vote, self._group)
         if all(word == 1 for word in words):
             if verdict.record_ready():
                 session.state = "protected"

@@ -13,8 +13,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.client.session import Session
-from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives, ownership
@@ -22,7 +22,7 @@ from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.divergence import Divergence
 from gemini_hpc.train.state.layout import Draft, Plan, lay_out
 from gemini_hpc.train.state.lifted import LEAST_BYTES
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
 from gemini_hpc.train.uncaptured import Uncaptured
@@ -39,7 +39,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
     ready: bool = True
     problem: str = ""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     total_bytes: int = 0
     word: bytes = b""
     told: list[str] = []
@@ -60,13 +60,13 @@ class FirstPlan:
     """
 
     plan: Plan
-    gathered: list[list[Entry]]
+    gathered: list[list[TensorEntry]]
     totals: list[int]
 
 
 # Connects copies from GPU to GPU on all ranks, or on none, and returns the reason for none ("" otherwise).
 # Arguments: the tensors, their layout in the slot, and a function that returns every rank's message for its own.
-Join = Callable[[list[torch.Tensor], Layout, Callable[[bytes], list[bytes]]], str]
+Join = Callable[[list[torch.Tensor], SlotLayout, Callable[[bytes], list[bytes]]], str]
 
 
 class Planning:
@@ -74,7 +74,7 @@ class Planning:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         tree: StateTree,
         traffic: Traffic,
         dealt: ownership.Ownership,
@@ -168,7 +168,7 @@ class Planning:
     def _lay_out(
         self,
         draft: Draft,
-        gathered: list[list[Entry]],
+        gathered: list[list[TensorEntry]],
         *,
         least_bytes: int = 0,
         apart: frozenset[str] = frozenset(),
@@ -184,7 +184,7 @@ class Planning:
             apart=apart,
         )
 
-    def _join(self, join: Join, leaves: list[Leaf], layout: Layout) -> None:
+    def _join(self, join: Join, leaves: list[Leaf], layout: SlotLayout) -> None:
         """Let copies go over NCCL, or report once why they do not. Collective."""
 
         def all_ranks(word: bytes) -> list[bytes]:
@@ -217,7 +217,7 @@ class Planning:
 
     # ---- planning anew ---------------------------------------------------------------------------------
 
-    def may_change(self, gathered: list[list[Entry]], alone: frozenset[str]) -> Replanning:
+    def may_change(self, gathered: list[list[TensorEntry]], alone: frozenset[str]) -> Replanning:
         """Allow that another plan follows the current one from now on."""
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
@@ -246,7 +246,7 @@ class Planning:
         if self.replanning is not None and (large or misfits):
             self.replanning.want(self._session.version, at_once=bool(misfits))
 
-    def misfit(self, names: Iterable[str]) -> bool:
+    def record_mismatches(self, names: Iterable[str]) -> bool:
         """Record the tensors that do not fit the plan and return whether this is news.
 
         A tensor that misfits for the second time belongs to the small state from then on.

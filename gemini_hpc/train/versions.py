@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemini_hpc import clock
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.moments import UNKNOWN, Moment
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.optimizer_gate import OptimizerGate
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
@@ -32,7 +32,7 @@ class Versions:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         engine: SaveEngine,
         gate: OptimizerGate,
         tree: StateTree,
@@ -209,7 +209,7 @@ class Versions:
         leaves, odd = self._tree.leaves()
         late, misfits = capture.bind(leaves)
         if misfits:
-            self._misfit(misfits)
+            self._skip_mismatched(misfits)
             return
         planning.fits()
         if late and "late" not in session.unsaved:
@@ -269,7 +269,7 @@ class Versions:
         session.note("skipped", session.version, "the version before this one is still on its way")
         return True
 
-    def _misfit(self, misfits: Mapping[str, str]) -> None:
+    def _skip_mismatched(self, misfits: Mapping[str, str]) -> None:
         """Skip versions while tensors differ from the plan, until the state is divided again.
 
         Args:
@@ -281,13 +281,13 @@ class Versions:
         session, planning = self._session, self._engine.planning
         why = next(iter(misfits.values()))
         planning.want((), (why,), agrees=self._engine.ranks_agree)
-        if planning.misfit(misfits):
+        if planning.record_mismatches(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count("skipped")
         session.event("skipped", f"rank {session.rank}: {why}")
         self._gate.forgone = session.version
 
-    def _ship(self, job: Job | None) -> None:
+    def _ship(self, job: CaptureJob | None) -> None:
         """Send this rank's part of the version over NCCL, at each `step()` since the ranks save.
 
         Only the first call in a `step()` counts.

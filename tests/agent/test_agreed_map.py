@@ -38,17 +38,17 @@ class Host:
             self.tier, self.chosen = True, tier
         return heeded
 
-    async def left(self) -> round_plan.Left:
-        return round_plan.Left(self.after)
+    async def left(self) -> round_plan.PredecessorState:
+        return round_plan.PredecessorState(self.after)
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[version.Manifest, ...]:
+    ) -> tuple[version.VersionManifest, ...]:
         self.looks.append(launched)
         if not self.sees:
             raise TierFailed("not mounted")
         shards = tuple(Stored(rank, rank, 64, 64, "0" * 32) for rank in range(2))
-        return (version.Manifest(7, "default", Stamp(1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
+        return (version.VersionManifest(7, "default", Stamp(1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
 
     def send(self, host: str, message: Message) -> bool:
         self.sent.append((host, message))

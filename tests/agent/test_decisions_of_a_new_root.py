@@ -14,4 +14,4 @@ def test_what_a_root_abandons_that_does_not_know_yet_what_is_sealed_counts() -> 
     sealing = Voting(2, ("below",), lambda _: None, lambda word, degraded: told.append(word))
     sealing.on_decision(Decision(SEALED), False)
     sealing.on_decision(Decision(None, frozenset({SEALED, BEGUN})), False)
-    assert sealing.word == Decision(SEALED, frozenset({BEGUN})) == told[-1]
+    assert sealing.decision == Decision(SEALED, frozenset({BEGUN})) == told[-1]

@@ -84,7 +84,7 @@ def test_who_has_an_agent_already_is_expected() -> None:
 def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
     watch = Watch()
     watch.detector.partners.discard("b")
-    del watch.detector.heard["c"]
+    del watch.detector.last_heard["c"]
     watch.hear(1.9, "b", "c")
     watch.probes(1.9)
     watch.hear(3.8, "b", "c")
@@ -107,7 +107,7 @@ def test_whom_anybody_reaches_is_alive(mine: bool, theirs: list[bool | None]) ->
     watch = Watch()
     probe = watch.suspect("b")
     assert watch.detector.judge(probe, mine, theirs, 4.5) == []
-    assert not watch.detector.suspects and not watch.detector.dead and watch.detector.heard["b"] == 4.5
+    assert not watch.detector.suspects and not watch.detector.dead and watch.detector.last_heard["b"] == 4.5
     watch.hear(5.0, "b")
     assert watch.probes(5.0) == [], "as if it had been heard then"
 

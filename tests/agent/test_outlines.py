@@ -18,16 +18,16 @@ from gemini_hpc.core.placement import AS_RANKED
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest, Row
-from gemini_hpc.format.slot_header import Layout, parse_header
+from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
+from gemini_hpc.format.slot_header import SlotLayout, parse_header
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.message import Message
 
 HOSTS = {f"n{k + 1}": k for k in range(4)}
 SMALL = b"generators"
-_ROW = Row("w", "uint8", (256,), True, "cpu")
-DIRECTORY = shard_manifest.pack(Manifest(2, 4, (_ROW,), shard_manifest.place((_ROW,), [(0, (128,), (64,))])))
-LAYOUT = Layout.plan(len(DIRECTORY), 64, 4096)
+_ROW = TensorRow("w", "uint8", (256,), True, "cpu")
+DIRECTORY = shard_manifest.pack(ShardManifest(2, 4, (_ROW,), shard_manifest.place((_ROW,), [(0, (128,), (64,))])))
+LAYOUT = SlotLayout.plan(len(DIRECTORY), 64, 4096)
 AREAS = LAYOUT.manifest_bytes, LAYOUT.tensor_bytes, LAYOUT.small_capacity
 KEY = xxhash.xxh3_128(DIRECTORY).hexdigest()
 

@@ -18,8 +18,8 @@ from gemini_hpc.agent.peers import incarnation
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.tier import flush, salvage, salvage_rules
-from gemini_hpc.agent.tier.flush import Flush
-from gemini_hpc.agent.tier.node_writer import Told, Wanted
+from gemini_hpc.agent.tier.flush import FlushRequests
+from gemini_hpc.agent.tier.node_writer import Told, WantedVersion
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import SlotPair, Stamp
@@ -103,7 +103,7 @@ class Agent:
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
         self.salvage = Salvage(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)
-        self.flush = Flush(12, self.membership, me.sets, me, self.salvage, me.spawn)
+        self.flush = FlushRequests(12, self.membership, me.sets, me, self.salvage, me.spawn)
 
     @property
     def saver(self) -> Agent:
@@ -162,7 +162,7 @@ class Agent:
     def cancel(self) -> None:
         pass
 
-    def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
+    def wanted(self, what: WantedVersion, tier: str, told: Told) -> bool:
         assert what.homes is not None
         self.wrote.append(set(what.homes))
         if self.unable:

@@ -14,7 +14,7 @@ from gemini_hpc.agent import sick_nodes
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.sick_nodes import SickNodes
 from gemini_hpc.core.culprits import Cause
-from gemini_hpc.core.standstill import Place, Standing
+from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import peer
 
 NAMES = ("n1", "n2", "n3")
@@ -148,7 +148,7 @@ def test_hangs_count(net: Net) -> None:
         return Place(version, launched, 5, rank, NAMES[rank], "allreduce_", runs)
 
     def hung(least: Place, most: Place) -> None:
-        standing = Standing(3, 3, 60.0, 0.0, 600.0, 1.0, least, most, True)
+        standing = HangStanding(3, 3, 60.0, 0.0, 600.0, 1.0, least, most, True)
         net.agents["n1"].hung(net.incarnations["n1"], standing)
         net.agents["n1"].hung(net.incarnations["n1"], standing)  # it is said each second
         net.settle()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gemini_hpc.agent import stats_store
-from gemini_hpc.agent.stats_store import Series, StatsStore
+from gemini_hpc.agent.stats_store import OverheadSeries, StatsStore
 from gemini_hpc.wire import local
 from gemini_hpc.wire.inspect_schema import RecordAsk
 from gemini_hpc.wire.traffic import MAX_CHUNKS, MAX_OPS, Chunk, Operation, TimelineState, TrafficState
@@ -72,7 +72,7 @@ def test_another_key_drops_what_was_kept() -> None:
 
 
 def test_the_series_is_bounded_and_keeps_its_ends() -> None:
-    series = Series()
+    series = OverheadSeries()
     for n in range(100_000):
         series.add(float(n), 0.1, 1)
         assert len(series) <= stats_store.MAX_POINTS

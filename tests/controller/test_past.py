@@ -11,9 +11,9 @@ import pytest
 from gemini_hpc.cli import jobs
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.query import past
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import inspect_document
 from gemini_hpc.wire.inspect_schema import EventRecord
-from gemini_hpc.wire.sanitize import MAX_DETAIL, tame
+from gemini_hpc.wire.sanitize import MAX_DETAIL, sanitize
 
 from .test_inspect_document import SLURM, pairs
 
@@ -40,8 +40,8 @@ NIGHT = [
 
 
 def shown(events: list[EventRecord], slurm: dict[str, str]) -> tuple[dict[str, Any], str]:
-    d = picture(7, [], events, slurm, ("n1",), "controller", NOW)
-    return d, render(tame(d), 80)
+    d = inspect_document(7, [], events, slurm, ("n1",), "controller", NOW)
+    return d, render(sanitize(d), 80)
 
 
 def test_a_job_that_died_at_night() -> None:
@@ -72,7 +72,7 @@ def test_a_job_that_lives_has_not_ended() -> None:
 
 
 def test_copies_that_are_still_kept_are_shown() -> None:
-    d = picture(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
+    d = inspect_document(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
     assert d["state"] == "ended" and len(d["nodes"]) == 4 and d["trainings"]
 
 
@@ -149,9 +149,11 @@ def test_the_table() -> None:
 
 
 def test_a_row_of_a_living_job() -> None:
-    d = picture(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
+    d = inspect_document(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
     assert jobs._survives(d) == 1 and jobs._sealed_age(d) is not None
-    nothing = picture(7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW)
+    nothing = inspect_document(
+        7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW
+    )
     assert jobs._survives(nothing) is None
 
 
@@ -180,7 +182,7 @@ def test_an_agents_events_are_its_owners_word() -> None:
     large = EventRecord(NOW - 2, "resumed", "n1", 1, 3, '{"rank": ' + "9" * 200 + "}")
     long = EventRecord(NOW - 3, "degraded", "n1", 1, 3, "x" * 1000)
     parts[0] = msgspec.structs.replace(parts[0], events=(forged, large, long))
-    d = picture(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
+    d = inspect_document(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
     assert d["ended"]["state"] == "FAILED"
     assert max(len(e["detail"]) for e in d["events"]) <= MAX_DETAIL
-    assert render(tame(d), 80)
+    assert render(sanitize(d), 80)

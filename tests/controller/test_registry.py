@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.controller.registry import Agent, Registry, Stored, Track
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, StoredJob, Track
 from gemini_hpc.wire.controller import Registration
 
 from .test_takeover import JOB
 
 
-def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = False) -> Agent:
+def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = False) -> ConnectedAgent:
     asked: list[object] = []
     heard = time.monotonic() - heard_s
     link: Any = SimpleNamespace(closed=closed, last_heard=heard, send=asked.append, asked=asked)
-    return Agent(link, host, 7, "x", verified)
+    return ConnectedAgent(link, host, 7, "x", verified)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_agent_vouches_for_its_node_from_there_only(
 ) -> None:
     """Another user's agent could say from a login node that a dead node lives, and have a job wait for it."""
     registry = Registry(str(tmp_path))
-    track = registry.jobs[7] = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    track = registry.jobs[7] = Track(StoredJob(7, 5001), str(tmp_path / "7.job"))
     one = track.agents["n1"] = agent("n1", **known)
     assert registry.vouched("n1") is vouched
     assert len(one.link.asked) == asked  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def test_an_agent_vouches_for_its_node_from_there_only(
 def test_a_training_has_finished_where_all_agents_say_so(
     tmp_path: Path, words: list[bool | None], finished: bool | None
 ) -> None:
-    track = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    track = Track(StoredJob(7, 5001), str(tmp_path / "7.job"))
     for number, word in enumerate(words):
         one = track.agents[f"n{number}"] = agent(f"n{number}", verified=True, closed=number == 0)
         one.apply_registration(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))

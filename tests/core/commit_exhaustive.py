@@ -362,7 +362,7 @@ def _ask_root(ballots: tuple[Ballot, ...]) -> Decision:
     root = Root(["root", "others"])
     root.update("root", _vote(ballots[0]))
     root.update("others", merge(map(_vote, ballots[1:])))
-    return root.word()
+    return root.decision()
 
 
 def _normal(state: State) -> State:

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.standstill import Judge, Place, Standing, describe_hang, shortened
+from gemini_hpc.core.standstill import HangStanding, Judge, Place, describe_hang, shortened
 
 HANG_S = 60.0
 replace = msgspec.structs.replace
@@ -20,8 +20,8 @@ def place(rank: int, version: int = 8, launched: int = 2, usual: int = 5, *, run
 
 def of(
     *places: Place, silent_s: float = 100.0, unseen_s: float = 0.0, awake_s: float = 1e6, waiting: bool = False
-) -> Standing:
-    found = [Standing(len(places), 1, silent_s, unseen_s, awake_s, 0.5, p, p, waiting) for p in places]
+) -> HangStanding:
+    found = [HangStanding(len(places), 1, silent_s, unseen_s, awake_s, 0.5, p, p, waiting) for p in places]
     whole = found[0]
     for other in found[1:]:
         whole = whole.join(other)
@@ -33,14 +33,14 @@ places = st.builds(place, few, few, few, few, runs=st.booleans())
 
 
 @st.composite
-def standing(draw: st.DrawFn, rank: int) -> Standing:
+def standing(draw: st.DrawFn, rank: int) -> HangStanding:
     """Of one rank."""
     there, spans = replace(draw(places), rank=rank), st.floats(0, 100)
-    return Standing(4, 1, draw(spans), draw(spans), draw(spans), 0.5, there, there, draw(st.booleans()))
+    return HangStanding(4, 1, draw(spans), draw(spans), draw(spans), 0.5, there, there, draw(st.booleans()))
 
 
 @given(standing(0), standing(1), standing(2))
-def test_in_whatever_order_ranks_are_put_together(a: Standing, b: Standing, c: Standing) -> None:
+def test_in_whatever_order_ranks_are_put_together(a: HangStanding, b: HangStanding, c: HangStanding) -> None:
     assert a.join(b) == b.join(a)
     assert a.join(b).join(c) == a.join(b.join(c))
 
@@ -126,7 +126,7 @@ def test_a_wait_that_has_ended_by_itself_before_may_come_again_and_take_longer()
 
 
 def test_before_the_second_step_patience_is_longer_and_measures_nothing() -> None:
-    def early(silent_s: float) -> Standing:
+    def early(silent_s: float) -> HangStanding:
         return replace(of(place(0, 0, 2, 0), place(1, 0, 3, 0), silent_s=silent_s), usual_s=0.0, early=True)
 
     judge = Judge(HANG_S)

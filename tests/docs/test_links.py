@@ -15,7 +15,7 @@ from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
 from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import inspect_document
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.traffic import TrafficState
 from tests.releases import __main__ as releases
@@ -278,7 +278,7 @@ def test_every_key_of_the_json_document_is_documented() -> None:
         spares=1,
         domains=Separation(1, (Shared("rack1", ("n1", "n2")),)),
     )
-    document = picture(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
+    document = inspect_document(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
     assert document["schema"] == 1
 
     def keys(value: object) -> Iterator[str]:

@@ -15,13 +15,13 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
-from gemini_hpc.agent.replicas.outlines import Kept, Outlines
+from gemini_hpc.agent.replicas.outlines import KeptOutline, Outlines
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.replicas.voting import Voting, from_wire
-from gemini_hpc.agent.rescue import Channel, Rescue
+from gemini_hpc.agent.rescue import Rescue, RescueChannel
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.transfer import part_receiver
@@ -229,8 +229,8 @@ def half_of_the_pairs_vote() -> None:
 @control
 def nothing_is_abandoned() -> None:
     """R2: who waits for a version that will never be complete waits for ever."""
-    word = votes.Root.word
-    patch(votes.Root, "word", lambda self: Decision(word(self).sealed))
+    word = votes.Root.decision
+    patch(votes.Root, "decision", lambda self: Decision(word(self).sealed))
 
 
 @control
@@ -345,7 +345,7 @@ def nobody_waits_for_the_living() -> None:
 
     patch(Outlines, "lacking", lambda self, dead, stamp: [])
 
-    async def at_once(self: Rescue, channel: Channel) -> int:
+    async def at_once(self: Rescue, channel: RescueChannel) -> int:
         return channel.rank
 
     patch(Rescue, "_at_work", at_once)
@@ -369,7 +369,7 @@ def any_version_will_do() -> None:
     """Rescue: a rank's tensors are taken for those of whatever version an outline is of."""
     find = Outlines.find
 
-    def any_of(self: Outlines, name: str, rank: int, stamp: Stamp) -> Kept | None:
+    def any_of(self: Outlines, name: str, rank: int, stamp: Stamp) -> KeptOutline | None:
         kept = find(self, name, rank, stamp) or next(iter(self._kept.get((name, rank), ())), None)
         return kept and kept._replace(digest="", outline=msgspec.structs.replace(kept.outline, stamp=stamp))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import direct_io, nodefile, readahead, writeback
 from gemini_hpc.tier.readahead import Ahead
 from gemini_hpc.tier.writeback import Behind
@@ -337,11 +337,11 @@ def test_a_node_s_file_is_written_through_the_cache_where_it_must_be(
 ) -> None:
     """All of it, also where some offsets would not be refused."""
     refusing(monkeypatch, lambda at: at % (pages * PAGE) == 0)
-    row = Row("model.w", "uint8", (9_000_001,), True, "cpu")
+    row = TensorRow("model.w", "uint8", (9_000_001,), True, "cpu")
     slot = slots.make(0, 1, (row,), [(0, (0,), row.shape)])
     file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], lambda _: None)
     into = bytearray(slot.used)
-    with nodefile.Reader(str(tmp_path / "n.h5")) as reader:
+    with nodefile.NodeFileReader(str(tmp_path / "n.h5")) as reader:
         reader.read(file.shards[0], memoryview(into))
     slot.shard().blank()
     assert into == slot.memory[: slot.used] and os.listdir(tmp_path) == ["n.h5"]

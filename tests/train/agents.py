@@ -14,7 +14,7 @@ from zygote import Child
 
 from gemini_hpc.client.agent_connection import AgentLost, ask_once
 from gemini_hpc.wire import inspect_schema, local
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 from gemini_hpc.wire.link import BlockingLink
 from gemini_hpc.wire.munge import my_uid
 
@@ -174,7 +174,7 @@ class RealJob:
     def call(self, node: RealNode, purpose: str, **changes: int | str) -> BlockingLink:
         """A connection to the agent's TCP port. Credentials are open in this process too: see `open_munge`."""
         greeting = {"job": JOB, "restart": self.restart, "source": "n9", "target": node.name, "cluster": CLUSTER}
-        client = Client(purpose=purpose, instance="i", server_uid=my_uid(), **(greeting | changes))  # type: ignore[arg-type]
+        client = HandshakeClient(purpose=purpose, instance="i", server_uid=my_uid(), **(greeting | changes))  # type: ignore[arg-type]
         return BlockingLink.connect("127.0.0.1", node.port, client)
 
     def held(self, node: RealNode, rank: int) -> set[tuple[int, int]]:

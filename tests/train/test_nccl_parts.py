@@ -22,7 +22,7 @@ from gemini_hpc.train.nccl.collective_schedule import (
     whole,
 )
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.launch_log import Launch, LaunchLog, pack, unequal
+from gemini_hpc.train.nccl.launch_log import EnqueuedOperation, LaunchLog, pack, unequal
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework, busy, plan
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
@@ -188,7 +188,7 @@ def test_logs_that_differ_are_noticed() -> None:
     def word(*launches: int) -> tuple[int, int]:
         log = LaunchLog()
         for launched in launches:
-            log.add(Launch(1, 0, False, launched, 0, 0, 0, 8))
+            log.add(EnqueuedOperation(1, 0, False, launched, 0, 0, 0, 8))
         return log.word()
 
     def verdict(*words: tuple[int, int]) -> str:

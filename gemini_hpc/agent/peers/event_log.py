@@ -56,7 +56,7 @@ class EventLog:
             follower(event)
         self._line(event.t, name, version, event.detail)
 
-    def complain(self, text: str) -> None:
+    def log_rate_limited(self, text: str) -> None:
         """Log a fault that a stranger can cause: a line in the agent's own log, and no event.
 
         At most one line a second is printed.

@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.failure_detector import Doubt, Effect, FailureDetector, Liveness, Probe
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
-from gemini_hpc.wire.handshake import Client, HandshakeError, OtherView
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError, OtherView
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import candidates
@@ -84,9 +84,9 @@ class Mesh:
         n, p = len(self.hosts), self.position[self.host]
         return {self.hosts[(p + d) % n] for d in range(-reach, reach + 1)} - {self.host}
 
-    def client(self, target: str, purpose: str) -> Client:
+    def client(self, target: str, purpose: str) -> HandshakeClient:
         """Return the calling side of a handshake with a peer of this job."""
-        return Client(
+        return HandshakeClient(
             purpose=purpose,
             cluster=self._settings.cluster_name,
             job=self._job,
@@ -224,7 +224,7 @@ class Mesh:
     @property
     def last_heard(self) -> dict[str, float]:
         """Return the time of each host's last message (monotonic seconds)."""
-        return self.detector.heard
+        return self.detector.last_heard
 
     async def _beat(self) -> None:
         while True:
@@ -336,7 +336,7 @@ class Mesh:
         if self._parting:
             return
         self._parting = True
-        known = self.detector.partners.intersection(self.detector.heard)
+        known = self.detector.partners.intersection(self.detector.last_heard)
         self._untold = known.union(self.links) - self.detector.left - self.detector.dead
         self.detector.left.update(self.hosts)
         for link in self.links.values():

@@ -32,7 +32,7 @@ from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import FANOUT, children, parent
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Rejection, Tier
@@ -94,7 +94,7 @@ class Host(Protocol):
     def after(self) -> int:
         """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
 
-    async def left(self) -> round_plan.Left:
+    async def left(self) -> round_plan.PredecessorState:
         """Return the copies of the predecessor's agents, as far as they can be reached."""
 
     @property
@@ -110,7 +110,7 @@ class Host(Protocol):
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         """Return the newest version of each training on the tier.
 
         Args:

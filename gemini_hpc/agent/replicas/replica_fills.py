@@ -16,7 +16,7 @@ from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 WAIT_S = 1.0  # wait for a rank here that lags behind the shard's home
 _LATE = 4  # versions: a rank that has filled none of the last ones does not fill any more
@@ -25,7 +25,7 @@ _WRITES_S = 15.0  # a begun write ends within this time; longer than the process
 
 
 def begin_fill(
-    filling: SlotWrites, client: Client, training: Training, shard: Shard, version: int, epoch: int
+    filling: SlotWrites, client: LocalClient, training: Training, shard: Shard, version: int, epoch: int
 ) -> int:
     """Return the index of the slot that the rank, and no push, may write to now.
 
@@ -39,7 +39,7 @@ def begin_fill(
     return index
 
 
-def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
+def end(client: LocalClient, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
     """Record that the rank has filled these bytes and writes no more. Return False if it had no permission."""
     fill = shard.fill
     if fill is None or fill.client is not client or fill.version != version or fill.over.is_set():
@@ -49,7 +49,7 @@ def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) ->
     return True
 
 
-def gone(client: Client, shards: list[Shard]) -> list[Shard]:
+def gone(client: LocalClient, shards: list[Shard]) -> list[Shard]:
     """Handle the end of a process's connection. Return the shards whose slots the process may still be writing to."""
     writing = []
     for shard in shards:
@@ -61,7 +61,7 @@ def gone(client: Client, shards: list[Shard]) -> list[Shard]:
     return writing
 
 
-async def ended(client: Client, shards: list[Shard]) -> None:
+async def ended(client: LocalClient, shards: list[Shard]) -> None:
     """Wait until the process writes no more: it has ended, or the time for any write has passed."""
     deadline = clock.monotonic() + _WRITES_S
     while client.lives() and clock.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
@@ -70,7 +70,7 @@ async def ended(client: Client, shards: list[Shard]) -> None:
         release(shard, client)
 
 
-def release(shard: Shard, client: Client | None = None) -> None:
+def release(shard: Shard, client: LocalClient | None = None) -> None:
     """End the fill: its memory is registered anew, or `client` has ended."""
     fill = shard.fill
     if fill is not None and (client is None or fill.client is client):

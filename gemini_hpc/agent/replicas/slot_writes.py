@@ -10,7 +10,7 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
-from gemini_hpc.agent.replicas.store import Reading, Shard
+from gemini_hpc.agent.replicas.store import PendingDigest, Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core.slots import Refused, Stamp
@@ -52,13 +52,13 @@ class SlotWrites:
         if sealing is None:
             raise Refused("a recovery round is under way")
         stamp = Stamp(self._membership.epoch, version)
-        index = shard.pair.begin_version(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
+        index = shard.pair.begin_version(stamp, training.sealed, sealing.decision.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
         if (reading := shard.readings[index]) is not None:
             reading.found.cancel()
             shard.readings[index] = None
         shard.since[index] = clock.time()
-        self._sets.drop_guests(training)  # a rank saves only after every rank has loaded
+        self._sets.drop_load_copies(training)  # a rank saves only after every rank has loaded
         self._sets.recount(shard.set)
         return index
 
@@ -104,7 +104,7 @@ class SlotWrites:
         if reading is not None:
             reading.found.cancel()
         found = asyncio.wrap_future(self._pool.read(shard.memory[index], used, urgency=Urgency.OWN))
-        shard.readings[index] = Reading(slot, used, found)
+        shard.readings[index] = PendingDigest(slot, used, found)
         return found
 
     def landed(self, shard: Shard, index: int, claimed: Committed) -> None:

@@ -21,7 +21,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Reading:
+class PendingDigest:
     """A pending digest of the leading `used` bytes of a slot in progress."""
 
     slot: Slot
@@ -76,7 +76,7 @@ class Shard:
     half_back: bool = False
     unproven: Stamp | None = None
     parity: Parity | None = None
-    readings: list[Reading | None] = field(default_factory=lambda: [None, None])
+    readings: list[PendingDigest | None] = field(default_factory=lambda: [None, None])
 
     def record(self, index: int) -> Copy | None:
         """Return the description of a complete slot, or None if the slot is not complete."""

@@ -23,7 +23,7 @@ _LOOK_S = 0.2  # interval of progress reports during a salvage
 _TIER_S = 10.0  # the tier must list its versions within this time
 
 
-class Flush:
+class FlushRequests:
     """An agent's answers to flush requests."""
 
     def __init__(

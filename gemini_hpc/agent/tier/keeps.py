@@ -27,7 +27,7 @@ _KNOWN = 1024  # given names that are remembered
 _SHOWN = 16  # given names that `inspect` shows
 
 
-class Keeps:
+class NamedVersions:
     """The wishes of one agent to keep versions. They live as long as the agent."""
 
     def __init__(

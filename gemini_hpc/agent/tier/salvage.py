@@ -25,7 +25,7 @@ from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import salvage_events as events
-from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
 from gemini_hpc.agent.tier.salvage_rules import SalvageRules, listed
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.saver import Saver
@@ -128,10 +128,10 @@ class Salvage:
 
     # ---- facts for the decisions -----------------------------------------------------------------------
 
-    def _facts(self, incarnation: Incarnation) -> events.Facts:
+    def _facts(self, incarnation: Incarnation) -> events.SalvageFacts:
         mesh, here = incarnation.mesh, self._membership
         sealed = [(training.name, training.sealed) for training in self._trainings if training.sealed is not None]
-        return events.Facts(
+        return events.SalvageFacts(
             incarnation.hosts,
             mesh.dead,
             mesh.last_heard,
@@ -261,6 +261,6 @@ class Salvage:
             else:
                 self._membership.send(leader, done)
 
-        what = Wanted(order.set, order.stamp, order.attempt, frozenset(order.homes))
+        what = WantedVersion(order.set, order.stamp, order.attempt, frozenset(order.homes))
         if not self._writer.wanted(what, self._saver.tier, report_written):
             report_written((), f"this node no longer holds version {order.stamp[1]}")

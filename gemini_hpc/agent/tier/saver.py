@@ -19,7 +19,7 @@ from itertools import count
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.rejections import Rejections
@@ -28,14 +28,14 @@ from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.failures import SaveFailures
-from gemini_hpc.agent.tier.keeps import Keeps
-from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.keeps import NamedVersions
+from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.save_rules import SaveRules
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import inspect_schema, peer
 from gemini_hpc.wire.stored import NodeFile
 
@@ -51,11 +51,11 @@ class Saver:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         trainings: Iterable[Training],
         tier: TierChoice,
-        keeps: Keeps,
+        keeps: NamedVersions,
         rejections: Rejections,
         node: NodeWriter,
         log: Log,
@@ -233,9 +233,9 @@ class Saver:
 
     # ---- decisions and effects -------------------------------------------------------------------------
 
-    def _facts(self, now: float) -> events.Facts:
+    def _facts(self, now: float) -> events.SaveFacts:
         here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
-        return events.Facts(
+        return events.SaveFacts(
             here=None if incarnation is None else (incarnation.restart, incarnation.rounds.round),
             leads=incarnation is not None and incarnation.leads,
             parent=None if incarnation is None else incarnation.rounds.parent,
@@ -343,7 +343,7 @@ class Saver:
                 )
                 self.on_report(up)
 
-        self.node.wanted(Wanted(message.set, message.stamp, message.attempt), self.tier, report_files)
+        self.node.wanted(WantedVersion(message.set, message.stamp, message.attempt), self.tier, report_files)
 
     # ---- the agent's end -------------------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ class Saver:
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], within_s: float, job: int = 0
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         """Return the newest whole version of each training on the tier, except those in `without`.
 
         Args:
@@ -403,7 +403,7 @@ class Saver:
                     await asyncio.sleep(_LOOK_S)
         raise TierFailed(self._silent(reason))
 
-    async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[Manifest, ...]:
+    async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[VersionManifest, ...]:
         found = await worker_process.carry_out(
             orders.Look(self.tier, job, "", tuple(without), key=None, cluster=self._membership.cluster)
         )
@@ -412,7 +412,7 @@ class Saver:
 
     async def _find_versions(
         self, without: Iterable[tuple[str, Stamp]], *, begin: bool = False, make: bool = False
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         rejected = self._rejections.all
         order = orders.Look(
             self.tier,
@@ -435,7 +435,7 @@ class Saver:
         self._happened(events.Stored({m.set: (m.stamp, m.time) for m in manifests}))
         return manifests
 
-    async def glance(self) -> None:
+    async def check_once(self) -> None:
         """Read the tier at the job's start, so that the user hears of a missing directory now, not when it is needed.
 
         A user's own directory of the site is created now, and never later: if it vanishes, agents must wait for it.

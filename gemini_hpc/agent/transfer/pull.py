@@ -16,7 +16,7 @@ from gemini_hpc.core.digest import Digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
 SILENCE_S = 5.0  # time limit for one message or one read
@@ -36,7 +36,7 @@ class Source(NamedTuple):
     host: str
     address: str
     port: int
-    client: Client
+    client: HandshakeClient
     stamp: Stamp
 
 

@@ -102,7 +102,7 @@ class PushReceiver:
             if push.stopped:
                 await push.over.wait()
 
-    async def forsake(self, hosts: Collection[str]) -> None:
+    async def drop_peers(self, hosts: Collection[str]) -> None:
         """Stop the pushes from these dead hosts. On return none of these pushes writes any more."""
         left = [push for push in self._pushes.values() if push.host in hosts]
         for push in left:

@@ -23,7 +23,7 @@ from gemini_hpc.client.agent_connection import AgentClient
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device.interface import Event
-from gemini_hpc.train.device.memory import Keeper
+from gemini_hpc.train.device.memory import TensorShardOwner
 from gemini_hpc.train.nccl import own_copy
 from gemini_hpc.train.nccl.collective_schedule import whole
 from gemini_hpc.train.nccl.exchange import Exchange, Save
@@ -34,13 +34,13 @@ from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.nccl.slot_prefetch import Grant, SlotPrefetch
 from gemini_hpc.train.nccl.source import Piece, Tensors
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 
 _WORDS = 5
 _RATES = 8
@@ -61,7 +61,7 @@ class Carried:
         began: Event at the beginning of a copy that is enqueued all at once.
     """
 
-    job: Job
+    job: CaptureJob
     grant: Grant
     own: OwnSlot
     settled: threading.Event = field(default_factory=threading.Event)
@@ -80,7 +80,7 @@ class Driver:
         self,
         joined: Joined,
         traffic: Traffic,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         capture: Capture,
         gate: SealGate,
@@ -143,7 +143,7 @@ class Driver:
         self._watch = watch
         watch.before_launch, watch.launched_on = self._launching, self._launched
 
-    def open(self, keepers: Mapping[int, Keeper]) -> None:
+    def open(self, keepers: Mapping[int, TensorShardOwner]) -> None:
         """Start, while the memory is being reserved."""
         self.desk.open(keepers)
         self._progress.start()
@@ -169,7 +169,7 @@ class Driver:
 
     # ---- the training's threads ------------------------------------------------------------------------
 
-    def step(self, version: int, job: Job | None, *, saved: bool, following: bool) -> None:
+    def step(self, version: int, job: CaptureJob | None, *, saved: bool, following: bool) -> None:
         """Begin an iteration, once for each version and on all ranks alike.
 
         Args:
@@ -196,7 +196,7 @@ class Driver:
             self._linked = self._met = False
         self.desk.want(version + 1 if following and self._active else 0)
 
-    def _save(self, version: int, job: Job | None) -> Save:
+    def _save(self, version: int, job: CaptureJob | None) -> Save:
         into = partial(self.desk.into, version)
         self._exchange.finish()  # the rest of the version before, which may have the slot that is requested now
         self.desk.reach(version)
@@ -219,7 +219,7 @@ class Driver:
             del self._carried[old]
         return Save(version, tensors, own, into)
 
-    def _found(self, job: Job) -> Tensors:
+    def _found(self, job: CaptureJob) -> Tensors:
         views = self._capture.pieces(job)
         known = self._tensors
         if known is None or len(known[0]) != len(views) or any(map(is_not, known[0], views)):

@@ -19,7 +19,7 @@ from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.planner import Planner
-from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.stats_reporter import CachedProfile
 from gemini_hpc.train.schedule.traffic import Traffic
 
 
@@ -49,7 +49,7 @@ class JointPlanner(Planner):
         targets: Sequence[int],
         shard_bytes: int,
         meter: LinkMeter,
-        kept: Kept | None,
+        kept: CachedProfile | None,
         *,
         driver: Driver,
         watch: CollectiveMonitor,
@@ -156,10 +156,10 @@ class JointPlanner(Planner):
         """
         return not isinstance(planned, Joint) and super().drifted(planned)
 
-    def keepsake(self) -> Kept | None:
+    def keepsake(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan is unknown."""
         if self._driver.ended:
             return super().keepsake()
         if self.profile is None or self._terms is None:
             return None
-        return Kept(self.profile, self._others, self._terms.B, self._terms.alpha)
+        return CachedProfile(self.profile, self._others, self._terms.B, self._terms.alpha)

@@ -63,7 +63,7 @@ class Operation:
     waited: Event | None = None
 
 
-class Listener(Protocol):
+class ResultListener(Protocol):
     """The listener to the operations' results, called by the polling thread. Must not block."""
 
     def measured(self, size: int, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Progress:
         self,
         communicator: Communicator,
         sizes: Sequence[int],
-        listener: Listener,
+        listener: ResultListener,
         say: Callable[[str], None],
         *,
         patience_s: float = PATIENCE_S,

@@ -9,21 +9,21 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
 from gemini_hpc.train.nccl.messages import MessageInbox
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 
 _RETRY_S = 0.001
 
 
-class Receiver(Keeper):
+class Receiver(TensorShardOwner):
     """The receiver of training rank `rank`'s shard on this node."""
 
     def __init__(
         self,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         inbox: MessageInbox,
         rank: int,
@@ -51,7 +51,7 @@ class Receiver(Keeper):
         self.landed = 0
         self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)
 
-    def start(self, shard: Shard | None) -> None:
+    def start(self, shard: TensorShard | None) -> None:
         """Start to listen; without a shard every version is refused."""
         self.shard = shard
         self._thread.start()
@@ -87,7 +87,7 @@ class Receiver(Keeper):
             raise
         self._landed(head, index, slot, digest)
 
-    def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
+    def _landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
         slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)
         if self._request(
             local.Landed(

@@ -24,7 +24,7 @@ from gemini_hpc.train.device.streams import Streams
 from gemini_hpc.train.schedule.dispatch_hooks import Dispatch, Signature
 from gemini_hpc.train.schedule.in_flight import InFlight
 from gemini_hpc.train.schedule.launch_count import GroupWeights, LaunchCount
-from gemini_hpc.train.schedule.trace import Iteration, Record
+from gemini_hpc.train.schedule.trace import Iteration, OperationRecord
 
 SPAN_POLL_S = 1e-3
 _SURELY = 0.7  # share of the last duration for which operations are assumed to take again
@@ -305,12 +305,12 @@ class CollectiveMonitor:
         """Interrupt `wait_span`, so that its caller checks again."""
         self._reached.set()
 
-    def track_round(self, asked: Callable[[], bool]) -> Record:
+    def track_round(self, asked: Callable[[], bool]) -> OperationRecord:
         """Return a record of something other than the training's operations, such as a round of ours.
 
         Its end is set when `asked` becomes true, to the millisecond while times are recorded.
         """
-        record = Record(0, 0, clock.monotonic())
+        record = OperationRecord(0, 0, clock.monotonic())
         if self._flight is not None:
             self._flight.track_receive(asked, record)
         return record
@@ -451,7 +451,7 @@ class CollectiveMonitor:
             if self._recording:
                 size_bytes = signature.payload_bytes(args)
                 start_s = begun if isinstance(begun, float) else clock.monotonic()
-                record = Record(group.kind(signature.name, size_bytes), size_bytes, start_s)
+                record = OperationRecord(group.kind(signature.name, size_bytes), size_bytes, start_s)
             ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
         except Exception as error:
             self._note(error)
@@ -508,7 +508,7 @@ class CollectiveMonitor:
         """Return whether operations of this backend run on the device."""
         return self._device is not None and backend == self._device.backend
 
-    def _time(self, record: Record, backend: str, begun: Any, ended: Event | None) -> None:
+    def _time(self, record: OperationRecord, backend: str, begun: Any, ended: Event | None) -> None:
         """Record an operation's times on the device.
 
         Iterations that began before the device was known are not used.

@@ -35,7 +35,7 @@ from typing import Any, Literal
 from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.moments import Moment
-from gemini_hpc.core.pace import Pace
+from gemini_hpc.core.pace import IterationPace
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.core.wait_budget import MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.device.interface import Event
@@ -58,7 +58,7 @@ from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.wire.traffic import TrafficState
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
@@ -168,7 +168,7 @@ class IntervalController:
         self._because = 0  # the rank that needs the j in effect
         self._cost = CaptureCost(_BEHIND)
         self._others_s = 0.0  # seconds of the longest capture of all ranks
-        self._pace = Pace(traffic.overhead)
+        self._pace = IterationPace(traffic.overhead)
         self._latency, self._budget = SealLatency(seal), WaitBudget(traffic.overhead)
         self._waits: deque[float] = deque(maxlen=4)  # seconds of the waits for the latest versions
         self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; else 0
@@ -228,7 +228,7 @@ class IntervalController:
         agreed = self._agreed if self._version >= self._agreed.base else self._former
         return agreed.j + agreed.s - 1 if self._paced else 1
 
-    def captured(self, began: float, mark: Event | None, job: Job | None = None) -> None:
+    def captured(self, began: float, mark: Event | None, job: CaptureJob | None = None) -> None:
         """Record that a version has been captured in this step(); see `CaptureCost`."""
         self._cost.captured(began, mark)
         self._budget.spend(self._cost.seconds)

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from gemini_hpc.train.state import host_bytes
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.sample import few
 
 _GROUPS = 8  # groups of ranks compared in one round
@@ -31,7 +31,7 @@ class Divergence:
     Every rank makes one from the same entries and calls it in the same rounds.
     """
 
-    def __init__(self, gathered: Sequence[Sequence[Entry]], alone: frozenset[str], rank: int) -> None:
+    def __init__(self, gathered: Sequence[Sequence[TensorEntry]], alone: frozenset[str], rank: int) -> None:
         """Find the groups of ranks that have the same tensors.
 
         Args:

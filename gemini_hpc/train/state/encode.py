@@ -55,7 +55,7 @@ class Lifted(NamedTuple):
     cuda: bool
 
 
-class Part(NamedTuple):
+class DTensorPart(NamedTuple):
     """A rank's part of a DTensor with this shape and these placements; see `sharded`."""
 
     tensor: torch.Tensor | Lifted
@@ -256,7 +256,7 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     Counter: lambda out, value, where, depth: _put_mapping(out, b"C", value, where, depth),
     set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
     frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
-    Part: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
+    DTensorPart: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
     Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, 4, where, depth),
     torch.dtype: lambda out, value, where, depth: _sized(out, b"D", str(value).encode()),
     torch.device: lambda out, value, where, depth: _sized(out, b"v", str(value).encode()),
@@ -420,12 +420,12 @@ class _Reader:
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).clone().view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
 
-    def part(self, depth: int) -> Part:
+    def part(self, depth: int) -> DTensorPart:
         found = self.items(depth)
         kinds: tuple[Any, ...] = ((torch.Tensor, Lifted), tuple, str)
         if len(found) != 3 or not all(map(isinstance, found, kinds)):
             raise ValueError("encoded state has an invalid part of a DTensor")
-        return Part(*found)
+        return DTensorPart(*found)
 
     def lifted(self, depth: int) -> Lifted:
         found = self.items(depth)
