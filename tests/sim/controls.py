@@ -104,7 +104,7 @@ def sealed_by_some() -> None:
                 self._up(ballot)
             return
         self._root.update("job", ballot.vote)
-        self.on_decision(self._root.word(), ballot.degraded)
+        self.on_decision(self._root.decision(), ballot.degraded)
 
     patch(Voting, "_send_vote", tell)
 
