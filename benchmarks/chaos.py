@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.bench import PYTHON, USER, USER_UID, MeasureError, Options, cluster, directory, wait_for
 from benchmarks.rows import Row
-from gemini_hpc.devcluster.chaos import Chaos, Event, Weather
+from gemini_hpc.devcluster.chaos import Chaos, ChaosEvent, Weather
 from gemini_hpc.devcluster.cluster import Cluster
 
 NODES, TRAIN = 5, 3
@@ -144,7 +144,7 @@ def _storm(on: Cluster, job: int, way: Way, options: Options, log: Path, steps: 
     cuts, done = 0, threading.Event()
     timers: list[threading.Timer] = []
 
-    def tell(event: Event) -> None:
+    def tell(event: ChaosEvent) -> None:
         nonlocal cuts
         options.progress.say("chaos", str(event))
         if event.event == "cut" and _last(log) < steps:

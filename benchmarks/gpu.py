@@ -40,7 +40,7 @@ from benchmarks import gpugraphs, gpuspans
 from benchmarks.gpudevice import Fake, Gpu, Machine
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Broken, Communicator, Message
-from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework
@@ -69,11 +69,11 @@ def seconds(on: Machine, work: Callable[[], object], times: int = 5) -> float:
     return statistics.median(found)
 
 
-def replica_memory(size_bytes: int) -> Slot:
+def replica_memory(size_bytes: int) -> TensorSlot:
     """As an agent gives it out."""
     fd = os.memfd_create("gemini:gpu", os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
-    slot = Slot(fd, size_bytes)
+    slot = TensorSlot(fd, size_bytes)
     slot.populate()
     return slot
 
@@ -204,18 +204,18 @@ def exchange(on: Machine, made: Communicator, size_bytes: int, versions: int) ->
     progress = Progress(made, links.sizes, ears, print)
     pipeline = Exchange(device, made, 0, links, BUFFERS, CHUNK_BYTES, progress)
     own = OwnCopy(device, pipeline.copies)
-    pipeline.follow(to_itself(training.bytes))
+    pipeline.set_program(to_itself(training.bytes))
     progress.start()
     work = tuple(Piecework(n % 4 - 1, *cut) for n, cut in enumerate(_cuts(training.bytes)))
     work = tuple(sorted(work, key=lambda w: (w.after < 0, w.after)))
-    slots: dict[str, Slot] = {}
+    slots: dict[str, TensorSlot] = {}
     pins, right = [], torch.empty(0)
     for name in ("own", "other"):
         slots[name] = replica_memory(training.bytes)
         pins.append(on.pin(slots[name].bytes))
     waits = []
     for version in range(1, versions + 1):
-        copied = own.begin(training.tensors, slots["own"].bytes, work)
+        copied = own.begin_copy(training.tensors, slots["own"].bytes, work)
         right = training.now().cpu() if version == versions else right
         pipeline.step(Save(version, training.tensors, copied, lambda rank: slots["other"].bytes))
         for number in range(3):
@@ -310,7 +310,7 @@ def snapshot(on: Machine, size_bytes: int, iterations: int) -> None:
                 ends.callback(thread.join)
             elif mode != "none":
                 after = 0 if mode == "lazy" else -1
-                own.begin(training.tensors, slot.bytes, tuple(Piecework(after, *cut) for cut in cuts))
+                own.begin_copy(training.tensors, slot.bytes, tuple(Piecework(after, *cut) for cut in cuts))
             if mode == "eager":
                 own.gate()
             own.launching(0)

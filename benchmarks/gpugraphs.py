@@ -113,7 +113,7 @@ def main(o: dict[str, Any]) -> None:
         losses[step] = float(loss).hex()
         times.append(time.perf_counter() - began)
         if step == start + 2 and ckpt._session.client is not None:
-            _until(lambda: not ckpt._session.protected or ckpt._session.verdict.word != 0)  # memory is there
+            _until(lambda: not ckpt._session.protected or ckpt._session.verdict.vote != 0)  # memory is there
         if step == KILLED_AT and o.get("dies"):
             _until(lambda: _sealed(ckpt, KILLED_AT))
             break

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.bench import Options
 from benchmarks.rows import Row, median_row
 from gemini_hpc.agent.replicas.memory import Memfd
-from gemini_hpc.agent.replicas.parity import Fold
+from gemini_hpc.agent.replicas.parity import ParityFold
 from gemini_hpc.agent.transfer import making
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy, Member
@@ -68,7 +68,7 @@ def _encode(
     room = parity.block_bytes(max(used.values()), len(stripe), blocks)
     folds = parity.encoding(stripe, 0, used, blocks, room)
     with memoryview(bytearray(blocks * room)) as into:
-        target = Fold(_STAMP, 0, into, room, {1: 1})
+        target = ParityFold(_STAMP, 0, into, room, {1: 1})
         began = time.perf_counter()
         for one in folds:
             with data[one.rank].view() as view:

@@ -131,7 +131,7 @@ async def _hashing(size: int, runs: int) -> tuple[list[float], list[float], list
                 seed = 2 * shard.rank + index
                 np.frombuffer(view, np.uint64)[:] = np.arange(size // 8, dtype=np.uint64) * np.uint64(2 * seed + 1)
             stamp = Stamp(1, index + 1)
-            shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+            shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
             found = await store.pool.digest(shard.memory[index], size, urgency=Urgency.OWN)
             shard.pair.complete(index, stamp, found, size)
     pool_s, plain_s, inventory_s = [], [], []

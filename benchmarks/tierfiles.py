@@ -29,9 +29,9 @@ from benchmarks.rows import Row, median_row
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest
-from gemini_hpc.format.shard_manifest import Row as Tensor
-from gemini_hpc.format.slot_header import Layout, pack_header
+from gemini_hpc.format.shard_manifest import ShardManifest
+from gemini_hpc.format.shard_manifest import TensorRow as Tensor
+from gemini_hpc.format.slot_header import SlotLayout, pack_header
 from gemini_hpc.tier import orders, version
 from gemini_hpc.wire.stored import NodeFile
 
@@ -47,9 +47,11 @@ class Slot:
     def __init__(self, state_bytes: int) -> None:
         count = state_bytes // 4 // TENSORS
         rows = tuple(Tensor(f"model.layer{i}.weight", "float32", (count,), True, "cpu") for i in range(TENSORS))
-        manifest = Manifest(0, 1, rows, shard_manifest.place(rows, [(i, (0,), (count,)) for i in range(TENSORS)]))
+        manifest = ShardManifest(
+            0, 1, rows, shard_manifest.place(rows, [(i, (0,), (count,)) for i in range(TENSORS)])
+        )
         packed = shard_manifest.pack(manifest)
-        layout = Layout.plan(len(packed), manifest.tensor_bytes(), 4096)
+        layout = SlotLayout.plan(len(packed), manifest.tensor_bytes(), 4096)
         self.fd, self.bytes, self.used = os.memfd_create("slot"), layout.total, layout.small_offset
         os.ftruncate(self.fd, layout.total)
         self.view = memoryview(mmap.mmap(self.fd, layout.total))

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TextIO
 
 
-def tell(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a line of gemini-hpc to stderr. Raises nothing."""
     put(sys.stderr, f"gemini-hpc: {text}\n")
 
@@ -33,7 +33,7 @@ def put(stream: TextIO | None, text: str) -> None:
         _write(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
 
 
-def settle() -> None:
+def flush_streams() -> None:
     """Flush stdout and stderr as far as possible. Raises nothing."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

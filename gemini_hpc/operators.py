@@ -81,14 +81,14 @@ class Operators:
         answer, kept_s = False, FAILED_S
         with suppress(Exception):
             async with asyncio.timeout(LOOKUP_S):
-                answer = await self._look(uid)
+                answer = await self._is_listed(uid)
                 kept_s = KEPT_S
         if len(self._known) >= _MAX_KEPT:
             self._known.clear()
         self._known[uid] = (clock.monotonic() + kept_s, answer)
         return answer
 
-    async def _look(self, uid: int) -> bool:
+    async def _is_listed(self, uid: int) -> bool:
         named, user = await self._beside(lambda: (listed(uid, self._operators), _name(uid)))
         if named or self._more is None or not user:
             return named

@@ -49,8 +49,8 @@ class Link:
 
     def send(self, chunk: torch.Tensor) -> None:
         """Returns when fewer than AHEAD are under way."""
-        ack = self._links.begin(False, self._rank, torch.empty(1, dtype=torch.uint8), _ACK_TAG + self._tag)
-        self._flying.append((self._links.begin(True, self._rank, chunk, self._tag), ack))
+        ack = self._links.begin_transfer(False, self._rank, torch.empty(1, dtype=torch.uint8), _ACK_TAG + self._tag)
+        self._flying.append((self._links.begin_transfer(True, self._rank, chunk, self._tag), ack))
         while len(self._flying) >= AHEAD:
             self._land()
 
@@ -70,11 +70,11 @@ class Link:
         posted = 0
         for k in range(len(chunks)):
             while posted < min(k + AHEAD, len(chunks)):
-                coming.append(self._links.begin(False, self._rank, chunks[posted], self._tag))
+                coming.append(self._links.begin_transfer(False, self._rank, chunks[posted], self._tag))
                 posted += 1
             coming.popleft().wait()
             done = torch.ones(1, dtype=torch.uint8)
-            acks.append(self._links.begin(True, self._rank, done, _ACK_TAG + self._tag))
+            acks.append(self._links.begin_transfer(True, self._rank, done, _ACK_TAG + self._tag))
             if passed is not None:
                 passed.put(k)
         for ack in acks:

@@ -31,7 +31,7 @@ from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull, pull_source
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 from gemini_hpc.wire.link import accept
 
 JOB = 1

@@ -27,7 +27,7 @@ from gemini_hpc.node import oom, privileges, spawn
 _SETTLED_S = 60.0
 
 
-def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.Channel) -> int:
+def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.SupervisorChannel) -> int:
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
     gc.disable()  # imports create no garbage, and every job waits for them
@@ -54,7 +54,7 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
             status = 1
             try:
                 mine.sock.close()
-                status = _child(settings, args, deaths > 0, workers.Channel(mine.theirs))
+                status = _child(settings, args, deaths > 0, workers.SupervisorChannel(mine.theirs))
             except SystemExit as exc:
                 print(exc, file=sys.stderr, flush=True)
             except BaseException:
@@ -118,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     score = oom.OwnScore()  # while the score still belongs to root
     try:
-        spawn.settle(args.uid, args.dir)
+        spawn.drop_privileges(args.uid, args.dir)
     except privileges.PrivilegeError as exc:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2

@@ -74,7 +74,7 @@ class ClosedTrainings:
 
     # ---- peers -----------------------------------------------------------------------------------------
 
-    def heard(self, incarnation: Incarnation, host: str, message: peer.ClosedUp | peer.ClosedDown) -> None:
+    def on_message(self, incarnation: Incarnation, host: str, message: peer.ClosedUp | peer.ClosedDown) -> None:
         """Record a child's count, or the root's decision."""
         rounds = incarnation.rounds
         if message.round != rounds.round or not incarnation.live:
@@ -86,7 +86,7 @@ class ClosedTrainings:
             self._note_beside(incarnation, message.set)
             self._count(incarnation, message.set)
         elif isinstance(message, peer.ClosedDown) and host == rounds.parent:
-            self._take(incarnation, message)
+            self._adopt_decision(incarnation, message)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
         """Resend the messages that a peer with a new link may have missed."""
@@ -116,9 +116,9 @@ class ClosedTrainings:
             incarnation.send(rounds.parent, up)
         elif ranks == last.world:
             closed = Closed(name, last.version, incarnation.restart, last.series)
-            self._take(incarnation, peer.ClosedDown(rounds.round, closed))
+            self._adopt_decision(incarnation, peer.ClosedDown(rounds.round, closed))
 
-    def _take(self, incarnation: Incarnation, message: peer.ClosedDown) -> None:
+    def _adopt_decision(self, incarnation: Incarnation, message: peer.ClosedDown) -> None:
         name = message.closed.set
         self._down[name] = message
         self._closings.learn([message.closed])
@@ -148,7 +148,7 @@ class ClosedTrainings:
             shard: The shard to trim.
             last: The version at which the ranks have closed the training.
         """
-        abandoned = training.sealing.word.abandoned if training.sealing is not None else frozenset[Stamp]()
+        abandoned = training.sealing.decision.abandoned if training.sealing is not None else frozenset[Stamp]()
         self._store.trim(shard, sealed, abandoned)
         before = shard.pair.passed
         shard.pair.pass_over(Stamp(sealed.epoch, last))
@@ -174,7 +174,7 @@ class ClosedTrainings:
             await self._saver.flush(training)
         live = self._membership.live
         if live is incarnation and live.rounds.round == number and not training.present:
-            self._take(incarnation, peer.ClosedDown(number, closed, gone=True))
+            self._adopt_decision(incarnation, peer.ClosedDown(number, closed, gone=True))
 
     def tend(self) -> None:
         """Free the unneeded memory of closed trainings. Called a few times a second."""
@@ -196,7 +196,7 @@ class ClosedTrainings:
                 continue
             for shard in shards:
                 shard.pair.void_filling()  # the rank has disconnected and completes no further version
-            self._trainings.drop_guests(training)
+            self._trainings.drop_load_copies(training)
             self._writer.forget(closed.set)
             for shard in shards:
                 nothing = training.chosen is None and not shard.pair.complete_stamps()

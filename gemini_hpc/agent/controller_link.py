@@ -10,12 +10,12 @@ from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.config import ConfigError
 from gemini_hpc.wire import controller, inspect_schema, peer, protocol
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -73,7 +73,7 @@ class ControllerLink:
     """A link that dials the controller for as long as the agent lives. Without a controller only speed is lost."""
 
     def __init__(
-        self, identity: Identity, membership: Membership, listener: Listener, log: Log, spawn: Spawn
+        self, identity: AgentIdentity, membership: Membership, listener: Listener, log: Log, spawn: Spawn
     ) -> None:
         self._identity, self._membership, self._listener = identity, membership, listener
         self._log, self._spawn = log, spawn
@@ -156,7 +156,7 @@ class ControllerLink:
                 )
             )
 
-    def tell(self, event: inspect_schema.EventRecord) -> None:
+    def send_event(self, event: inspect_schema.EventRecord) -> None:
         """Send an event to the controller, now or once a connection exists."""
         self._backlog.append(event)
         self._flush()
@@ -240,7 +240,7 @@ class ControllerLink:
 
     async def _dial(self, host: str) -> Link:
         me, settings = self._identity, self._identity.settings
-        client = Client(
+        client = HandshakeClient(
             purpose="control",
             cluster=settings.cluster_name,
             job=me.job,
@@ -264,12 +264,12 @@ class ControllerLink:
                 if isinstance(message, inspect_schema.InspectAsk):
                     link.send(self._listener.inspect(message.request))
                 else:
-                    await self._heard(message)
+                    await self._on_message(message)
         finally:
             self._link = None
             link.close()
 
-    async def _heard(self, message: protocol.AnyMessage) -> None:
+    async def _on_message(self, message: protocol.AnyMessage) -> None:
         if isinstance(message, controller.Holders):
             waiting = self._holders.get(message.job)
             if waiting is not None and not waiting.done():

@@ -22,12 +22,12 @@ from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.cpu_use import CpuUse
 from gemini_hpc.agent.good_end import GoodEnd
 from gemini_hpc.agent.hangs import Hangs
-from gemini_hpc.agent.inspect_part import Picture
+from gemini_hpc.agent.inspect_part import InspectView
 from gemini_hpc.agent.launches import Launches
 from gemini_hpc.agent.own_directory import OwnDirectory
 from gemini_hpc.agent.peer_server import PeerServer
 from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.listen_address import interface_address
 from gemini_hpc.agent.peers.membership import Membership
@@ -57,8 +57,8 @@ from gemini_hpc.agent.sick_nodes import SickNodes
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.flush import Flush
-from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.flush import FlushRequests
+from gemini_hpc.agent.tier.keeps import NamedVersions
 from gemini_hpc.agent.tier.node_writer import NodeWriter
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
@@ -73,7 +73,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
 from gemini_hpc.wire import inspect_schema, local, peer, protocol
-from gemini_hpc.wire.local_server import Client, LocalServer, Reply
+from gemini_hpc.wire.local_server import LocalClient, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
@@ -108,12 +108,12 @@ class Agent:
             again: Another agent of the job has died here.
             share: The job's share of the node's memory cap, as the prolog knows it; see `Budget`.
         """
-        me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
+        me = self.identity = AgentIdentity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
         here = self.membership = Membership()
         events = self._events = EventLog(node, lambda: here.restart, self._print)
         log, spawn = events.log, Tasks(events.log).spawn
-        self._log, self._complain, self._spawn = log, events.complain, spawn
+        self._log, self._complain, self._spawn = log, events.log_rate_limited, spawn
         self._local: LocalServer | None = None
         self._place = OwnDirectory(directory, uid)
         self._looked_at, self._told_gone = -math.inf, False
@@ -131,9 +131,9 @@ class Agent:
         stats, self._cpu = StatsStore(), CpuUse(settings, store)
         tier = TierChoice(settings, uid, here)
         rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
-        keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
+        keeps = self.keeps = NamedVersions(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
         self.controller_link = ControllerLink(me, here, self, log, spawn)
-        events.follow(self.controller_link.tell)
+        events.add_follower(self.controller_link.send_event)
 
         self._outlines = Outlines(node, here, spawn)
         filling = SlotWrites(here, trainings, log, spawn, store.pool, self._outlines.completed)
@@ -144,7 +144,7 @@ class Agent:
             trainings,
             self._outlines,
             filling,
-            incoming.forsake,
+            incoming.drop_peers,
             log,
             spawn,
             self.controller_link.register,
@@ -155,11 +155,11 @@ class Agent:
             self.launches,
             log,
             spawn,
-            self._begin,
+            self._begin_incarnation,
             self._left_out,
-            first=self.rescue.over,
+            first=self.rescue.wait_idle,
             costs=self.rescue.out_of_reach,
-            hold=trainings.hold,
+            hold=trainings.hold_ranks,
         )
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
@@ -228,7 +228,7 @@ class Agent:
         self._good_end = GoodEnd(here, trainings, saver, keeps, self._retention, lambda: self.finished)
         self._waker = Wake(me, here, self.attach, events, spawn)
         self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, trainings, log, spawn)
-        self._picture = Picture(
+        self._picture = InspectView(
             me,
             here,
             trainings,
@@ -248,11 +248,11 @@ class Agent:
             store,
             self.transfers.incoming,
             self._waker,
-            Flush(job, here, trainings, saver, self.salvage, spawn),
+            FlushRequests(job, here, trainings, saver, self.salvage, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
             self.spares,
-            events.complain,
+            events.log_rate_limited,
             barred=self._retention.barred,
             taken=self._taken_over,
         )
@@ -264,12 +264,12 @@ class Agent:
         asyncio.get_running_loop().set_exception_handler(self._failed)
         me, here = self.identity, self.membership
         deadline = clock.monotonic() + _HOLD_S
-        while not self._place.hold():
+        while not self._place.lock_directory():
             if clock.monotonic() > deadline:
                 return  # the prolog and the supervisor started one each at the same time: one is enough
             await asyncio.sleep(_HOLD_POLL_S)
         server, self.identity.port = await self._peer_server.listen()
-        map_file.settle(me.directory)
+        map_file.end_wait(me.directory)
         if me.again:
             self._take_over(None)
         if me.settings.interface and not me.interface:
@@ -293,7 +293,7 @@ class Agent:
         self.store.clear()
         self.store.pool.close()
         map_file.remove(me.directory)
-        map_file.settle(me.directory)
+        map_file.end_wait(me.directory)
         self.state.remove()
         self._notes.remove()
         self.pledges.remove()
@@ -304,15 +304,15 @@ class Agent:
             now = clock.monotonic()
             self._cpu.look(now)
             self.controller_link.beat(now)
-            self._fence.look(now)
+            self._fence.check_alone(now)
             self.trainings.beat()
             if now - self._looked_at > _PLACE_S and not self._retention.over.is_set():
                 self._looked_at = now
                 self._look_at_directory()
             if self.membership.detached:
-                self._retention.look(now)
+                self._retention.check_memory(now)
                 self._watch_on(now)
-                self._good_end.look()
+                self._good_end.check_doubt()
                 continue
             if self.membership.incarnation is not None:
                 self.membership.incarnation.rounds.tick(now)
@@ -320,12 +320,12 @@ class Agent:
             self.keeps.tend(now)
             self.transfers.incoming.tend()
             self._closed.tend()
-            self._hangs.look(now)
+            self._hangs.check_progress(now)
             self._retention.runs(now)
 
     def _look_at_directory(self) -> None:
         """Listen in the directory that root has made again after the old one was unmounted or emptied."""
-        found = self._place.look()
+        found = self._place.check_directory()
         if found == "gone":
             if not self._told_gone:
                 what = f"{self.identity.directory} is unmounted or covered: nobody who calls finds this agent"
@@ -413,18 +413,18 @@ class Agent:
                 return local.Error(f"node list: {exc}")
             if m.replicas > view.wanted:
                 self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
-            incarnation = self._begin(m, view)
+            incarnation = self._begin_incarnation(m, view)
             if m.bereft:
                 self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
             if incarnation.leads and m.restart == 0 and self.saver.tier:
-                self._spawn(self.saver.glance())
+                self._spawn(self.saver.check_once())
         here.detached = False
         bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
         try:
             async with asyncio.timeout(bound_s):
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
-            map_file.settle(me.directory)
+            map_file.end_wait(me.directory)
             absent = await incarnation.absent(_LOOK_S)
             missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
             self._log(
@@ -433,10 +433,10 @@ class Agent:
             return local.Ready("unmapped", absent)
         return local.Ready("mapped")
 
-    def _begin(self, m: local.Attach, view: View) -> Incarnation:
+    def _begin_incarnation(self, m: local.Attach, view: View) -> Incarnation:
         incarnation = self._enter(m, view, begun=True)
         if incarnation.leads:
-            incarnation.rounds.begin("")
+            incarnation.rounds.begin_round("")
         self._spawn(self._waker.call(incarnation))
         return incarnation
 
@@ -479,7 +479,7 @@ class Agent:
             complain=self._complain,
             expected=expected,
             lost=m.lost,
-            on_view=self.spares.heard,
+            on_view=self.spares.on_nodes_lost,
         )
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
@@ -593,21 +593,21 @@ class Agent:
         if isinstance(message, (peer.VoteUp, peer.DecisionDown)):
             self.trainings.on_message(incarnation, name, message)
         elif isinstance(message, peer.Launch):
-            self.launches.heard(incarnation, name, message)
+            self.launches.on_launch(incarnation, name, message)
         elif isinstance(message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)):
-            self._sick.heard(incarnation, name, message)
+            self._sick.on_message(incarnation, name, message)
         elif isinstance(message, (peer.ClosedUp, peer.ClosedDown)):
-            self._closed.heard(incarnation, name, message)
+            self._closed.on_message(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
-            self._hangs.heard(incarnation, name, message)
+            self._hangs.on_message(incarnation, name, message)
         elif isinstance(message, (peer.MoveUp, peer.HoldDown)):
-            self.spares.told(incarnation, name, message)
+            self.spares.on_message(incarnation, name, message)
         elif isinstance(message, (peer.Outline, peer.OutlineDigest)):
-            self._outlines.heard(name, message)
+            self._outlines.on_outline(name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:
             self.saver.wanted(message)
         elif isinstance(message, peer.SaveUp) and name in rounds.children:
-            self.saver.heard(message)
+            self.saver.on_report(message)
         elif isinstance(message, peer.SaveOver) and name == rounds.parent and message.round == rounds.round:
             self.saver.ended()
         elif isinstance(message, (peer.KeepWish, peer.KeepDone)):
@@ -684,7 +684,7 @@ class Agent:
 
     # ---- the local socket ------------------------------------------------------------------------------
 
-    async def _handle_local(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+    async def _handle_local(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
         if isinstance(request, local.Bequeath):
             for fd in fds:
                 os.close(fd)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.retention import Retention
-from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.keeps import NamedVersions
 from gemini_hpc.agent.tier.saver import Saver
 
 
@@ -24,7 +24,7 @@ class GoodEnd:
         membership: Membership,
         trainings: Trainings,
         saver: Saver,
-        keeps: Keeps,
+        keeps: NamedVersions,
         retention: Retention,
         finished: Callable[[], bool | None],
     ) -> None:
@@ -56,7 +56,7 @@ class GoodEnd:
         self._saver.succeeded = True
         return self._free()
 
-    def look(self) -> None:
+    def check_doubt(self) -> None:
         """Free all memory once a doubt is over. Called a few times a second while the job does not run here."""
         incarnation = self._membership.incarnation
         if not self._doubted or incarnation is None:

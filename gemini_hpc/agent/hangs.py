@@ -23,9 +23,9 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.core.standstill import Judge, Standing, shortened, told
+from gemini_hpc.core.standstill import HangStanding, Judge, describe_hang, shortened
 from gemini_hpc.wire import control_page, peer
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 
 LOOK_S = 1.0
@@ -50,7 +50,7 @@ class Hangs:
         membership: Membership,
         trainings: Trainings,
         launches: Launches,
-        culprit: Callable[[Incarnation, Standing], None],
+        culprit: Callable[[Incarnation, HangStanding], None],
         log: Log,
         spawn: Spawn,
         now: Callable[[], float] = clock.monotonic,
@@ -74,7 +74,7 @@ class Hangs:
         self._looked_at = 0.0
         self._round = (-1, 0)
         # by training and child, with the time of the report
-        self._below: dict[tuple[str, str], tuple[float, Standing]] = {}
+        self._below: dict[tuple[str, str], tuple[float, HangStanding]] = {}
         self._loud: set[str] = set()  # trainings that have been reported to the parent
         self._judges: dict[str, Judge] = {}
         self._acted: set[str] = set()
@@ -88,7 +88,7 @@ class Hangs:
         asked = incarnation.attach.hang if incarnation is not None else None
         return self._site_s if asked is None else float(asked)
 
-    def look(self, now: float) -> None:
+    def check_progress(self, now: float) -> None:
         """Look at the ranks' progress, and report or judge. Called a few times a second."""
         incarnation, hang_s = self._membership.training, self.hang_s
         if incarnation is None or not hang_s or now - self._looked_at < LOOK_S:
@@ -97,7 +97,7 @@ class Hangs:
         self._looked_at = now
         self._enter(incarnation)
         for training in self._trainings:
-            if training.ranks.look(now, stopped=stopped):
+            if training.ranks.read_pages(now, stopped=stopped):
                 training.hung = ""
                 self._acted.discard(training.name)
         self._below = {key: said for key, said in self._below.items() if now - said[0] < _FRESH_S}
@@ -105,7 +105,7 @@ class Hangs:
             standing = self._standing(name, now)
             if incarnation.leads:
                 judge = self._judges.setdefault(name, Judge(hang_s))
-                if judge.look(standing) and standing is not None:
+                if judge.is_hung(standing) and standing is not None:
                     self._culprit(incarnation, standing)
                     self._hung(incarnation, name, standing)
                 continue
@@ -125,9 +125,9 @@ class Hangs:
         self._acted.clear()
         self._kept.clear()
         for judge in self._judges.values():
-            judge.begin()
+            judge.begin_launch()
 
-    def _standing(self, name: str, now: float) -> Standing | None:
+    def _standing(self, name: str, now: float) -> HangStanding | None:
         """Return the joint standing of all ranks here, and below in the tree, that have reported."""
         said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
@@ -141,7 +141,7 @@ class Hangs:
 
     # ---- peers -----------------------------------------------------------------------------------------
 
-    def heard(self, incarnation: Incarnation, host: str, m: peer.StandingUp | peer.HungDown) -> None:
+    def on_message(self, incarnation: Incarnation, host: str, m: peer.StandingUp | peer.HungDown) -> None:
         """Handle a child's report that its ranks stand still, or the root's decision."""
         rounds = incarnation.rounds
         if m.round != rounds.round or not incarnation.live or not self._trainings.may_have(m.set):
@@ -153,26 +153,26 @@ class Hangs:
             if len(self._below) < _MOST_BELOW:
                 self._below[m.set, host] = self._now(), m.standing
 
-    def _hung(self, incarnation: Incarnation, name: str, standing: Standing) -> None:
+    def _hung(self, incarnation: Incarnation, name: str, standing: HangStanding) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
         training = self._trainings.get(name)
         if training is None or training.ranks.silent_s(self._now()) < _QUIET * self.hang_s:
             return  # a rank here has advanced meanwhile
         kept = self._kept.get(name)
-        training.hung = f"{standing.least.host}: {told(standing)}{f'; its stack: {kept}' if kept else ''}"
+        training.hung = f"{standing.least.host}: {describe_hang(standing)}{f'; its stack: {kept}' if kept else ''}"
         if standing.least.host == self._node and name not in self._acted:
             self._acted.add(name)
             self._spawn(self._end(incarnation, training, standing))
 
     # ---- the rank that holds the others up -------------------------------------------------------------
 
-    async def _end(self, incarnation: Incarnation, training: Training, standing: Standing) -> None:
+    async def _end(self, incarnation: Incarnation, training: Training, standing: HangStanding) -> None:
         rank, number = standing.least.rank, incarnation.rounds.round
         client = training.present.get(rank)
         text = await self._stack(training, rank, client) if client is not None else ""
-        what, stack = told(standing), "it gives no stack"
+        what, stack = describe_hang(standing), "it gives no stack"
         if text:
-            where = self._keep(training.name, text)
+            where = self._write_stack(training.name, text)
             room = MAX_DETAIL - len(what) - len(where) - 4
             stack = shortened(text, max(_LEAST_CHARS, min(_STACK_CHARS, room))) + (f"; {where}" if where else "")
         self._log("hung", version=standing.least.version, detail=f"{what}; {stack}")
@@ -182,7 +182,7 @@ class Hangs:
         if not launched and client is not None and rank in training.restarts:
             client.signal(signal.SIGKILL)
 
-    async def _stack(self, training: Training, rank: int, client: Client) -> str:
+    async def _stack(self, training: Training, rank: int, client: LocalClient) -> str:
         """Return the rank's Python stack, or "" if the rank does not answer."""
         number = training.ranks.signal_of(rank)
         if not number or not _catches(client.pid, number):
@@ -197,7 +197,7 @@ class Hangs:
                 break
         return text
 
-    def _keep(self, name: str, text: str) -> str:
+    def _write_stack(self, name: str, text: str) -> str:
         """Write a stack to a file, which may replace an older one, and return its path.
 
         Return "" if there is no room.

@@ -9,7 +9,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.agent.cpu_use import CpuUse
 from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
@@ -28,12 +28,12 @@ _STATES = {
 }
 
 
-class Picture:
+class InspectView:
     """An agent's view of the job, as `gemini-hpc inspect` shows it."""
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         trainings: Iterable[Training],
         store: Store,

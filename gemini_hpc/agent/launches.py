@@ -188,7 +188,7 @@ class Launches:
 
     # ---- peers -----------------------------------------------------------------------------------------
 
-    def heard(self, incarnation: Incarnation, host: str, m: peer.Launch) -> None:
+    def on_launch(self, incarnation: Incarnation, host: str, m: peer.Launch) -> None:
         """Take a tree neighbour's knowledge of a step."""
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             known = self._steps.get(m.step, Known())

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.wire import peer
@@ -25,7 +25,7 @@ ASK_PART, MAX_ASK_S = 0.4, 4.0
 MAX_HOSTS = 1024
 
 
-class Holders(Protocol):
+class HolderSource(Protocol):
     """The controller, if there is one, as a source of agents' places."""
 
     async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
@@ -33,7 +33,7 @@ class Holders(Protocol):
 
 
 async def inventories(
-    identity: Identity, incarnation: Incarnation, controller: Holders, former: Iterable[str]
+    identity: AgentIdentity, incarnation: Incarnation, controller: HolderSource, former: Iterable[str]
 ) -> tuple[peer.InventoryRecord, ...]:
     """Return the inventories of agents outside the allocation.
 
@@ -45,7 +45,7 @@ async def inventories(
     return tuple(record for record in found if record is not None)
 
 
-async def _ask(identity: Identity, mesh: Mesh, host: str, known: int | None) -> peer.InventoryRecord | None:
+async def _ask(identity: AgentIdentity, mesh: Mesh, host: str, known: int | None) -> peer.InventoryRecord | None:
     settings = identity.settings
     ports = [known] if known else candidates(settings, identity.job)
     try:

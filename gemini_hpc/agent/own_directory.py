@@ -38,7 +38,7 @@ class OwnDirectory:
         self._fd = -1
         self._mount = -1  # number of the mount with the directory, -1 if it cannot be seen
 
-    def hold(self) -> bool:
+    def lock_directory(self) -> bool:
         """Become the directory's only agent for the life of this process.
 
         Return whether no other agent is there.
@@ -53,7 +53,7 @@ class OwnDirectory:
         self._fd, self._mount = fd, _mount(fd)
         return True
 
-    def look(self) -> Found:
+    def check_directory(self) -> Found:
         """Return the state of the directory, after a move into a new one made by root. Raises nothing.
 
         - here: the directory is in place, with a socket.

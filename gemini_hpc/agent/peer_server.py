@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from gemini_hpc.agent.inspect_part import Picture
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.inspect_part import InspectView
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.spares import Spares
@@ -34,13 +34,13 @@ class PeerServer:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         store: Store,
         incoming: PushReceiver,
         waker: Wake,
-        flush: Flush,
-        picture: Picture,
+        flush: FlushRequests,
+        picture: InspectView,
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
         spares: Spares,
         complain: Callable[[str], None],
@@ -144,7 +144,7 @@ class PeerServer:
             return f"this agent is at restart {here.restart}"
         # If the views differ, note the caller's; the caller learns ours in the handshake and is not served
         if hello.lost != here.lost and not here.detached:
-            self._spares.heard(hello.lost)
+            self._spares.on_nodes_lost(hello.lost)
         return ""
 
     async def _serve(self, link: Link) -> None:

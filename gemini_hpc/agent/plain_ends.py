@@ -11,7 +11,7 @@ from gemini_hpc.agent.launches import Launches
 from gemini_hpc.core.attempts import End
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.node.out_of_memory import OutOfMemory
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 _KILLED = 137
 
@@ -21,13 +21,13 @@ class PlainEnds:
 
     def __init__(self, node: str, launches: Launches) -> None:
         self._node, self._launches = node, launches
-        self._ranks: dict[Client, tuple[str, int, OutOfMemory]] = {}
+        self._ranks: dict[LocalClient, tuple[str, int, OutOfMemory]] = {}
 
-    def begin(self, client: Client, step: str, rank: int) -> None:
+    def record_rank(self, client: LocalClient, step: str, rank: int) -> None:
         """Record a rank that begins to train here."""
         self._ranks[client] = step, rank, OutOfMemory(client.pid)
 
-    def raised(self, client: Client, words: str, version: int) -> None:
+    def raised(self, client: LocalClient, words: str, version: int) -> None:
         """Record the exception that a rank reports as its end.
 
         Args:
@@ -39,18 +39,18 @@ class PlainEnds:
             return
         step, rank, _ = self._ranks[client]
         key, text = f"{words} at step {version}", f"rank {rank} ended with {words}"
-        self._tell(step, End(text, Cause.RAISED, rank, 1, self._node, key, t=clock.time()))
+        self._report_end(step, End(text, Cause.RAISED, rank, 1, self._node, key, t=clock.time()))
 
-    def gone(self, client: Client, *, success: bool) -> None:
+    def gone(self, client: LocalClient, *, success: bool) -> None:
         """Find out what became of a rank whose connection has ended."""
         if client not in self._ranks:
             return
         step, rank, memory = self._ranks.pop(client)
         if not success and memory.happened():
-            text = f"rank {rank} was ended: {memory.told()}"
+            text = f"rank {rank} was ended: {memory.describe_kill()}"
             end = End(text, Cause.CRASHED, rank, _KILLED, self._node, memory=True, t=clock.time())
-            self._tell(step, end)
+            self._report_end(step, end)
 
-    def _tell(self, step: str, end: End) -> None:
+    def _report_end(self, step: str, end: End) -> None:
         if not self._launches.watches(step):
             self._launches.ended(step, end)

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.agent import bequest
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.round_plan import Left
+from gemini_hpc.agent.peers.round_plan import PredecessorState
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.training import Training
@@ -23,7 +23,7 @@ from gemini_hpc.core import recovery_plan
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import candidates
@@ -38,7 +38,7 @@ _TELL_S = (0.0, 1.0, 5.0)
 STILL_RUNS = "still runs"
 
 
-class Holders(Protocol):
+class HolderDirectory(Protocol):
     """The controller, if there is one, as a source of agents' places."""
 
     async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
@@ -48,7 +48,9 @@ class Holders(Protocol):
 class Predecessor:
     """The predecessor as one agent sees it. Only the coordinator asks its agents and reports to them."""
 
-    def __init__(self, identity: Identity, membership: Membership, controller: Holders, spawn: Spawn) -> None:
+    def __init__(
+        self, identity: AgentIdentity, membership: Membership, controller: HolderDirectory, spawn: Spawn
+    ) -> None:
         self._identity, self._membership, self._controller, self._spawn = identity, membership, controller, spawn
         self._owed: peer.Heritage | None = None  # heritage taken over whose agents do not know so yet
         self._gate = asyncio.Semaphore(_AT_ONCE)
@@ -59,10 +61,10 @@ class Predecessor:
         incarnation = self._membership.incarnation
         return incarnation.attach.after if incarnation is not None else 0
 
-    def client(self, host: str, purpose: str, job: int) -> Client:
+    def client(self, host: str, purpose: str, job: int) -> HandshakeClient:
         """Return the calling side of a handshake with the predecessor's agent on a host."""
         me = self._identity
-        return Client(
+        return HandshakeClient(
             purpose=purpose,
             cluster=me.settings.cluster_name,
             job=job,
@@ -87,14 +89,14 @@ class Predecessor:
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    async def left(self) -> Left:
+    async def left(self) -> PredecessorState:
         """Return the copies of the predecessor's agents, and the reason for missing ones.
 
         The agents are on this job's nodes, and on nodes named by the controller or by one of these agents.
         """
         job, settings = self.job, self._identity.settings
         if job == self._identity.job:
-            return Left(job, why="a job cannot go on from itself")
+            return PredecessorState(job, why="a job cannot go on from itself")
         within_s = min(MAX_ASK_S, ASK_PART * settings.attach_timeout_s)
         deadline = clock.monotonic() + within_s
         here = self._membership.hosts[:MAX_HOSTS]
@@ -105,7 +107,9 @@ class Predecessor:
         more = {host: port for host, port in {**named, **more}.items() if host not in here}
         second = await self._ask_all(job, dict(list(more.items())[:MAX_HOSTS]), deadline)
         records, failures = (*first[0], *second[0]), first[1] | second[1]
-        return Left(job, records, why="" if any(r.copies for r in records) else _why(job, [*here, *more], failures))
+        return PredecessorState(
+            job, records, why="" if any(r.copies for r in records) else _why(job, [*here, *more], failures)
+        )
 
     async def _ask_all(
         self, job: int, ports: dict[str, int], deadline: float
@@ -151,16 +155,16 @@ class Predecessor:
         owed, incarnation = self._owed, self._membership.incarnation
         if owed is None or incarnation is None or not incarnation.leads:
             return
-        sealed = {t.name: t.sealing.word.sealed for t in trainings if t.sealing is not None}
+        sealed = {t.name: t.sealing.decision.sealed for t in trainings if t.sealing is not None}
         taken = {name: recovery_plan.inherited(stamp) for name, stamp in owed.stamps.items()}
         words = {name: word for name in taken if (word := sealed.get(name)) is not None and word >= taken[name]}
         if words.keys() != taken.keys() or words == taken:
             return
         self._owed = None
         for host, port in owed.ports.items():
-            self._spawn(self._tell(owed.job, host, port))
+            self._spawn(self._report_taken(owed.job, host, port))
 
-    async def _tell(self, job: int, host: str, port: int) -> None:
+    async def _report_taken(self, job: int, host: str, port: int) -> None:
         """Report to the predecessor's agent that its memory is no longer needed.
 
         An agent that misses this report frees its memory by itself after a while.

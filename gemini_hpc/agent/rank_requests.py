@@ -23,9 +23,9 @@ from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.rescue import Rescue
-from gemini_hpc.agent.sessions import Rejected, Sessions
+from gemini_hpc.agent.sessions import RequestRejected, Sessions
 from gemini_hpc.agent.stats_store import StatsStore
-from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.keeps import NamedVersions
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.pull import PullFailed
 from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
@@ -36,7 +36,7 @@ from gemini_hpc.core.digest import is_digest
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local
-from gemini_hpc.wire.local_server import Client, Reply
+from gemini_hpc.wire.local_server import LocalClient, Reply
 from gemini_hpc.wire.rate_limit import RateLimit
 
 _MAX_SHARDS = 4096  # limit on one node over all trainings; each shard takes two descriptors
@@ -57,7 +57,7 @@ class RankRequests:
         outgoing: PushSender,
         pulls: PullScheduler,
         saver: Saver,
-        keeps: Keeps,
+        keeps: NamedVersions,
         rejections: Rejections,
         closed: ClosedTrainings,
         outlines: Outlines,
@@ -73,14 +73,14 @@ class RankRequests:
         self._saver, self._keeps, self._rejections, self._closed = saver, keeps, rejections, closed
         self._outlines, self._rescue = outlines, rescue
         self._stats, self._ends, self._log, self._spawn = stats, ends, log, spawn
-        self._fills: dict[tuple[str, int, int], Client] = {}
-        self._keepers: dict[tuple[str, int], Client] = {}
+        self._fills: dict[tuple[str, int, int], LocalClient] = {}
+        self._keepers: dict[tuple[str, int], LocalClient] = {}
         self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
         self._populating = asyncio.Lock()  # one core is enough for what nothing waits for
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
-    def gone(self, client: Client) -> None:
+    def gone(self, client: LocalClient) -> None:
         """Handle the end of a connection: void the slots that the process was filling."""
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
@@ -97,14 +97,14 @@ class RankRequests:
         self._sessions.drop_all()
         self._fills.clear()
 
-    def _shard(self, client: Client, name: str, rank: int) -> tuple[Training, Shard]:
+    def _shard(self, client: LocalClient, name: str, rank: int) -> tuple[Training, Shard]:
         training = self._sessions.training(client, name)
         shard = self._store.get(name, rank)
         if shard is None:
-            raise Rejected(f"shard of rank {rank} is not registered here")
+            raise RequestRejected(f"shard of rank {rank} is not registered here")
         return training, shard
 
-    def _keep(self, client: Client, m: local.Register | local.HandBack) -> Training:
+    def _authorize(self, client: LocalClient, m: local.Register | local.HandBack) -> Training:
         """Return the training of a shard that this client may write.
 
         Each shard has one writer on a node. The shard must be one that this node keeps, of a training as large as its
@@ -117,31 +117,31 @@ class RankRequests:
         training, n = self._sessions.training(client, m.set), here.nodes
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
-            raise Rejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
+            raise RequestRejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
         if mine not in here.redundancy.holders(m.home):
-            raise Rejected(f"node rank {mine} keeps no copies of node rank {m.home}")
+            raise RequestRejected(f"node rank {mine} keeps no copies of node rank {m.home}")
         keeper = self._keepers.get((m.set, m.rank))
         if keeper is not None and keeper is not client and not keeper.closed.is_set():
-            raise Rejected(f"process {keeper.pid} already writes the shard of rank {m.rank} here")
+            raise RequestRejected(f"process {keeper.pid} already writes the shard of rank {m.rank} here")
         if (m.set, m.rank) not in shards and len(shards) >= _MAX_SHARDS:
-            raise Rejected(f"a node keeps at most {_MAX_SHARDS} shards")
+            raise RequestRejected(f"a node keeps at most {_MAX_SHARDS} shards")
         return training
 
     # ---- requests --------------------------------------------------------------------------------------
 
-    async def handle(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+    async def handle(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
         """Answer one request of a training rank, and close the descriptors."""
         try:
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
             if isinstance(request, local.Hello):
                 welcome = await self._sessions.hello(client, request, fds)
-                self._ends.begin(client, request.step, request.rank)
+                self._ends.record_rank(client, request.step, request.rank)
                 return welcome
             if isinstance(request, local.Register):
                 return await self._register(client, request)
             if isinstance(request, local.Begin):
-                return self._begin(client, request)
+                return self._on_begin(client, request)
             if isinstance(request, local.Fill):
                 return self._fill(client, request)
             if isinstance(request, local.Filled):
@@ -155,12 +155,12 @@ class RankRequests:
             if isinstance(request, local.OpenPush):
                 return self._open_push(client, request)
             if isinstance(request, local.Event):
-                self._heard(client, request)
-                if self._events.take():
+                self._on_event(client, request)
+                if self._events.take_tokens():
                     name, detail = _plain(request.name, 40), request.detail[:300]
                     self._log.log(name, version=request.version, detail=detail, t=request.t)
                 else:
-                    self._log.complain(f"process {client.pid} sends more events than the log keeps")
+                    self._log.log_rate_limited(f"process {client.pid} sends more events than the log keeps")
                 return local.Ok(), []
             if isinstance(request, local.Finished):
                 self._sessions.own(client, request)
@@ -172,15 +172,15 @@ class RankRequests:
                 self._sessions.own(client, request)
                 training = self._sessions.training(client, request.set)
                 if training.chosen is None or training.chosen.version != request.version:
-                    raise Rejected(f"the ranks have not loaded version {request.version}")
+                    raise RequestRejected(f"the ranks have not loaded version {request.version}")
                 epoch = self._membership.epoch
                 if why := self._rejections.reject(training, epoch, request.reason, fresh=request.fresh):
-                    raise Rejected(why)
+                    raise RequestRejected(why)
                 return local.Ok(), []
             if isinstance(request, local.KeepVersion):
                 self._sessions.own(client, request)
                 if why := self._keeps.ask(Wish(request.set, request.name, request.version)):
-                    raise Rejected(why)
+                    raise RequestRejected(why)
                 return local.Ok(), []
             if isinstance(request, local.LiveOn):
                 self._sessions.own(client, request)
@@ -198,15 +198,15 @@ class RankRequests:
                 self._sessions.own(client, request)
                 return local.Ok(), [self._rescue.open(client, request.set, request.rank)]
             if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
-                return self._told(client, request), []
-        except (Rejected, NoMemory) as exc:
-            return local.Error(str(exc), isinstance(exc, Rejected) and exc.later), []
+                return self._on_stats(client, request), []
+        except (RequestRejected, NoMemory) as exc:
+            return local.Error(str(exc), isinstance(exc, RequestRejected) and exc.later), []
         finally:
             for fd in fds:
                 os.close(fd)
         return local.Error("not a request of a training rank"), []
 
-    def _heard(self, client: Client, m: local.Event) -> None:
+    def _on_event(self, client: LocalClient, m: local.Event) -> None:
         """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
         training, rank = self._sessions.rank_of(client)
         if training is None or training.present.get(rank) is not client:
@@ -220,13 +220,13 @@ class RankRequests:
         elif m.name == "raised":
             self._ends.raised(client, _plain(m.detail, 200), m.version)
         elif m.name == "degraded":
-            training.complain(f"rank {rank}: {m.detail[:300]}")
+            training.record_trouble(f"rank {rank}: {m.detail[:300]}")
         elif m.name == "unprotected":  # an unprotected rank reports no more steps
             training.pace.reset()
             training.left[rank] = m.detail[:300]
             self._void(client)
 
-    def _void(self, client: Client) -> None:
+    def _void(self, client: LocalClient) -> None:
         """Void all slots that this process was filling."""
         for (name, rank, index), filler in list(self._fills.items()):
             if filler is client:
@@ -236,8 +236,8 @@ class RankRequests:
                     shard.pair.void(index)
                     self._sets.recount(name)
 
-    def _told(
-        self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
+    def _on_stats(
+        self, client: LocalClient, m: local.Traffic | local.Timeline | local.Keep | local.Recall
     ) -> local.Ok | local.Kept:
         """Store or return statistics of a rank. Only the rank itself may send them."""
         self._sessions.own(client, m)
@@ -245,22 +245,22 @@ class RankRequests:
         if isinstance(m, local.Recall):
             return local.Kept(stats.recall(m.set, m.rank, m.key))
         if isinstance(m, local.Keep):
-            stats.keep(m.set, m.rank, m.key, m.data)
+            stats.store_data(m.set, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
             stats.traffic(m.set, m.rank, m.state)
         else:
             stats.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
 
-    async def _register(self, client: Client, m: local.Register) -> Reply:
-        training = self._keep(client, m)
+    async def _register(self, client: LocalClient, m: local.Register) -> Reply:
+        training = self._authorize(client, m)
         if m.of:
             return await self._register_parity(client, training, m)
         size_bytes = m.bytes
         if m.pushed and not size_bytes and (known := self._store.get(m.set, m.rank)) is not None:
             size_bytes = known.bytes
         if not size_bytes:
-            raise Rejected("a shard of 0 bytes is impossible")
+            raise RequestRejected("a shard of 0 bytes is impossible")
         number = self._membership.round
         try:
             shard = await self._store.make(m.set, m.rank, m.world, m.home, size_bytes)
@@ -269,8 +269,8 @@ class RankRequests:
             self._log.log("refused", detail=str(exc))
             raise
         if self._membership.round != number:
-            raise Rejected("a recovery round is under way")
-        self._keep(client, m)
+            raise RequestRejected("a recovery round is under way")
+        self._authorize(client, m)
         self._keepers[m.set, m.rank] = client
         shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
         replica_fills.release(shard)
@@ -297,9 +297,9 @@ class RankRequests:
         ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
         others = set(here.redundancy.receivers(mine)) if here.redundancy.parity else set()
         if m.home != mine or homes != others or not len(ranks) == len(homes) == len(m.of):
-            raise Rejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
+            raise RequestRejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
-            raise Rejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
+            raise RequestRejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
         known = self._store.parities.get((m.set, m.rank))
         blocks = here.redundancy.parity
         grown = known is not None and known.parity is not None and known.parity.is_like(Parity(dict(m.of), blocks))
@@ -311,8 +311,8 @@ class RankRequests:
             self._log.log("refused", detail=str(exc))
             raise
         if here.round != number:
-            raise Rejected("a recovery round is under way")
-        self._keep(client, m)
+            raise RequestRejected("a recovery round is under way")
+        self._authorize(client, m)
         shard.registered_round = number
         if blocks > 1 and galois.library() is None:
             training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
@@ -321,20 +321,20 @@ class RankRequests:
             self._filling.passed(shard, m.passed)
         return local.Slots(shard.bytes), []
 
-    def _begin(self, client: Client, m: local.Begin) -> Reply:
+    def _on_begin(self, client: LocalClient, m: local.Begin) -> Reply:
         training, shard = self._shard(client, m.set, m.rank)
         if shard.registered_round != self._membership.round or training.sealing is None:
-            raise Rejected(f"shard of rank {m.rank} is not registered in this round")
+            raise RequestRejected(f"shard of rank {m.rank} is not registered in this round")
         if self._keepers.get((m.set, m.rank)) is not client:
-            raise Rejected(f"shard of rank {m.rank} is not registered by this process")
+            raise RequestRejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.pushed:
-            raise Rejected(f"the agent of its home node fills the shard of rank {m.rank}")
+            raise RequestRejected(f"the agent of its home node fills the shard of rank {m.rank}")
         training.pace.reached(m.version)
         _, rank = self._sessions.rank_of(client)
         if training.present.get(rank) is client and rank in training.left:
             return local.Refused(f"rank {rank} has given up its protection"), []
         try:
-            index = self._filling.begin(training, shard, m.version)
+            index = self._filling.begin_write(training, shard, m.version)
         except Refused as exc:
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
@@ -344,31 +344,31 @@ class RankRequests:
             note, training.void_note = training.void_note, ""
         return local.Begun(index, note), []
 
-    def _fill(self, client: Client, m: local.Fill) -> Reply:
+    def _fill(self, client: LocalClient, m: local.Fill) -> Reply:
         training, shard = self._shard(client, m.set, m.rank)
         if shard.registered_round != self._membership.round or not shard.pushed:
-            raise Rejected(f"shard of rank {m.rank} is not pushed here in this round")
+            raise RequestRejected(f"shard of rank {m.rank} is not pushed here in this round")
         if self._keepers.get((m.set, m.rank)) is not client:
-            raise Rejected(f"shard of rank {m.rank} is not registered by this process")
+            raise RequestRejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.unlike:
-            raise Rejected(shard.unlike)
+            raise RequestRejected(shard.unlike)
         try:
             return local.Begun(
-                replica_fills.begin(self._filling, client, training, shard, m.version, self._membership.epoch)
+                replica_fills.begin_fill(self._filling, client, training, shard, m.version, self._membership.epoch)
             ), []
         except Refused as exc:
             return local.Refused(exc.reason), []
 
-    def _filled(self, client: Client, m: local.Filled) -> Reply:
+    def _filled(self, client: LocalClient, m: local.Filled) -> Reply:
         _, shard = self._shard(client, m.set, m.rank)
         if reason := ranges.fault(m.there, shard.bytes):
             replica_fills.end(client, shard, m.version, ())
-            raise Rejected(reason)
+            raise RequestRejected(reason)
         if not replica_fills.end(client, shard, m.version, m.there):
-            raise Rejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
+            raise RequestRejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
         return local.Ok(), []
 
-    def _being_filled(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:
+    def _being_filled(self, client: LocalClient, name: str, rank: int, index: int, version: int) -> Shard | None:
         _, shard = self._shard(client, name, rank)
         if index not in (0, 1) or self._fills.get((name, rank, index)) is not client:
             return None
@@ -377,70 +377,70 @@ class RankRequests:
             return None
         return shard
 
-    def _landed(self, client: Client, m: local.Landed) -> Reply:
+    def _landed(self, client: LocalClient, m: local.Landed) -> Reply:
         shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
         if shard is None:
             return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
         if not 0 < m.used <= shard.bytes:
-            raise Rejected(f"{m.used} bytes used in a slot of {shard.bytes} bytes")
+            raise RequestRejected(f"{m.used} bytes used in a slot of {shard.bytes} bytes")
         at_home = shard.home == self._membership.noderanks[self._node]
         if not is_digest(m.digest) and not (at_home and not m.digest):
-            raise Rejected(f"the shard of rank {m.rank} is of node rank {shard.home}: a copy needs its digest")
+            raise RequestRejected(f"the shard of rank {m.rank} is of node rank {shard.home}: a copy needs its digest")
         claimed = Committed(Stamp(self._membership.epoch, m.version), m.used, m.digest)
         try:
             self._filling.landed(shard, m.slot, claimed)
         except ValueError as exc:
-            raise Rejected(str(exc)) from None
+            raise RequestRejected(str(exc)) from None
         del self._fills[m.set, m.rank, m.slot]
         return local.Ok(), []
 
-    def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
+    def _open_push(self, client: LocalClient, m: local.OpenPush) -> Reply:
         here = self._membership
         _, shard = self._shard(client, m.set, m.rank)
         mine = here.noderanks[self._node]
         if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
-            raise Rejected(f"shard of rank {m.rank} is not filled by this process")
+            raise RequestRejected(f"shard of rank {m.rank} is not filled by this process")
         if shard.home != mine or m.holder not in here.redundancy.receivers(mine):
-            raise Rejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
+            raise RequestRejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
         host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
         return local.Ok(), [self._outgoing.open(client, shard, host)]
 
-    def _abort(self, client: Client, m: local.Abort) -> Reply:
+    def _abort(self, client: LocalClient, m: local.Abort) -> Reply:
         shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
         if shard is not None:
             del self._fills[m.set, m.rank, m.slot]
             self._filling.void(shard, m.slot)
         return local.Ok(), []
 
-    async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
+    async def _fetch(self, client: LocalClient, m: local.Fetch) -> Reply:
         training = self._sessions.training(client, m.set)
         copy = training.chosen_copies.get(m.rank)
         if copy is None:
-            raise Rejected(f"shard {m.rank} is not part of the chosen version")
+            raise RequestRejected(f"shard {m.rank} is not part of the chosen version")
         try:
             memory = await self._pulls.obtain(training, copy)
         except PullFailed as exc:
             self._log.log("unserved", version=copy.stamp[1], detail=f"shard {m.rank}: {exc}")
-            raise Rejected(f"shard {m.rank} of version {copy.stamp[1]} could not be fetched: {exc}") from None
+            raise RequestRejected(f"shard {m.rank} of version {copy.stamp[1]} could not be fetched: {exc}") from None
         reply = local.Copy(copy.stamp[0], copy.stamp[1], copy.bytes, copy.used, copy.digest)
         return reply, [memory.read_only_fd()]
 
-    async def _hand_back(self, client: Client, m: local.HandBack, fds: list[int]) -> Reply:
-        training = self._keep(client, m)
+    async def _hand_back(self, client: LocalClient, m: local.HandBack, fds: list[int]) -> Reply:
+        training = self._authorize(client, m)
         if len(fds) != 1 or m.slot not in (0, 1) or m.bytes == 0:
-            raise Rejected("a hand-back needs one descriptor and a slot")
+            raise RequestRejected("a hand-back needs one descriptor and a slot")
         shard = self._store.get(m.set, m.rank)
         taken = shard is not None and (shard.bytes != m.bytes or shard.pair.slots[m.slot].state != "empty")
         if taken or m.epoch > self._membership.epoch:
-            raise Rejected(f"slot {m.slot} of rank {m.rank} cannot take version {m.version} back")
+            raise RequestRejected(f"slot {m.slot} of rank {m.rank} cannot take version {m.version} back")
         try:
             memory = adopt(fds[0], m.bytes)
         except (ValueError, OSError) as exc:
-            raise Rejected(str(exc)) from None
+            raise RequestRejected(str(exc)) from None
         try:
             shard = await self._store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
-            if self._keep(client, m) and shard.pair.slots[m.slot].state != "empty":
-                raise Rejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
+            if self._authorize(client, m) and shard.pair.slots[m.slot].state != "empty":
+                raise RequestRejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
         except BaseException:
             memory.close()
             raise
@@ -452,9 +452,9 @@ class RankRequests:
         shard.half_back = True
         if m.digest and 0 < m.used <= m.bytes:
             digest = await self._store.pool.digest(memory, m.used, urgency=Urgency.OWN)
-            self._keep(client, m)
+            self._authorize(client, m)
             if self._membership.incarnation is not incarnation or self._membership.round != number:
-                raise Rejected("a recovery round began meanwhile")
+                raise RequestRejected("a recovery round began meanwhile")
             stamp = Stamp(m.epoch, m.version)
             free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
             if digest == m.digest and free:

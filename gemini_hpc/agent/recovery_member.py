@@ -9,10 +9,10 @@ import msgspec
 from gemini_hpc.agent import outside_inventory, restart_state
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.failure_domains import FailureDomains
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.round_plan import Left
+from gemini_hpc.agent.peers.round_plan import PredecessorState
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
@@ -26,11 +26,11 @@ from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import hostlist
-from gemini_hpc.core.placement import Order
+from gemini_hpc.core.placement import PlacementOrder
 from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.node import map_file
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import master_port
@@ -45,7 +45,7 @@ class RecoveryMember:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         state: restart_state.StateFile,
         store: Store,
@@ -57,7 +57,7 @@ class RecoveryMember:
         rejections: Rejections,
         closings: Closings,
         service: RankRequests,
-        controller: outside_inventory.Holders,
+        controller: outside_inventory.HolderSource,
         predecessor: Predecessor,
         log: Log,
         spawn: Spawn,
@@ -127,7 +127,7 @@ class RecoveryMember:
         me, here = self._identity, self._membership
         await self._transfers.cease()
         if here.incarnation is not None and here.incarnation.leads:
-            await self._domains.look(here.hosts)
+            await self._domains.read_domains(here.hosts)
         for shard in self._store.every():
             shard.pair.void_filling()
             if shard.parity is not None:
@@ -171,7 +171,7 @@ class RecoveryMember:
         """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
         return self._predecessor.job
 
-    async def left(self) -> Left:
+    async def left(self) -> PredecessorState:
         """Return the copies of the predecessor's agents, as far as they can be reached."""
         return await self._predecessor.left()
 
@@ -190,12 +190,12 @@ class RecoveryMember:
         heeded = self._tier.heeds(tier)
         if heeded:
             self._tier.chosen = tier
-            self._spawn(self._saver.glance())
+            self._spawn(self._saver.check_once())
         return heeded
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         """Return the newest version of each training on the tier.
 
         Args:
@@ -223,7 +223,7 @@ class RecoveryMember:
         """Store on disk that the coordinator has used this round number."""
         state = self._state.state
         if state is not None:
-            self._keep(msgspec.structs.replace(state, begun=number, step=step))
+            self._write_state(msgspec.structs.replace(state, begun=number, step=step))
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, store this on disk, and begin to pull."""
@@ -255,7 +255,7 @@ class RecoveryMember:
         self._closings.learn(plan.closed)
         self._saver.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
-        here.placed = Order(plan.order)
+        here.placed = PlacementOrder(plan.order)
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         mine = here.noderanks.get(node)
@@ -293,9 +293,9 @@ class RecoveryMember:
     def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
         state = self._state.state
         if state is not None:
-            self._keep(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
+            self._write_state(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
 
-    def _keep(self, state: restart_state.State) -> None:
+    def _write_state(self, state: restart_state.State) -> None:
         """Write the state to disk before the messages that depend on it are sent.
 
         If the write fails, log the risk and go on.
@@ -311,7 +311,7 @@ class RecoveryMember:
 
     def attach(self, attach: local.Attach) -> None:
         """Store a new incarnation on disk: a successor must know it before a peer does."""
-        self._keep(restart_state.State(attach))
+        self._write_state(restart_state.State(attach))
 
     def tend(self) -> None:
         """Repeat a failed write of the state. Called now and then."""
@@ -354,5 +354,5 @@ class RecoveryMember:
         try:
             map_file.write(me.directory, text)
         except OSError as exc:
-            map_file.settle(me.directory)
+            map_file.end_wait(me.directory)
             self.log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")

@@ -28,7 +28,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
-from gemini_hpc.agent.replicas.outlines import Kept, Outlines
+from gemini_hpc.agent.replicas.outlines import KeptOutline, Outlines
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Shard, Store
 from gemini_hpc.agent.replicas.trainings import Trainings
@@ -36,7 +36,7 @@ from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local, peer
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 _TOGETHER_S = 0.05  # seconds after which simultaneous deaths are known
 _STILL_S = 2.0  # seconds for a rank that is in the middle of an optimizer step
@@ -44,10 +44,10 @@ _COPY_S = _COMPLETE_S = 15.0
 _AGAIN_S = 0.2  # pause before a rank that has just begun to change its tensors is asked again
 
 
-class Channel:
+class RescueChannel:
     """A channel to one rank, which copies shards on request."""
 
-    def __init__(self, client: Client, rank: int, sock: socket.socket) -> None:
+    def __init__(self, client: LocalClient, rank: int, sock: socket.socket) -> None:
         self.client, self.rank, self._sock = client, rank, sock
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Channel:
             self.close()  # a late answer would count as the next request's
             return None
 
-    def tell(self, message: local.Message) -> None:
+    def send_message(self, message: local.Message) -> None:
         """Send a message that has no answer."""
         with suppress(OSError):
             self._sock.settimeout(0.2)
@@ -105,7 +105,7 @@ class Rescue:
         self._membership, self._store, self._trainings = membership, store, trainings
         self._outlines, self._filling, self._forsake = outlines, filling, forsake
         self._log, self._spawn, self._tell = log, spawn, tell
-        self._channels: dict[str, dict[int, Channel]] = {}
+        self._channels: dict[str, dict[int, RescueChannel]] = {}
         self._tried: set[tuple[Key, Stamp]] = set()
         self._again = False
         self._idle = asyncio.Event()
@@ -113,16 +113,16 @@ class Rescue:
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
-    def open(self, client: Client, name: str, rank: int) -> int:
+    def open(self, client: LocalClient, name: str, rank: int) -> int:
         """Create a channel to a rank and return the rank's end."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         older = self._channels.setdefault(name, {}).get(rank)
         if older is not None:
             older.close()
-        self._channels[name][rank] = Channel(client, rank, mine)
+        self._channels[name][rank] = RescueChannel(client, rank, mine)
         return theirs.detach()
 
-    def gone(self, client: Client) -> None:
+    def gone(self, client: LocalClient) -> None:
         """Close the channels of a rank whose connection has ended."""
         for of_set in self._channels.values():
             for rank, channel in list(of_set.items()):
@@ -153,7 +153,7 @@ class Rescue:
         """Return whether ranks stand still to be copied from."""
         return not self._idle.is_set()
 
-    async def over(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no rescue is in progress, for at most `LIMIT_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LIMIT_S):
@@ -223,11 +223,11 @@ class Rescue:
                 await self._shared_out(able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here")
         finally:
             for channel in channels:
-                await asyncio.to_thread(channel.tell, local.GoOn())
+                await asyncio.to_thread(channel.send_message, local.GoOn())
 
-    async def _stand_still(self, channels: list[Channel]) -> dict[Channel, int]:
+    async def _stand_still(self, channels: list[RescueChannel]) -> dict[RescueChannel, int]:
         """Return the versions at which the ranks stand still. Ranks that cannot stop are left out."""
-        deadline, found = clock.monotonic() + _STILL_S, dict[Channel, int]()
+        deadline, found = clock.monotonic() + _STILL_S, dict[RescueChannel, int]()
         while True:
             asked = [channel for channel in channels if channel not in found]
             still = local.Still(LIMIT_S)
@@ -239,7 +239,7 @@ class Rescue:
                 return found
             await asyncio.sleep(_AGAIN_S)
 
-    async def _at_work(self, channel: Channel) -> int:
+    async def _at_work(self, channel: RescueChannel) -> int:
         """Wait until the transfer into the rank's own slot has ended.
 
         Return the rank if it may still be writing, otherwise -1.
@@ -247,7 +247,7 @@ class Rescue:
         answer = await asyncio.to_thread(channel.ask, local.Complete(_COMPLETE_S), _COMPLETE_S + _STILL_S)
         return -1 if isinstance(answer, local.Copied) else channel.rank
 
-    async def _shared_out(self, able: list[Channel], keys: list[Key], stamp: Stamp, why: str) -> None:
+    async def _shared_out(self, able: list[RescueChannel], keys: list[Key], stamp: Stamp, why: str) -> None:
         """Copy these shards, each rank some of them."""
         await asyncio.gather(
             *(
@@ -256,7 +256,7 @@ class Rescue:
             )
         )
 
-    async def _in_turn(self, channels: list[Channel], keys: list[Key], stamp: Stamp, what: str) -> None:
+    async def _in_turn(self, channels: list[RescueChannel], keys: list[Key], stamp: Stamp, what: str) -> None:
         """Copy shards one after the other, each from the first rank that has it."""
         for name, rank in keys:
             kept = self._outlines.find(name, rank, stamp)
@@ -287,7 +287,7 @@ class Rescue:
             return present, self._filling.begin_again(training, present, o.stamp.version)
         shard = await self._store.make(o.set, o.rank, o.world, o.home, o.slot_bytes)
         shard.rescued_round = self._membership.round
-        return shard, shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
+        return shard, shard.pair.begin_version(o.stamp, None, frozenset(), voted=frozenset())
 
     def _leave(self, shard: Shard, index: int) -> None:
         """Discard a failed copy."""
@@ -297,7 +297,7 @@ class Rescue:
         else:
             self._filling.void(shard, index)
 
-    async def _copy(self, channel: Channel, kept: Kept, what: str) -> str:
+    async def _copy(self, channel: RescueChannel, kept: KeptOutline, what: str) -> str:
         """Copy a shard out of a rank's tensors. Return the reason of a failure, or ""."""
         o = kept.outline
         try:

@@ -29,7 +29,7 @@ Action = Literal["stay", "release", "save", "salvage"]
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryFacts:
     """The facts on which the decision depends.
 
     Attributes:
@@ -55,7 +55,7 @@ class Held:
     unsaved: bool = False
 
 
-def decide(held: Held) -> tuple[Action, str]:
+def decide(held: MemoryFacts) -> tuple[Action, str]:
     """Return the action for the held memory, and its reason.
 
     `save` means: free the memory, unless it must be saved first.
@@ -161,13 +161,13 @@ class Retention:
         """Return when the memory is freed, unless the job comes back (monotonic seconds)."""
         return self._ended_at + self._kept_s
 
-    def look(self, now: float) -> None:
+    def check_memory(self, now: float) -> None:
         """Decide about the memory. Called a few times a second while the job does not run here."""
         # a salvage that is due counts as saving only from its start on
         saving = self._saving(now) and not self._salvage.due(now, last=True)
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
-            Held(
+            MemoryFacts(
                 now - self._ended_at,
                 self._kept_s,
                 self._settings.tier_salvage_s,
@@ -184,7 +184,7 @@ class Retention:
         if action == "release" or (action == "save" and not self._saving(now)):
             self.release(reason)
         elif action == "salvage":
-            self._salvage.begin()
+            self._salvage.begin_try()
 
     def _saving(self, now: float) -> bool:
         """Return whether the versions held here are being saved since the job ended, or may soon be."""
@@ -197,7 +197,7 @@ class Retention:
         if self._unwanted_since is None:
             self._unwanted_since = now
         if self._salvage.due(now, last=True):
-            self._salvage.begin(last=True)
+            self._salvage.begin_try(last=True)
 
     # ---- the end ---------------------------------------------------------------------------------------
 

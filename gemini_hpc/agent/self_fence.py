@@ -17,13 +17,13 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 _GRACE_S = 2.0
 _SEARCH_S = 10.0
 
 
-class Controller(Protocol):
+class ControllerConnection(Protocol):
     """The state of the connection to the controller."""
 
     @property
@@ -40,13 +40,13 @@ class Controller(Protocol):
 
 
 class SelfFence:
-    """A watch for being cut off. `look` is called a few times a second."""
+    """A watch for being cut off. `check_alone` is called a few times a second."""
 
     def __init__(
         self,
         limit_s: float,
         membership: Membership,
-        controller: Controller,
+        controller: ControllerConnection,
         trainings: Iterable[Training],
         log: Log,
         spawn: Spawn,
@@ -73,7 +73,7 @@ class SelfFence:
         lost = len(incarnation.hosts) > 1 and set(incarnation.mesh.links) <= incarnation.mesh.dead
         return lost and controller.configured and not controller.connected
 
-    def look(self, now: float) -> None:
+    def check_alone(self, now: float) -> None:
         """Kill the local ranks once this node has been alone for too long."""
         if not self._limit_s or not self._alone():
             self._alone_since = None
@@ -99,7 +99,7 @@ class SelfFence:
             self._log("self_fenced", detail=reason)
             await self.end_ranks()
 
-    def ranks(self) -> set[Client]:
+    def ranks(self) -> set[LocalClient]:
         """Return the processes on this node that train now: only those that have said hello."""
         clients = [c for s in self._trainings for c in s.present.values()]
         return {c for c in clients if not c.closed.is_set()}

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas.rejections import Rejections
@@ -22,7 +22,7 @@ from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.core.sequence import Place, passed, step_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, peer, version
-from gemini_hpc.wire.local_server import Client, Reply
+from gemini_hpc.wire.local_server import LocalClient, Reply
 
 _OTHER_LAUNCH_S = 5.0
 _ROUND_S = 100.0
@@ -33,7 +33,7 @@ _MAX_STEP = 64
 _TOLD = 8  # limit of rejected versions, or other trainings' versions, in an answer
 
 
-class Rejected(Exception):
+class RequestRejected(Exception):
     """A request that cannot be served, with a text for the user.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rejected(Exception):
         self.later = later
 
 
-class Session(NamedTuple):
+class RankSessionEntry(NamedTuple):
     """A process's `Hello`.
 
     Attributes:
@@ -63,7 +63,7 @@ class Sessions:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         sets: Trainings,
         saver: Saver,
@@ -86,11 +86,11 @@ class Sessions:
         """
         self._identity, self._membership, self._sets, self._saver = identity, membership, sets, saver
         self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
-        self._clients: dict[Client, Session] = {}
+        self._clients: dict[LocalClient, RankSessionEntry] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------
 
-    def gone(self, client: Client) -> None:
+    def gone(self, client: LocalClient) -> None:
         """Remove a process whose connection has ended."""
         training, rank = self.rank_of(client)
         self._clients.pop(client, None)
@@ -103,12 +103,12 @@ class Sessions:
         for client in list(self._clients):
             client.drop()
 
-    def rank_of(self, client: Client) -> tuple[Training | None, int]:
+    def rank_of(self, client: LocalClient) -> tuple[Training | None, int]:
         """Return the training and the rank of a process, or None and -1 if it has not said hello."""
         session = self._clients.get(client)
         return (None, -1) if session is None else (self._sets.get(session.set), session.rank)
 
-    def training(self, client: Client, name: str) -> Training:
+    def training(self, client: LocalClient, name: str) -> Training:
         """Return the training of which this process is a rank, while it may train.
 
         Raises:
@@ -117,21 +117,21 @@ class Sessions:
         who = self._clients.get(client)
         training = self._sets.get(name)
         if who is None or who.set != name or training is None:
-            raise Rejected("say hello first")
+            raise RequestRejected("say hello first")
         if self._membership.live is None:
-            raise Rejected("a recovery round is under way")
+            raise RequestRejected("a recovery round is under way")
         return training
 
-    def own(self, client: Client, m: local.OfRank) -> None:
+    def own(self, client: LocalClient, m: local.OfRank) -> None:
         """Check that this process is the rank named in its message.
 
         Raises:
             Rejected: Another process is that rank.
         """
         if self.training(client, m.set).present.get(m.rank) is not client:
-            raise Rejected(f"rank {m.rank} does not belong to this process")
+            raise RequestRejected(f"rank {m.rank} does not belong to this process")
 
-    def series(self, client: Client) -> str:
+    def series(self, client: LocalClient) -> str:
         """Return the name that all starts of this process's step share."""
         session = self._clients.get(client)
         return "" if session is None else session.series
@@ -140,13 +140,13 @@ class Sessions:
         """Return the launches whose training ranks are connected now."""
         return {session.step for session in self._clients.values()}
 
-    def _step(self, client: Client) -> str:
+    def _step(self, client: LocalClient) -> str:
         session = self._clients.get(client)
         return "" if session is None else session.step
 
     # ---- hello -----------------------------------------------------------------------------------------
 
-    async def hello(self, client: Client, m: local.Hello, fds: Sequence[int] = ()) -> Reply:
+    async def hello(self, client: LocalClient, m: local.Hello, fds: Sequence[int] = ()) -> Reply:
         """Register a process as a rank, and answer when it may train.
 
         Args:
@@ -160,16 +160,16 @@ class Sessions:
         me, here = self._identity, self._membership
         proto = version.common(m.least, m.most)
         if not proto:
-            raise Rejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
+            raise RequestRejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
         name_fits = NAME.fullmatch(m.set) is not None and self._sets.may_have(self._set(m))
         if not name_fits or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
-            raise Rejected(
+            raise RequestRejected(
                 f"set {m.set[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, or too many sets"
             )
         if client in self._clients:
-            raise Rejected("this connection has already said hello")
+            raise RequestRejected("this connection has already said hello")
         if here.incarnation is None or here.detached:
-            raise Rejected("this node has no part in a running incarnation of the job")
+            raise RequestRejected("this node has no part in a running incarnation of the job")
         await self._alone(m)
         rounds = here.incarnation.rounds
         if not m.rejoin:
@@ -180,18 +180,18 @@ class Sessions:
                         await self._look_at_tier(rounds, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
-                raise Rejected(f"the agents did not agree in time{why}") from None
+                raise RequestRejected(f"the agents did not agree in time{why}") from None
             if rounds.unseen:
-                raise Rejected(rounds.unseen, later=True)
+                raise RequestRejected(rounds.unseen, later=True)
         elif not await self._goes_on(rounds, m):
-            raise Rejected("the job has gone on without this process")
+            raise RequestRejected("the job has gone on without this process")
         if client.closed.is_set():
-            raise Rejected("closed")
+            raise RequestRejected("closed")
         if not self._sets.may_have(name := self._set(m)):
-            raise Rejected(f"set {name[:80]!r}: too many sets")
+            raise RequestRejected(f"set {name[:80]!r}: too many sets")
         training = self._sets.named(name)
         if training.greeted and m.world != training.world:
-            raise Rejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
+            raise RequestRejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
         if not m.rejoin:
             self._stats.begun(name, m.rank)
@@ -202,7 +202,7 @@ class Sessions:
             training.ranks.add(m.rank, fds[0], clock.monotonic())
         (training.restarts.add if m.restarts else training.restarts.discard)(m.rank)
         training.world = m.world
-        self._clients[client] = Session(m.step, name, m.rank, _series(m))
+        self._clients[client] = RankSessionEntry(m.step, name, m.rank, _series(m))
         plan = rounds.plan
         closed = {c.set: c for c in plan.closed} if plan is not None else {}
         chosen = training.chosen or Stamp(0, 0)
@@ -289,7 +289,7 @@ class Sessions:
             if other is None or other.closed.is_set() or self._step(other) != m.step:
                 return
             if clock.monotonic() > deadline:
-                raise Rejected(
+                raise RequestRejected(
                     f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
                     "several trainings in one job need names: Checkpointer(name=...), or close() before the next; "
                     "where this one takes the place of an earlier one, call abandon() on that"
@@ -319,7 +319,7 @@ class Sessions:
         deadline = clock.monotonic() + _OTHER_LAUNCH_S
         while others := self._steps() - {m.step}:
             if clock.monotonic() > deadline:
-                raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
+                raise RequestRejected(f"another training of this job is running (step {', '.join(sorted(others))})")
             await asyncio.sleep(0.02)
         before = rounds.round
         need_new = again or chooses or bool(rounds.step or rounds.unseen)

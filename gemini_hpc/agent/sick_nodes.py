@@ -16,8 +16,8 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Failure, Key, Tally, told
-from gemini_hpc.core.standstill import Standing
+from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Key, RankFailure, Tally, describe_cause
+from gemini_hpc.core.standstill import HangStanding
 from gemini_hpc.wire import peer
 
 # Seconds after which ranks that failed by themselves at about the same time are reported, and the next attempt has
@@ -87,7 +87,7 @@ class SickNodes:
             self._log("unhealthy", detail=why)
             self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
 
-    def hung(self, incarnation: Incarnation, standing: Standing) -> None:
+    def hung(self, incarnation: Incarnation, standing: HangStanding) -> None:
         """Count, at the root, a rank that keeps the others waiting.
 
         If all ranks are in one collective, no rank is behind and none is counted.
@@ -98,7 +98,7 @@ class SickNodes:
             m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG, least.version)
             self._pass(incarnation, m)
 
-    def heard(
+    def on_message(
         self, incarnation: Incarnation, host: str, m: peer.RankEnded | peer.FailedFirst | peer.Unhealthy
     ) -> None:
         """Handle a report from a child, or the root's decision."""
@@ -121,7 +121,7 @@ class SickNodes:
             return
         if key not in self._open:
             self._spawn(self._judge(incarnation, key))
-        self._open[key] = self._open.get(key, Ends()).join([Failure(m.cause, m.host, m.rank, m.version)])
+        self._open[key] = self._open.get(key, Ends()).join([RankFailure(m.cause, m.host, m.rank, m.version)])
 
     def _pass_red(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
         if incarnation.leads:
@@ -149,7 +149,7 @@ class SickNodes:
         times = self._tally.count(m.host)
         if not incarnation.leads:
             return
-        what = f"rank {m.rank} on {m.host} {told(m.cause)}"
+        what = f"rank {m.rank} on {m.host} {describe_cause(m.cause)}"
         self._log("failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {_speaks(blame, times)}")
         if blame.counts and times >= SICK:
             self._found(m.host, f"{what}; {times} times its ranks failed first"[:300])

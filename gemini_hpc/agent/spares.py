@@ -129,16 +129,16 @@ class Spares:
             if now - began > _BACK_S or (now - changed > _STEADY_S and not self._costs(dead)):
                 return
 
-    def heard(self, lost: tuple[str, ...]) -> None:
+    def on_nodes_lost(self, lost: tuple[str, ...]) -> None:
         """Follow a peer of this incarnation that goes on without these nodes."""
         if self._node not in lost:
-            self._spawn(self._follow(lost))
+            self._spawn(self._follow_others(lost))
         elif not self._membership.detached:
             self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
             self._launches.left_out()
             self._leave()
 
-    async def _follow(self, lost: tuple[str, ...]) -> None:
+    async def _follow_others(self, lost: tuple[str, ...]) -> None:
         await self._first()
         self._go_on_without(lost, "gone")
 
@@ -198,7 +198,7 @@ class Spares:
 
     # ---- no step beyond the version that is resumed from -----------------------------------------------
 
-    def told(self, incarnation: Incarnation, host: str, m: peer.MoveUp | peer.HoldDown) -> None:
+    def on_message(self, incarnation: Incarnation, host: str, m: peer.MoveUp | peer.HoldDown) -> None:
         """Handle a child's request to the root, or the root's decision."""
         rounds = incarnation.rounds
         if m.round != rounds.round or not incarnation.live:

@@ -24,7 +24,7 @@ MAX_SHOWN = 1024  # ranks of a training in one view; more cannot be connected
 _STATE_BYTES = 2048  # bytes of a summary as an object, and of the store's own structures
 
 
-class Series:
+class OverheadSeries:
     """A series of the overhead over time, at most MAX_POINTS long. Older points are sparser."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Rank:
     def __init__(self) -> None:
         self.state: TrafficState | None = None
         self.timeline = b""
-        self.series = Series()
+        self.series = OverheadSeries()
         self.key, self.kept = "", b""
 
     @property
@@ -70,7 +70,7 @@ class StatsStore:
 
     def traffic(self, name: str, rank: int, state: TrafficState) -> None:
         """Store a rank's newest summary."""
-        told, before = self._told(name, rank)
+        told, before = self._entry_of(name, rank)
         told.state = state
         if state.overhead is not None:
             told.series.add(state.t, state.overhead, state.j)
@@ -78,13 +78,13 @@ class StatsStore:
 
     def timeline(self, name: str, rank: int, timeline: TimelineState) -> None:
         """Store a rank's newest iteration."""
-        told, before = self._told(name, rank)
+        told, before = self._entry_of(name, rank)
         told.timeline = msgspec.msgpack.encode(timeline)
         self._grown(told, before)
 
-    def keep(self, name: str, rank: int, key: str, data: bytes) -> None:
+    def store_data(self, name: str, rank: int, key: str, data: bytes) -> None:
         """Keep a rank's data in place of its earlier data."""
-        told, before = self._told(name, rank)
+        told, before = self._entry_of(name, rank)
         told.key, told.kept = key, data
         self._grown(told, before)
 
@@ -120,7 +120,7 @@ class StatsStore:
         timeline = msgspec.msgpack.decode(told.timeline, type=TimelineState) if told.timeline else None
         return inspect_schema.Record(ask.set, ask.rank, timeline, told.series.points())
 
-    def _told(self, name: str, rank: int) -> tuple[_Rank, int]:
+    def _entry_of(self, name: str, rank: int) -> tuple[_Rank, int]:
         told = self._ranks.get((name, rank))
         if told is None:
             told = self._ranks[name, rank] = _Rank()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
@@ -32,7 +32,7 @@ class Wake:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         attach: Callable[[local.Attach], Awaitable[local.Message]],
         log: EventLog,
@@ -127,4 +127,4 @@ class Wake:
     async def _enter(self, attach: local.Attach) -> None:
         reply = await self._attach(attach)
         if isinstance(reply, local.Error):
-            self._log.complain(f"cannot follow a summons: {reply.error}")
+            self._log.log_rate_limited(f"cannot follow a summons: {reply.error}")

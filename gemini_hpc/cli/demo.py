@@ -53,7 +53,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 @dataclass
-class Run:
+class DemoRun:
     """A training job and the files that it wrote."""
 
     cluster: Cluster
@@ -131,7 +131,7 @@ def _example() -> Path:
     raise DemoFailed("the examples are not installed with this package")
 
 
-def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> Run:
+def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> DemoRun:
     directory = cluster.home(USER) / label
     directory.mkdir()
     for path in _example().iterdir():
@@ -143,13 +143,13 @@ def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: lis
     script = [str(directory / "job.sh"), *training]
     output = f"--output={directory}/out"
     job = cluster.sbatch(["--requeue", "-N3", f"--chdir={directory}", output, *options, *script], user=USER)
-    return Run(cluster, job, directory, args.steps)
+    return DemoRun(cluster, job, directory, args.steps)
 
 
 USER_UID = 5001
 
 
-def _wait(run: Run, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
+def _wait(run: DemoRun, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
     deadline = clock.monotonic() + timeout_s
     while not until():
         if clock.monotonic() > deadline:
@@ -163,14 +163,14 @@ def _wait(run: Run, show: Show, note: str, until: Callable[[], bool], timeout_s:
         clock.sleep(0.1)
 
 
-def _inspect(run: Run, *options: str) -> str:
+def _inspect(run: DemoRun, *options: str) -> str:
     done = run.cluster.run(["gemini-hpc", "inspect", str(run.id), *options], user=USER, timeout_s=20)
     if done.returncode:
         raise DemoFailed(f"gemini-hpc inspect {run.id}: {done.stderr.strip()}")
     return done.stdout
 
 
-def _cut(run: Run, args: argparse.Namespace, show: Show) -> str:
+def _cut(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
     hosts = run.cluster.run(["scontrol", "show", "hostnames", run.cluster.job(run.id)["NodeList"]]).stdout.split()
     victim = hosts[0] if args.victim == "batch-host" else hosts[1]
     run.cut_at.append(clock.time())
@@ -179,7 +179,7 @@ def _cut(run: Run, args: argparse.Namespace, show: Show) -> str:
     return victim
 
 
-def _recovered(run: Run, restart: int) -> bool:
+def _recovered(run: DemoRun, restart: int) -> bool:
     return any(line.get("restart") == restart and "step" in line for line in run.lines())
 
 
@@ -201,7 +201,7 @@ _TIMELINE = (
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RecoveryTimeline:
     """The events of one recovery, in seconds after the power cut."""
 
     rows: tuple[tuple[float, str, str], ...]
@@ -209,7 +209,7 @@ class Timeline:
     own_s: float
 
 
-def timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> Timeline:
+def timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> RecoveryTimeline:
     """Return the events of the recovery into incarnation `restart`, and our own share of its length.
 
     Our own share consists of these parts:
@@ -242,10 +242,10 @@ def timeline(document: dict[str, Any], cut: float, restart: int, first_step: flo
     down, pending, running = (first.get(name, 0.0) for name in ("down", "requeued", "running"))
     agreed = max(first.get("agreed", 0.0), running)
     own = down + (running - pending) + (agreed - running) + total - max(last.get("imports_done", 0.0), agreed)
-    return Timeline(tuple(sorted(rows)), total, own)
+    return RecoveryTimeline(tuple(sorted(rows)), total, own)
 
 
-def _compare(reference: Run, run: Run) -> tuple[int, list[str]]:
+def _compare(reference: DemoRun, run: DemoRun) -> tuple[int, list[str]]:
     """Return the number of compared iterations and the list of differences."""
     wanted = {line["step"]: line["loss"] for line in reference.lines() if "step" in line}
     trouble = []
@@ -352,7 +352,7 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     return 0
 
 
-def _lost(run: Run, restart: int) -> int:
+def _lost(run: DemoRun, restart: int) -> int:
     """Return the number of completed iterations that this recovery had to repeat."""
     old = max((line["step"] for line in run.lines() if "step" in line and line["restart"] < restart), default=0)
     new = min(line["step"] for line in run.lines() if "step" in line and line["restart"] == restart)

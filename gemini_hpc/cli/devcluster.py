@@ -17,7 +17,7 @@ from gemini_hpc import clock
 from gemini_hpc.devcluster import cgroups, chaos, profiles, requirements, status, teardown
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.profiles import Setting
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _setting(text: str) -> tuple[str, Setting]:
 
 def _down(args: Any) -> int:
     requirements.check_root()
-    found = teardown.down(Layout(args.name))
+    found = teardown.down(ClusterFiles(args.name))
     print(f"cluster {args.name}: {'gone' if found else 'there was none'}")
     return 0
 
@@ -323,7 +323,7 @@ def _shape(args: Any) -> int:
 
 
 def _chaos(args: Any) -> int:
-    def tell(event: chaos.Event) -> None:
+    def print_event(event: chaos.ChaosEvent) -> None:
         print(msgspec.json.encode(event).decode() if args.json else event, flush=True)
 
     weather = chaos.Weather(
@@ -334,7 +334,7 @@ def _chaos(args: Any) -> int:
         seed=args.seed,
         spare=args.spare,
     )
-    chaos.Chaos(Cluster.attach(args.name), weather, tell).run()
+    chaos.Chaos(Cluster.attach(args.name), weather, print_event).run()
     return 0
 
 

@@ -15,7 +15,7 @@ from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
 
-    from gemini_hpc.doctor.facts import Facts
+    from gemini_hpc.doctor.facts import HostFacts
 
 OK, WRONG, UNUSABLE = 0, 1, 2
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from gemini_hpc.doctor import report
     from gemini_hpc.doctor.examine import CHECKS, examine
-    from gemini_hpc.doctor.facts import Facts
+    from gemini_hpc.doctor.facts import HostFacts
     from gemini_hpc.paths import user
     from gemini_hpc.report import columns
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config != CONFIG_PATH and not os.path.exists(args.config):
         print(f"gemini-hpc doctor: {args.config}: no such file", file=sys.stderr)
         return UNUSABLE
-    facts = Facts(os.path.abspath(args.config), args.host_role)
+    facts = HostFacts(os.path.abspath(args.config), args.host_role)
     findings = list(examine(facts, args.only))
     status = WRONG if any(f.status == "wrong" for f in findings) else OK
     try:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _roles(facts: Facts) -> frozenset[str]:
+def _roles(facts: HostFacts) -> frozenset[str]:
     from gemini_hpc.doctor.finding import Unavailable
 
     try:
@@ -93,7 +93,7 @@ def _roles(facts: Facts) -> frozenset[str]:
         return frozenset(("login",))
 
 
-def _release(facts: Facts) -> str:
+def _release(facts: HostFacts) -> str:
     from gemini_hpc.doctor.finding import Unavailable
 
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
@@ -42,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
     except WrongIdError as exc:
         print(f"gemini-hpc evacuate: {exc}", file=sys.stderr)
         return 2
-    except (UserError, ConfigError, ask.AskError) as exc:
-        print(f"gemini-hpc evacuate: {tame(str(exc))}", file=sys.stderr)
+    except (UserError, ConfigError, ask.QueryError) as exc:
+        print(f"gemini-hpc evacuate: {sanitize(str(exc))}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps({"schema": 1, "job": job, "node": args.node}))
     else:
-        print(f"job {job} goes on without {tame(args.node)}")
+        print(f"job {job} goes on without {sanitize(args.node)}")
     return 0

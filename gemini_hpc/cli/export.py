@@ -17,7 +17,7 @@ from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 
 if TYPE_CHECKING:
-    from gemini_hpc.tier.version import Manifest
+    from gemini_hpc.tier.version import VersionManifest
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -82,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
 # ---- finding the version --------------------------------------------------------------------------------
 
 
-def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
+def _find(args: argparse.Namespace) -> tuple[str, VersionManifest]:
     """Return directory and manifest of a version. Raises ExportError, UserError, ValueError, OSError."""
     from gemini_hpc.tier.find import find
 
     path = job_or_directory(args.what, args.tier, args.config)
-    where, manifest = find(path, args.set, args.version, _tell)
+    where, manifest = find(path, args.set, args.version, _report_skipped)
     # A version's own directory may have been copied to a place with any name.
     if args.set and args.set not in (manifest.set, os.path.basename(os.path.dirname(os.path.abspath(where)))):
         raise ExportError(f"{where} is of set {manifest.set}, and --set says {args.set}: leave one of them out")
@@ -118,7 +118,7 @@ def job_or_directory(what: str, tier: str, config: str) -> str:
     return f"{where}/{(names or [job_directory.plain_name(number)])[0]}{at}{name}"
 
 
-def _tell(said: str) -> None:
+def _report_skipped(said: str) -> None:
     print(f"gemini-hpc export: passed over: {said}", file=sys.stderr)
 
 
@@ -154,13 +154,13 @@ def _made(output: str) -> Iterator[str]:
     try:
         temporary = f"{inside}/{name}"
         yield temporary
-        with _told(output):
+        with _as_export_error(output):
             publish.publish(temporary, parent, name)
     finally:
         shutil.rmtree(inside, ignore_errors=True)
 
 
-def _write(where: str, manifest: Manifest, form: str, path: str, output: str) -> int:
+def _write(where: str, manifest: VersionManifest, form: str, path: str, output: str) -> int:
     """Write the version and return its number of tensors.
 
     Raises ExportError, and OSError or ValueError if the version cannot be read.
@@ -170,17 +170,17 @@ def _write(where: str, manifest: Manifest, form: str, path: str, output: str) ->
     found = full_state.read(where, manifest)
     if form == "safetensors":
         about = {"job": str(manifest.job), "set": manifest.set, "version": str(manifest.stamp[1]), "format": "pt"}
-        with _told(output):
+        with _as_export_error(output):
             _safetensors(full_state.flat(found), path, about)
     else:
         state = full_state.as_state(found)
-        with _told(output):
+        with _as_export_error(output):
             (_torch if form == "torch" else _dcp)(state, path)
     return len(found.tensors)
 
 
 @contextmanager
-def _told(output: str) -> Iterator[None]:
+def _as_export_error(output: str) -> Iterator[None]:
     """Convert errors of writing into an ExportError."""
     from gemini_hpc.tier import publish
 

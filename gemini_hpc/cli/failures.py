@@ -15,7 +15,7 @@ from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.text_file import read_lines
 
 if TYPE_CHECKING:
-    from gemini_hpc.forecast.rate import Rate
+    from gemini_hpc.forecast.rate import FailureRate
     from gemini_hpc.wire.inspect_schema import EventRecord
 
 _SACCT_S = 120.0
@@ -43,13 +43,13 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
     return rates
 
 
-def rate_of(args: argparse.Namespace) -> Rate:
+def rate_of(args: argparse.Namespace) -> FailureRate:
     """Return the failure rate that the options give. Raises `UserError`."""
-    from gemini_hpc.forecast.rate import Rate, of_history
+    from gemini_hpc.forecast.rate import FailureRate, of_history
     from gemini_hpc.slurm.accounting import parse_history
     from gemini_hpc.slurm.text import ParseError
 
-    found = Rate()
+    found = FailureRate()
     if args.failures_per_node_day is not None:
         found = replace(found, per_day=args.failures_per_node_day, source="as given")
     elif args.history is not None and args.history != "sacct" and os.path.isdir(args.history):
@@ -66,12 +66,12 @@ def rate_of(args: argparse.Namespace) -> Rate:
     return found if args.hardware is None else replace(found, hardware=args.hardware)
 
 
-def _written_down(directory: str) -> Rate:
+def _written_down(directory: str) -> FailureRate:
     """Return the rate in the event logs of this directory; invalid lines are ignored, as in `inspect`."""
     from gemini_hpc.forecast import event_history
     from gemini_hpc.forecast.rate import of_events
 
-    seen = event_history.Seen()
+    seen = event_history.EventCounts()
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.wire.flush import Flushing
@@ -43,24 +43,26 @@ def run(args: argparse.Namespace) -> int:
     except WrongIdError as exc:
         print(f"gemini-hpc flush: {exc}", file=sys.stderr)
         return 2
-    except (UserError, ConfigError, ask.AskError) as exc:
-        print(f"gemini-hpc flush: {tame(str(exc))}", file=sys.stderr)
+    except (UserError, ConfigError, ask.QueryError) as exc:
+        print(f"gemini-hpc flush: {sanitize(str(exc))}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps({"schema": 1, "job": job, "trainings": [_document(word) for word in over]}))
     for word in over:
         if word.reason:
             of = f"training {word.set}: " if word.set else ""
-            print(f"gemini-hpc flush: job {job}: {of}{tame(word.reason)}", file=sys.stderr)
+            print(f"gemini-hpc flush: job {job}: {of}{sanitize(word.reason)}", file=sys.stderr)
         elif not args.json:
-            print(f"training {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]} is in {tame(word.where)}")
+            print(
+                f"training {sanitize(word.set)}: version {word.stamp[0]}:{word.stamp[1]} is in {sanitize(word.where)}"
+            )
     return 1 if any(word.reason for word in over) else 0
 
 
 def _progress(word: Flushing) -> None:
     if not word.over:
         what = f"version {word.stamp.epoch}:{word.stamp.version}"
-        text = f"training {tame(word.set)}: {what}, {word.bytes / 1e6:.0f} MB written"
+        text = f"training {sanitize(word.set)}: {what}, {word.bytes / 1e6:.0f} MB written"
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     else:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -80,7 +80,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
         live_view.follow(text, args.watch, plain=args.json)
 
 
-class _Source:
+class _AnswerSource:
     """The source of the answers: the controller, or the agents while no controller answers."""
 
     def __init__(self, settings: Settings, job: int) -> None:
@@ -89,7 +89,7 @@ class _Source:
 
     def document(self) -> Document:
         from gemini_hpc.query import ask
-        from gemini_hpc.query.inspect_document import picture
+        from gemini_hpc.query.inspect_document import inspect_document
 
         asked = "controller"
         try:
@@ -99,11 +99,11 @@ class _Source:
                 self._line, asked = None, "agents"
                 answer = ask.agents(self._settings, self._job)
                 if not answer.parts:
-                    raise ask.AskError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
-        except ask.AskError as exc:
+                    raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
+        except ask.QueryError as exc:
             raise UserError(str(exc)) from None
         told, now = (answer.parts, answer.events, answer.slurm, answer.missing), clock.time()
-        return picture(self._job, *told, asked, now, answer.lemons)
+        return inspect_document(self._job, *told, asked, now, answer.lemons)
 
     def _ask(self) -> JobAnswer:
         """Return the controller's answer, over the previous connection if that still works.

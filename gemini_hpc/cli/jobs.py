@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         document = collect(load(args.config), everything=args.all, now=clock.time())
     except (UserError, ConfigError) as exc:
-        print(f"gemini-hpc jobs: {tame(str(exc))}", file=sys.stderr)
+        print(f"gemini-hpc jobs: {sanitize(str(exc))}", file=sys.stderr)
         return 1
     print(json.dumps(document) if args.json else render(document), flush=True)
     return 0
@@ -64,7 +64,7 @@ def collect(settings: Settings, *, everything: bool, now: float) -> Document:
             line.close()
     except ask.NoControllerError as exc:
         raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
-    except ask.AskError as exc:
+    except ask.QueryError as exc:
         raise UserError(str(exc)) from None
     rows = [_row(row, pictures.get(row.job)) for row in sorted(answer.jobs, key=lambda row: row.job)]
     return {"schema": SCHEMA, "t": now, "jobs": rows, "not_shown": answer.more}
@@ -72,13 +72,13 @@ def collect(settings: Settings, *, everything: bool, now: float) -> Document:
 
 def _picture(line: Any, job: int, now: float) -> Document | None:
     from gemini_hpc.query import ask
-    from gemini_hpc.query.inspect_document import picture
+    from gemini_hpc.query.inspect_document import inspect_document
 
     try:
         answer = line.ask(job)
-    except ask.AskError:
+    except ask.QueryError:
         return None  # the job has ended, or become invisible to the user, since the list was made
-    return picture(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
+    return inspect_document(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
 
 
 def _row(row: JobRow, d: Document | None) -> Document:

@@ -14,12 +14,12 @@ from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
 from gemini_hpc.cli.failures import add_failures, rate_of
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.plot import add_plot, plans
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.domain_loss import DomainLoss
-    from gemini_hpc.forecast.protection import Protection, Wish
-    from gemini_hpc.forecast.rate import Rate
+    from gemini_hpc.forecast.protection import Protection, RequestedProtection
+    from gemini_hpc.forecast.rate import FailureRate
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -111,15 +111,15 @@ def register(subparsers: _Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
     from gemini_hpc.forecast.domain_loss import domain_loss
-    from gemini_hpc.forecast.protection import Wish, protection
-    from gemini_hpc.forecast.schemes import Training
+    from gemini_hpc.forecast.protection import RequestedProtection, protection
+    from gemini_hpc.forecast.schemes import TrainingFigures
     from gemini_hpc.settings import Settings
 
     fraction = args.memory_fraction or Settings().memory_fraction
-    training = Training(args.nodes, args.state, args.iteration, args.network, args.storage, args.replicas)
+    training = TrainingFigures(args.nodes, args.state, args.iteration, args.network, args.storage, args.replicas)
     try:
         failures = rate_of(args)
-        wish = Wish(
+        wish = RequestedProtection(
             training,
             args.memory * fraction,
             args.idle,
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             plans(args.plot, wish, found)
     except (UserError, ValueError) as error:
-        print(f"gemini-hpc plan: {tame(str(error))}", file=sys.stderr)
+        print(f"gemini-hpc plan: {sanitize(str(error))}", file=sys.stderr)
         return 2
     if args.json:
         lost = [asdict(one) for one in racks]
@@ -183,7 +183,9 @@ def long(s: float) -> str:
     return f"{s / 60:.0f} min"
 
 
-def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[DomainLoss] = ()) -> str:
+def table(
+    wish: RequestedProtection, plans: list[Protection], failures: FailureRate, racks: Sequence[DomainLoss] = ()
+) -> str:
     """Return the plans as text: a line per fact, a column per plan.
 
     `racks` holds the failure domain results of each plan, if domains are known.
@@ -232,7 +234,7 @@ def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[D
     ]
     lines = [
         f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",
-        *fold(tame(failures.text()), width()),
+        *fold(sanitize(failures.text()), width()),
     ]
     cells = [("", [p.name for p in plans]), *rows]
     widths = [2 + max(len(texts[i]) for _, texts in cells) for i in range(len(plans))]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from gemini_hpc.cli.job_id import UserError
 
 if TYPE_CHECKING:
-    from gemini_hpc.forecast.protection import Protection, Wish
-    from gemini_hpc.forecast.simulation import Outcome
+    from gemini_hpc.forecast.protection import Protection, RequestedProtection
+    from gemini_hpc.forecast.simulation import RunOutcome
 
 FORMS = ("png", "svg")
 _TIMES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # factors of the failure rate
@@ -46,7 +46,7 @@ def _write(path: str, draw: Callable[[str], bytes]) -> None:
         raise UserError(f"{path}: {error.strerror or error}") from None
 
 
-def outcomes(path: str, title: str, found: dict[str, Outcome]) -> None:
+def outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
     """Draw a bar per scheme that shows the shares of its time. Raises `UserError`."""
     from gemini_hpc.report.charts import stacked_bars
 
@@ -60,7 +60,7 @@ def outcomes(path: str, title: str, found: dict[str, Outcome]) -> None:
     _write(path, lambda form: stacked_bars(title, list(found), parts, form))
 
 
-def plans(path: str, wish: Wish, found: list[Protection]) -> None:
+def plans(path: str, wish: RequestedProtection, found: list[Protection]) -> None:
     """Draw which losses are survived, and the effective training time over the failure rate.
 
     Raises `UserError`.

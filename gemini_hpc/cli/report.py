@@ -13,7 +13,7 @@ from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.core.numbers import SET_NAME
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.report.report_data import Shown
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc report: {exc}", file=sys.stderr)
         return 2
     except (UserError, ConfigError, MissingError) as exc:
-        print(f"gemini-hpc report: {tame(str(exc))}", file=sys.stderr)
+        print(f"gemini-hpc report: {sanitize(str(exc))}", file=sys.stderr)
         return 1
     return 0
 
@@ -85,7 +85,7 @@ def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> 
 
     try:
         parts, recorded = ask.records(settings, job, lambda parts: choose(parts, name, rank))
-    except ask.AskError as exc:
+    except ask.QueryError as exc:
         raise UserError(str(exc)) from None
     if not parts:
         raise UserError(f"job {job}: no agent answers; only a running job with replicas can be drawn")

@@ -101,7 +101,7 @@ def _send_back(why: str, ended: threading.Event) -> None:
 
 
 def _say(text: str) -> None:
-    lines.tell(f"run: {text}")
+    lines.write_line(f"run: {text}")
 
 
 def _fit_tasks(environ: MutableMapping[str, str]) -> None:
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     attempts = RestartLimit(args.max_restarts)
     before: _Failure | None = None
     while True:
-        attempts.begin(_reached(path))
+        attempts.record_start(_reached(path))
         known = _last(path)
         try:
             step = _Step(command, env, path, ended)

@@ -16,11 +16,11 @@ from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.plot import add_plot
 from gemini_hpc.cli.progress import Progress
 from gemini_hpc.cli.text_file import read_lines
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.figures import Figure
-    from gemini_hpc.forecast.simulation import Failure, Faults, Outcome
+    from gemini_hpc.forecast.simulation import Faults, NodeFailure, RunOutcome
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             plot.outcomes(args.plot, _head(args, outcomes), outcomes)
     except (UserError, ValueError) as error:
-        print(f"gemini-hpc simulate: {tame(str(error))}", file=sys.stderr)
+        print(f"gemini-hpc simulate: {sanitize(str(error))}", file=sys.stderr)
         return 2
     if args.json:
         failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
@@ -126,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, Outcome]:
+def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]:
     """Return the outcomes by the name of the scheme. Raises `UserError`, ValueError."""
     from gemini_hpc.forecast import schemes
     from gemini_hpc.forecast.simulation import simulate
 
-    training = schemes.Training(
+    training = schemes.TrainingFigures(
         args.nodes, args.state, args.iteration, args.network, args.storage, replicas=args.replicas
     )
     failures = _failures(args, faults)
@@ -152,7 +152,7 @@ def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, Outcome]:
     return found
 
 
-def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable[Failure]]:
+def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable[NodeFailure]]:
     """Return a function that produces the same failures for each scheme."""
     from random import Random
 
@@ -167,24 +167,24 @@ def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable
     return lambda: found
 
 
-def _shown(progress: Progress, name: str, failures: Iterable[Failure], days: float) -> Iterator[Failure]:
+def _shown(progress: Progress, name: str, failures: Iterable[NodeFailure], days: float) -> Iterator[NodeFailure]:
     for failure in failures:
         progress.show(f"{name}: {failure.at_s / 864 / days:.0f} %")
         yield failure
 
 
-def _head(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
+def _head(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> str:
     failures = next(iter(outcomes.values())).failures
     return f"{args.nodes} nodes and {args.standby} that stand by, {args.days:g} days, {failures} failures of nodes"
 
 
-def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome], failures: str) -> str:
+def _lines(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: str) -> str:
     from gemini_hpc.report.columns import fold, width
 
     paid = args.nodes / (args.nodes + args.standby)
     lines = [
         _head(args, outcomes),
-        *fold(tame(failures), width()),
+        *fold(sanitize(failures), width()),
         f"{'scheme':<12}{'training':>10}{'of all paid':>13}{'stalled':>9}{'repeated':>10}{'down':>8}"
         f"{'from storage':>14}",
     ]

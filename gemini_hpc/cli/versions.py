@@ -12,7 +12,7 @@ from typing import Any
 from gemini_hpc.cli.export import ExportError, job_or_directory
 from gemini_hpc.cli.job_id import UserError, WrongIdError
 from gemini_hpc.config import CONFIG_PATH, ConfigError
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 _Subparsers = Any
 SCHEMA = 1
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc versions: {error}", file=sys.stderr)
         return 2
     except (ExportError, UserError, ConfigError, OSError, ValueError) as error:
-        print(f"gemini-hpc versions: {tame(str(error))}", file=sys.stderr)
+        print(f"gemini-hpc versions: {sanitize(str(error))}", file=sys.stderr)
         return 1
     print(json.dumps({"schema": SCHEMA, "versions": found}) if args.json else _table(found))
     return 0

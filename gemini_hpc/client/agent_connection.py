@@ -42,7 +42,7 @@ class AgentRefused(RuntimeError):
     """An error: the agent answered with a refusal."""
 
 
-class NotYet(AgentRefused):
+class RefusedForNow(AgentRefused):
     """A refusal of a request that may succeed later."""
 
 
@@ -218,7 +218,7 @@ class AgentClient:
         while True:
             try:
                 return self._join(hello, waiting, why)
-            except NotYet as error:
+            except RefusedForNow as error:
                 waited_s, why = clock.monotonic() - first, str(error)
                 if waited_s > NOT_YET_S:
                     raise
@@ -273,7 +273,7 @@ class AgentClient:
             raise AgentLost(f"cannot decode the agent's welcome: {error}") from None
         try:
             if isinstance(reply, local.Error):
-                raise (NotYet if reply.later else AgentRefused)(reply.error)
+                raise (RefusedForNow if reply.later else AgentRefused)(reply.error)
             if not isinstance(reply, local.Welcome) or len(fds) != 1:
                 raise AgentLost("the agent did not welcome this rank")
             try:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gemini_hpc.client.agent_connection import AgentRefused, Exchange
-from gemini_hpc.client.mapped_slots import Content, Shard
+from gemini_hpc.client.mapped_slots import Content, MappedShard
 from gemini_hpc.wire import local
 
-K = TypeVar("K", bound=Shard[Any])
+K = TypeVar("K", bound=MappedShard[Any])
 
 
-def hand_back(shard: Shard[Any], set_name: str, exchange: Exchange, epoch: int, chosen: tuple[int, int]) -> bool:
+def hand_back(
+    shard: MappedShard[Any], set_name: str, exchange: Exchange, epoch: int, chosen: tuple[int, int]
+) -> bool:
     """Hand both slots of a shard to the agent and return whether it accepted both.
 
     Args:

@@ -23,7 +23,7 @@ RESTARTS_ENV = "GEMINI_RESTARTS_STEP"
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` restarts the step
 
 
-class Notice(msgspec.Struct, frozen=True, array_like=True):
+class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
     """A rank's message to the other ranks when they join.
 
     Attributes:
@@ -53,7 +53,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
         return Redundancy(self.nodes, self.replicas, self.parity)
 
     @classmethod
-    def of(cls, welcome: local.Welcome) -> Notice:
+    def of(cls, welcome: local.Welcome) -> JoinNotice:
         """Return the notice for the agent's welcome."""
         return cls(
             node_rank=welcome.node_rank,
@@ -119,12 +119,12 @@ def _holders(welcome: local.Welcome) -> tuple[int, ...]:
     return welcome.group[: welcome.replicas] or placement.holders(welcome.node_rank, welcome.nodes, usual)
 
 
-def keepers(notices: Sequence[Notice]) -> placement.Keepers:
+def keepers(notices: Sequence[JoinNotice]) -> placement.Keepers:
     """Return, by node rank, the nodes that keep its shards; with parity the nodes of its group."""
     return {n.node_rank: n.holders for n in sorted(notices, key=lambda n: n.node_rank)}
 
 
-def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
+def targets(notices: Sequence[JoinNotice], mine: JoinNotice) -> list[list[int]]:
     """Return for each rank the ranks to whose nodes its shard goes, in the order of sending.
 
     Raises:
@@ -136,7 +136,7 @@ def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
     return parity.targets(homes, list(found.values()))
 
 
-def unclosed(notices: Sequence[Notice]) -> str:
+def unclosed(notices: Sequence[JoinNotice]) -> str:
     """Return which ranks have not closed the previous training; "" if all have, or none."""
     most = max(n.nth for n in notices)
     behind = [str(rank) for rank, n in enumerate(notices) if n.nth < most]
@@ -148,7 +148,7 @@ def unclosed(notices: Sequence[Notice]) -> str:
     )
 
 
-def problem(notices: Sequence[Notice], mine: Notice, *, with_parity: bool = False) -> str:
+def problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: bool = False) -> str:
     """Return why this program cannot be protected, or "" if it can.
 
     Args:

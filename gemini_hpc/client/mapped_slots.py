@@ -44,7 +44,7 @@ class Content:
     digest: str = ""
 
 
-class Slot:
+class MappedSlot:
     """A mapped slot."""
 
     def __init__(self, fd: int, total_bytes: int) -> None:
@@ -78,10 +78,10 @@ class Slot:
         return memoryview(self._map)
 
 
-S = TypeVar("S", bound=Slot)
+S = TypeVar("S", bound=MappedSlot)
 
 
-class Shard(Generic[S]):
+class MappedShard(Generic[S]):
     """Both slots of the shard of training rank `rank`, whose home is node rank `home`."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Shard(Generic[S]):
 
     def of(self, fds: list[int]) -> Any:
         """Return the same shard in other memory."""
-        return Shard(self.rank, self.world, self.home, self.total_bytes, fds, self._slot, pushed=self.pushed)
+        return MappedShard(self.rank, self.world, self.home, self.total_bytes, fds, self._slot, pushed=self.pushed)
 
     def in_turn(self) -> list[S]:
         """Return the slots in the order in which versions will fill them: the older content first."""
@@ -138,10 +138,10 @@ class Shard(Generic[S]):
                 slot.fd = -1
 
 
-K = TypeVar("K", bound=Shard[Any])
+K = TypeVar("K", bound=MappedShard[Any])
 
 
-class Keeper(Generic[K]):
+class ShardOwner(Generic[K]):
     """The shard that one thread fills, and its former slots if larger ones replaced them.
 
     The former slots hold the newest sealed version until a version in the new slots is sealed. A new agent must get

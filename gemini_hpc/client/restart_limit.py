@@ -49,7 +49,7 @@ class RestartLimit:
         self._barren = self._memory = 0
         self.restarts = 0
 
-    def begin(self, reached: Reached | None) -> None:
+    def record_start(self, reached: Reached | None) -> None:
         """Record the start of a step.
 
         Args:

@@ -11,14 +11,14 @@ import msgspec
 
 from gemini_hpc import clock, lines
 from gemini_hpc.client import finished, joining
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, RefusedForNow
 from gemini_hpc.client.hand_back import hand_back, same_or_new
-from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, Notice
-from gemini_hpc.client.mapped_slots import Keeper
+from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, JoinNotice
+from gemini_hpc.client.mapped_slots import ShardOwner
 from gemini_hpc.client.own_progress import OwnProgress
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import StepGuard
-from gemini_hpc.client.verdict import Verdict
+from gemini_hpc.client.verdict import StartVerdict
 from gemini_hpc.core.moments import name_ranks
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
@@ -47,7 +47,7 @@ def _exit(status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-class Session:
+class RankSession:
     """A rank's session, with reports to the user and the event log.
 
     Attributes that only a protected program has (`gate`, `guard`, `homes`, ...) exist after a `join` that leaves
@@ -97,15 +97,15 @@ class Session:
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
-        self._print, self._leave = say or lines.tell, leave
+        self._print, self._leave = say or lines.write_line, leave
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
         self._parity = parity
         self._pid = os.getpid()
         self.path = os.environ.get(SOCKET_ENV, "")
-        self.keepers: Callable[[], Iterable[Keeper[Any]]] = list
+        self.keepers: Callable[[], Iterable[ShardOwner[Any]]] = list
         self.on_lost: list[Callable[[str], None]] = []
         self.on_rejoin: list[Callable[[Exchange], None]] = []
-        self.verdict = Verdict()
+        self.verdict = StartVerdict()
         self.state = "unprotected"
         self.version = 0  # completed `step()` calls
         self.unsaved: dict[str, int] = {}
@@ -271,7 +271,7 @@ class Session:
             told: Sentences of this rank, printed as `say_shared` does.
         """
         notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title), told=tuple(told))
-        notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
+        notices = [msgspec.msgpack.decode(part, type=JoinNotice) for part in self.all(msgspec.msgpack.encode(notice))]
         if problem := joining.unclosed(notices):  # some ranks' answers belong to another training
             self.say_once(f"this {self._what} is not protected: {problem}")
             return
@@ -322,11 +322,11 @@ class Session:
         self.verdict.withdraw()
         self.join(problem)
 
-    def _greet(self, problem: str) -> Notice:
+    def _greet(self, problem: str) -> JoinNotice:
         if not self.path:
-            return Notice(problem=joining.no_agent())
+            return JoinNotice(problem=joining.no_agent())
         if problem:
-            return Notice(problem=problem)
+            return JoinNotice(problem=problem)
         hello = joining.hello(self.title, self.rank, self.world, self._local_rank, self.tier)
         self._waiting_said = ""
         try:
@@ -337,11 +337,11 @@ class Session:
         except (AgentLost, AgentRefused) as error:
             self.client = None
             self._hide()
-            return Notice(problem=str(error), later=isinstance(error, NotYet))
+            return JoinNotice(problem=str(error), later=isinstance(error, RefusedForNow))
         if self._imported_at is not None:  # a restarted rank had everything imported already
             self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
         self.name = self.welcome.set or self.title
-        return Notice.of(self.welcome)
+        return JoinNotice.of(self.welcome)
 
     def _own_progress(self) -> OwnProgress | None:
         try:

@@ -57,7 +57,7 @@ class StepGuard:
         self._leaving_since: float | None = None
         self.waited_s = 0.0
 
-    def hold(self, wanted: tuple[int, int]) -> None:
+    def wait_sealed(self, wanted: tuple[int, int]) -> None:
         """Block while `wanted` is not sealed and a node is dead or silent.
 
         The wait lasts at most hold_s for a dead node and at most SUSPECT_S for a silent one.

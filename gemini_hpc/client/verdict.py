@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-class Verdict:
+class StartVerdict:
     """A rank's view of the verdict.
 
     While the verdict is `awaited`, the ranks still have to agree in a collective of each step. This rank takes part
@@ -43,7 +43,7 @@ class Verdict:
         with self.lock:
             self.ready = self.ready or not self.refused
 
-    def settle(self) -> bool:
+    def record_ready(self) -> bool:
         """Record that all ranks are able to begin; return whether this one still is.
 
         A failure of this rank since its last vote ends protection on this rank only.
@@ -60,7 +60,7 @@ class Verdict:
             self.awaited, self.protected = False, not self.refused
 
     @property
-    def word(self) -> int:
+    def vote(self) -> int:
         """Return this rank's vote: 1: able to begin, 0: not yet, -1: refused."""
         return -1 if self.refused else int(self.ready)
 

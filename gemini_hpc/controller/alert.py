@@ -22,7 +22,8 @@ MOST_KNOWN = 1000
 class Alerts:
     """The sender of alerts.
 
-    `tell` returns at once. The program runs as the controller's user, one at a time, and gets only its arguments.
+    `send_alert` returns at once. The program runs as the controller's user, one at a time. It gets only its
+    arguments.
     """
 
     def __init__(self, settings: Settings, journal: Journal) -> None:
@@ -32,7 +33,7 @@ class Alerts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._one = asyncio.Lock()
 
-    def tell(self, kind: str, job: int, host: str, text: str) -> None:
+    def send_alert(self, kind: str, job: int, host: str, text: str) -> None:
         """Send an alert, once in a budget's window for each kind, job and host.
 
         `text` must not contain any text from a user.

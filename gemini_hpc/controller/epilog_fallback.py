@@ -119,16 +119,16 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
     return rescue
 
 
-async def _hold(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
+async def _hold_job(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
     rescue = await prepare(settings, args.job, args.restart, args.node, members)
     say = rescue.say
 
-    def tell(event: str, host: str, detail: str) -> None:
+    def report_event(event: str, host: str, detail: str) -> None:
         say(event, host, detail)
         if event == "pinned":
             os.write(ready, b"p")
 
-    rescue.say = tell
+    rescue.say = report_event
     outcome = await rescue.follow(HOLD_S - 5.0, leave_held=True)
     _log(f"job={args.job} outcome={outcome}")
 
@@ -146,7 +146,7 @@ def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], 
     os.closerange(ready + 1, 4096)
     os.chdir("/")
     try:
-        asyncio.run(_hold(settings, args, members, ready))
+        asyncio.run(_hold_job(settings, args, members, ready))
     except NothingToHoldError as exc:
         _log(f"job={args.job} nothing held: {exc}")
     except (SlurmError, OSError, ValueError) as exc:

@@ -69,7 +69,7 @@ class EventLogs:
     def _path(self, job: int) -> str:
         return os.path.join(self._directory, f"{int(job)}.jsonl")
 
-    def begin(self, job: int, owner: int) -> None:
+    def claim_log(self, job: int, owner: int) -> None:
         """Ensure that the job's log belongs to this owner.
 
         A log of another owner is of an earlier job and is replaced.

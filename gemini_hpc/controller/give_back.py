@@ -55,12 +55,12 @@ class GiveBack:
         wait_s = self._settings.auto_resume_s
         while wait_s > 0:
             try:
-                await self.look()
+                await self.check_fenced()
             except SlurmError as exc:
                 log.warning("give-back: %s", exc)
             await asyncio.sleep(min(MAX_INTERVAL_S, wait_s / 4))
 
-    async def look(self) -> None:
+    async def check_fenced(self) -> None:
         """Check the fenced nodes once, and resume those that are due."""
         fenced = self._journal.fenced_at()
         if not fenced:

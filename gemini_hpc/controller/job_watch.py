@@ -16,7 +16,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.planned_drains import DrainWatch
 from gemini_hpc.controller.recoveries import Recoveries
-from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.controller.requeue_rules import release_reason
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.query import past
@@ -50,14 +50,14 @@ class JobWatch:
         while True:
             began = clock.monotonic()
             try:
-                await self.look()
+                await self.poll_jobs()
             except SlurmError as exc:
                 # No answer means no knowledge: no agent gets a `Release`.
                 log.warning("watcher: %s", exc)
             took = clock.monotonic() - began
             await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, 20 * took)) if took > 0.1 else INTERVAL_S)
 
-    async def look(self) -> None:
+    async def poll_jobs(self) -> None:
         """Check all tracked jobs once."""
         tracks = dict(self._registry.jobs)
         if not tracks:
@@ -101,7 +101,7 @@ class JobWatch:
             elif state == PENDING and track.should_ask():
                 with suppress(UnknownJob):
                     track.learn(await self._slurm.job(raw_id))
-        await self._drains.look(running)
+        await self._drains.report_drains(running)
 
     def _tell_ended(self, track: Track, *, forgotten: bool) -> None:
         """Log each end of the job once, for queries after Slurm has forgotten the job."""
@@ -111,9 +111,9 @@ class JobWatch:
         track.stored.ended_told = bool(ended)
         track.save()
         if ended:
-            code = track.job.exit_code if track.job is not None and track.job.over else ""
+            code = track.job.exit_code if track.job is not None and track.job.has_ended else ""
             restart = max(track.stored.allocations, default=0)
-            self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.told(ended, code))
+            self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.describe_end(ended, code))
 
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]
@@ -197,7 +197,7 @@ class JobWatch:
         )
 
     @staticmethod
-    def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
+    def _release(agent: ConnectedAgent, reason: str, *, save: bool = False) -> None:
         # Log at most once a minute: a stopped agent gets a `Release` every second.
         if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
             agent.told_release_s = clock.monotonic()

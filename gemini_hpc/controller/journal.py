@@ -22,7 +22,7 @@ _KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
 NODES = "nodes"  # the key of lines that belong to no recovery
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class JournalRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the journal.
 
     Attributes:
@@ -41,7 +41,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     data: dict[str, str | int | float | list[str]] = {}
 
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(JournalRecord)
 
 
 class Action(NamedTuple):
@@ -60,7 +60,7 @@ def _action(record: Record) -> Action:
     return Action(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
 
-def _read(path: str) -> Iterator[Record]:
+def _read(path: str) -> Iterator[JournalRecord]:
     try:
         with open(path, "rb") as f:
             for line in f:
@@ -87,7 +87,7 @@ class Journal:
         self._actions: dict[str, list[Action]] = {"down": [], "drain": [], "resume": []}
         self._open: dict[str, list[Record]] = {}
         for record in records:
-            self._follow(record)
+            self._apply_record(record)
         self._compact(records)
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (open for the life of the controller)
         end_line(self._file)
@@ -122,7 +122,7 @@ class Journal:
 
     def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """Append one line. The line is on disk on return."""
-        record = Record(clock.time(), key, step, phase, data)
+        record = JournalRecord(clock.time(), key, step, phase, data)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
@@ -151,7 +151,7 @@ class Journal:
         since = clock.time() - window_s
         return sum(1 for a in self._actions["resume"] if a.node == node and a.t >= since)
 
-    def left_open(self) -> dict[str, list[Record]]:
+    def left_open(self) -> dict[str, list[JournalRecord]]:
         """Return the recoveries without an end: their key and their lines."""
         return {key: list(records) for key, records in self._open.items()}
 

@@ -26,7 +26,7 @@ class DrainWatch:
         # By raw job id and restart count: (node, ""), or (partition, its state).
         self._told: dict[tuple[int, int], set[tuple[str, str]]] = {}
 
-    async def look(self, running: Iterable[Track]) -> None:
+    async def report_drains(self, running: Iterable[Track]) -> None:
         """Report to the agents of these jobs which nodes and partitions have begun to drain.
 
         Raises:

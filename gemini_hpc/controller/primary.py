@@ -19,7 +19,7 @@ from typing import IO
 from gemini_hpc import clock
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
-from gemini_hpc.slurm.facts import Config
+from gemini_hpc.slurm.facts import SlurmConfig
 
 log = logging.getLogger("gemini_hpc.controller")
 
@@ -29,7 +29,7 @@ ALONE_LOOK_S = 30.0  # a slurmctld without a backup is in charge or absent
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PrimaryHost:
     """The answer of slurmctld's hosts at one moment.
 
     Attributes:
@@ -48,11 +48,11 @@ class Primary:
 
     def __init__(self, slurm: SlurmApi) -> None:
         self._slurm = slurm
-        self._config: Config | None = None
+        self._config: SlurmConfig | None = None
         self._config_at = 0.0
         self._charge_since: float | None = None
 
-    async def config(self, max_age_s: float = 0.0) -> Config:
+    async def config(self, max_age_s: float = 0.0) -> SlurmConfig:
         """Return Slurm's configuration, at most `max_age_s` seconds old.
 
         Raises:
@@ -63,7 +63,7 @@ class Primary:
             self._config_at = clock.monotonic()
         return self._config
 
-    async def look(self) -> Standing:
+    async def find_primary(self) -> PrimaryHost:
         """Return which host is in charge.
 
         Raises:
@@ -73,7 +73,7 @@ class Primary:
         hosts = config.slurmctld_hosts
         if len(hosts) < 2:
             name, address = hosts[0] if hosts else ("", "")
-            return Standing(is_here(name, address), name, True)
+            return PrimaryHost(is_here(name, address), name, True)
         up = {name for name, answers in await self._slurm.slurmctlds() if answers}
         for name, address in hosts:
             if name in up:
@@ -82,15 +82,15 @@ class Primary:
                     self._charge_since = None
                 elif self._charge_since is None:
                     self._charge_since = clock.monotonic()
-                return Standing(here, name, False)
-        return Standing(False, "", False)
+                return PrimaryHost(here, name, False)
+        return PrimaryHost(False, "", False)
 
-    async def wait(self) -> Config:
+    async def wait(self) -> SlurmConfig:
         """Wait until the slurmctld in charge is on this host. Log the reason for waiting once."""
         said = ""
         while True:
             try:
-                standing = await self.look()
+                standing = await self.find_primary()
                 if standing.here:
                     return await self.config(LOOK_S)
                 why = f"the slurmctld in charge is on {standing.host or 'no host that answers'}"
@@ -107,7 +107,7 @@ class Primary:
         while True:
             await asyncio.sleep(pause_s)
             with suppress(SlurmError):
-                standing = await self.look()
+                standing = await self.find_primary()
                 pause_s = ALONE_LOOK_S if standing.alone else LOOK_S
                 if standing.host and not standing.here:
                     return standing.host

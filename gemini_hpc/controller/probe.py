@@ -135,7 +135,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ProbeResult:
     """The result of probing a node once.
 
     Attributes:
@@ -157,7 +157,7 @@ def _most_alive(found: Iterable[Port]) -> Port:
     return next((p for p in (*LIFE, Port.UNKNOWN) if p in ports), Port.SILENT)
 
 
-async def look(target: Target) -> Look:
+async def probe_node(target: Target) -> ProbeResult:
     """Probe slurmd's port and the agent's ports.
 
     If none gives a sign of life at once, probe ports without a listener for the kernel, too.
@@ -174,19 +174,19 @@ async def look(target: Target) -> Look:
             closed = [asyncio.ensure_future(_probe(where, port)) for port in ports]
         slurmd, *agents = await asyncio.gather(*tried)
         agent = _most_alive(agents)
-        return Look(slurmd, agent, _most_alive((slurmd, agent, *await asyncio.gather(*closed))), after_s)
+        return ProbeResult(slurmd, agent, _most_alive((slurmd, agent, *await asyncio.gather(*closed))), after_s)
     finally:
         for one in (*tried, *closed):
             one.cancel()
 
 
-async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
+async def looks(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
     """Probe each host once, in parallel."""
     gate = asyncio.Semaphore(_PARALLEL)
 
-    async def one(target: Target) -> Look:
+    async def one(target: Target) -> ProbeResult:
         async with gate:
-            return await look(target)
+            return await probe_node(target)
 
     results = await asyncio.gather(*(one(target) for target in targets.values()))
     return dict(zip(targets, results, strict=True))
@@ -195,7 +195,7 @@ async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
 PORTS = ("slurmd", "agent", "kernel")
 
 
-class Seen:
+class ProbeHistory:
     """The results so far of probing one node.
 
     A sign of life of a port vetoes for `FORGET_S`, or for `confirm_s` if that is less. Silence counts from the
@@ -217,7 +217,7 @@ class Seen:
         self._looked_at = 0.0
         self.rounds = 0
 
-    def add(self, found: Look, began: float) -> None:
+    def add(self, found: ProbeResult, began: float) -> None:
         """Count a result whose probe began at `began` (monotonic)."""
         began += found.after_s  # the probe itself began after the name was resolved
         for what, port in zip(PORTS, (found.slurmd, found.agent, found.kernel), strict=True):
@@ -279,7 +279,7 @@ class Seen:
         return self._since(self._no_slurmd_since)
 
 
-class Series(Seen):
+class RepeatedProbe(ProbeHistory):
     """The repeated probes of one node, until stopped. `died` is called if the task itself fails."""
 
     def __init__(self, target: Target, died: tasks.Died) -> None:
@@ -291,7 +291,7 @@ class Series(Seen):
     async def _run(self) -> None:
         while True:
             began = clock.monotonic()
-            found = await look(self.target)
+            found = await probe_node(self.target)
             self.add(found, began)
             # Each bare connection leaves two lines in slurmd's log, so a living node is probed less and less often.
             alive = found.slurmd is not Port.SILENT

@@ -10,7 +10,7 @@ from contextlib import suppress
 from gemini_hpc import clock
 from gemini_hpc.controller.event_log import KEPT_S, EventLogs
 from gemini_hpc.controller.lemons import Lemons
-from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.operators import Operators
 from gemini_hpc.query import past
 from gemini_hpc.query.inspect_document import Document, picture, recoveries
@@ -52,7 +52,7 @@ class Questions:
         self._request = 0
         self._listing = asyncio.Lock()
 
-    def part(self, agent: Agent, message: inspect_schema.InspectPart) -> None:
+    def part(self, agent: ConnectedAgent, message: inspect_schema.InspectPart) -> None:
         """Accept an agent's part of an answer, or drop it if it was not requested."""
         waiting = self._parts.get(message.request)
         if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
@@ -67,7 +67,7 @@ class Questions:
                 message = await link.receive()
             if not isinstance(message, inspect_schema.JobAsk | inspect_schema.JobsAsk):
                 return
-            while not self._rate.take(link.session.peer_uid):
+            while not self._rate.take_tokens(link.session.peer_uid):
                 await asyncio.sleep(1.0)
             uid = link.session.peer_uid
             answer: inspect_schema.JobAnswer | inspect_schema.JobsAnswer

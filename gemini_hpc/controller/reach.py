@@ -18,7 +18,7 @@ SAMPLE = 4  # of the nodes vouched for by agents, so many are probed before a no
 UNSEEN = (Port.SILENT, Port.UNKNOWN)
 
 
-class Reach:
+class Reachability:
     """The probe of nodes that are not suspected, first those of one job, then those of others."""
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
@@ -26,7 +26,7 @@ class Reach:
         self._at, self._sure_at = 0.0, 0.0
         self.reached, self.asked = 0, 0
 
-    async def look(
+    async def probe_members(
         self, members: Iterable[str], accused: set[str], nodes: Mapping[str, Node], *, sure: bool = False
     ) -> None:
         """Probe again, unless the last result is recent.

@@ -18,11 +18,11 @@ from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Act
 from gemini_hpc.controller.give_back import is_ours
-from gemini_hpc.controller.journal import Journal, Record
+from gemini_hpc.controller.journal import Journal, JournalRecord
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.progress import barren
-from gemini_hpc.controller.reach import Reach
+from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.reservation import PREFIX, RESERVED_MINUTES
@@ -58,7 +58,7 @@ class Recoveries:
         self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
         self.primary, self.lemons = primary, lemons
         self.alerts = Alerts(settings, journal)
-        self.reach = Reach(settings, registry)
+        self.reach = Reachability(settings, registry)
         self._logs = logs
         self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
         self._active: dict[tuple[int, int], Recovery] = {}
@@ -98,7 +98,7 @@ class Recoveries:
         """Alert that a task of the service died of a fault of ours. The task is restarted."""
         if self._over:
             return
-        self.alerts.tell("task died", 0, "", why)
+        self.alerts.send_alert("task died", 0, "", why)
 
     def accused(self) -> set[str]:
         """Return the hosts that some job's agents or our own probes suspect and that are not cleared."""
@@ -182,7 +182,7 @@ class Recoveries:
             if self._over:
                 raise asyncio.CancelledError from exc
             log.exception("event=task-died task=recovery %s", recovery.key)
-            tasks.tell(recovery.died, f"recovery: {type(exc).__name__}")
+            tasks.report_death(recovery.died, f"recovery: {type(exc).__name__}")
             if recovery.key in self.journal.left_open():
                 self._take_over(recovery.key)
         finally:
@@ -210,7 +210,7 @@ class Recoveries:
             log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])
             return
         said_by = {reporter, *message.witnesses} & set(members)
-        track.witnesses.hear(message.restart, message.host, said_by, clock.monotonic())
+        track.witnesses.record_witnesses(message.restart, message.host, said_by, clock.monotonic())
         self._look_at(track, message.restart, message.host, said_by)
 
     def _look_at(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
@@ -291,7 +291,7 @@ class Recoveries:
                 refused_s, why = refused_s + clock.monotonic() - began, str(exc)
         self._resuming.discard(key)
 
-    async def _give_up(self, key: str, records: list[Record], why: str) -> None:
+    async def _give_up(self, key: str, records: list[JournalRecord], why: str) -> None:
         """Release all that is held, and alert: the rest of the work is the administrator's."""
         raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
         try:
@@ -306,11 +306,11 @@ class Recoveries:
         self.say(raw_id, restart, "closed", "", f"given up: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
         text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
-        self.alerts.tell(
+        self.alerts.send_alert(
             "recovery given up", raw_id, "", f"Slurm refuses to let a recovery finish: check its nodes ({text})"
         )
 
-    async def _resume_one(self, key: str, records: list[Record]) -> None:
+    async def _resume_one(self, key: str, records: list[JournalRecord]) -> None:
         opened = records[0].data
         raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
         names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
@@ -328,10 +328,10 @@ class Recoveries:
         judging = Recovery(self, track, restart) if track is not None else None
         for host in begun - downed:
             await self._half_fenced(host, judging, raw_id, restart)
-        if judging is not None and job is not None and not job.over and job.restarts == restart:
+        if judging is not None and job is not None and not job.has_ended and job.restarts == restart:
             for host in downed:
                 await self._forgotten(host, judging)
-        in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
+        in_flight = job is not None and not job.has_ended and (job.state != RUNNING or bool(downed) or sent_back)
         if in_flight and opened.get("ahead"):
             # Nodes were only held until Slurm finds the others dead. Check whether it has, and has requeued the job
             # for that.
@@ -369,7 +369,7 @@ class Recoveries:
             SlurmUnreachable: Slurm did not answer.
         """
         try:
-            if job is not None and not job.over and job.reservation == name:
+            if job is not None and not job.has_ended and job.reservation == name:
                 await self.slurm.detach_reservation(job)
             await self.slurm.delete_reservation(name)
         except SlurmUnreachable:
@@ -446,7 +446,7 @@ class Recoveries:
         return node is not None and is_ours(node)
 
 
-def _reserved(records: list[Record]) -> list[str]:
+def _reserved(records: list[JournalRecord]) -> list[str]:
     """Return the reservations that were made or begun: one that is not recorded as made may exist all the same."""
     return list(dict.fromkeys(str(r.data["name"]) for r in records if r.step == "reserve"))
 

@@ -68,7 +68,7 @@ class Suspect:
     claim: Claim = Claim.REPORTED
     since: float = field(default_factory=clock.monotonic)
     reported_at: float = field(default_factory=clock.time)
-    seen: probe.Seen | None = None
+    seen: probe.ProbeHistory | None = None
     node: Node | None = None  # as Slurm had it at the last judgement
     left: Veto | None = None  # the last reported reason for leaving it to Slurm
     down: bool = False  # the journal has recorded that it is being set DOWN
@@ -81,12 +81,12 @@ class Suspect:
 
     def stop(self) -> None:
         """Stop probing."""
-        if isinstance(self.seen, probe.Series):
+        if isinstance(self.seen, probe.RepeatedProbe):
             self.seen.stop()
 
 
 @dataclass
-class Facts:
+class SlurmFacts:
     """Slurm's facts at one moment. `job` is None if Slurm no longer knows the job."""
 
     at: float
@@ -162,7 +162,7 @@ class Recovery:
 
     # ---- judging ---------------------------------------------------------------------------------------
 
-    async def _read(self) -> Facts:
+    async def _read(self) -> SlurmFacts:
         """Return fresh facts from Slurm.
 
         Raises:
@@ -176,24 +176,24 @@ class Recovery:
         names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
         owners = await slurm.owners(names) if names else {}
         up_s = await self._home.primary.up_s()
-        return Facts(clock.monotonic(), job, nodes, owners, up_s)
+        return SlurmFacts(clock.monotonic(), job, nodes, owners, up_s)
 
-    def _start_probes(self, facts: Facts) -> None:
+    def _start_probes(self, facts: SlurmFacts) -> None:
         for suspect in self.suspects.values():
             node = facts.nodes.get(suspect.host)
             if suspect.seen is None and node is not None and suspect.host in self._track.members(self.restart):
-                suspect.seen = probe.Series(self._target(node), self.died)
+                suspect.seen = probe.RepeatedProbe(self._target(node), self.died)
 
     def _target(self, node: Node) -> probe.Target:
         settings, agent = self._home.settings, self._track.agents.get(node.name)
         ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
         return probe.Target.of(settings, node.address, node.port, ports)
 
-    async def _look_around(self, facts: Facts, *, sure: bool = False) -> None:
+    async def _look_around(self, facts: SlurmFacts, *, sure: bool = False) -> None:
         accused = self._home.accused() | self.suspects.keys()
-        await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes, sure=sure)
+        await self._home.reach.probe_members(self._track.members(self.restart), accused, facts.nodes, sure=sure)
 
-    async def _sure(self, facts: Facts) -> Facts:
+    async def _sure(self, facts: SlurmFacts) -> SlurmFacts:
         """Return facts that an action may be based on: fresh, and with proof that this host still reaches others."""
         for _ in range(2):
             if clock.monotonic() - facts.at > FRESH_S:
@@ -204,7 +204,7 @@ class Recovery:
                 break
         return facts
 
-    def _case(self, suspect: Suspect, facts: Facts) -> Case:
+    def _case(self, suspect: Suspect, facts: SlurmFacts) -> Case:
         home, settings, track = self._home, self._home.settings, self._track
         seen, host, agent = suspect.seen, suspect.host, home.registry.linked(track.raw_id, suspect.host)
         strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
@@ -245,14 +245,14 @@ class Recovery:
             finished=bool(track.finished(self.restart)) or track.goes_on(self.restart, [host]),
         )
 
-    def _judge(self, suspect: Suspect, facts: Facts) -> Verdict:
+    def _judge(self, suspect: Suspect, facts: SlurmFacts) -> Verdict:
         """Judge one suspect now. Log changes."""
         verdict, before = judge(self._case(suspect, facts)), suspect.verdict
         suspect.verdict, suspect.node = verdict, facts.nodes.get(suspect.host)
         if verdict.veto in BUDGETS:
             # A mass outage: these hosts count again when the next one is judged.
             self._home.remember_silent(self._home.silent({suspect.host}))
-            self._home.alerts.tell(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
+            self._home.alerts.send_alert(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
         if verdict.act is Act.DISMISS and before.act is not Act.DISMISS:
             self.say("dismissed", suspect.host, verdict.why)
         if verdict.act is Act.LEAVE and suspect.left is not verdict.veto:
@@ -260,7 +260,7 @@ class Recovery:
             self.say("not_fenced", suspect.host, verdict.why)
         return verdict
 
-    def _decide(self, facts: Facts) -> list[Suspect]:
+    def _decide(self, facts: SlurmFacts) -> list[Suspect]:
         """Judge every suspect. Return those that call for an action."""
         return [s for s in self.suspects.values() if self._judge(s, facts).act in ACTS]
 
@@ -270,7 +270,7 @@ class Recovery:
             if agent is not None:
                 agent.link.send(InspectAsk())
 
-    async def _judge_all(self) -> Facts | None:
+    async def _judge_all(self) -> SlurmFacts | None:
         """Judge until every suspect has a verdict. Return the facts to act on, or None."""
         began, facts, quick = clock.monotonic(), None, True
         watch_s = WATCH_S + self._home.settings.slurm_settle_s
@@ -317,7 +317,7 @@ class Recovery:
             self.say("rescuing", "", "the job's agents copy live state: its step is not ended yet")
         return rescuing
 
-    async def _hold_ahead(self, facts: Facts) -> None:
+    async def _hold_ahead(self, facts: SlurmFacts) -> None:
         """Reserve the job's own living nodes if a dead node is not ours to fence.
 
         Slurm will requeue the job some time, and no other job may take its nodes first. No other job waits for
@@ -349,7 +349,7 @@ class Recovery:
             **more,
         )
 
-    def _alive(self, dead: list[str], facts: Facts) -> list[str]:
+    def _alive(self, dead: list[str], facts: SlurmFacts) -> list[str]:
         """Return all other nodes of the job that Slurm does not consider DOWN. The survey finds out which answer."""
         members = self._track.members(self.restart)
         return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].down]
@@ -389,7 +389,7 @@ class Recovery:
             del self.suspects[host]
         return suspect.verdict
 
-    async def _judge_survivor(self, host: str, seen: probe.Seen) -> bool:
+    async def _judge_survivor(self, host: str, seen: probe.ProbeHistory) -> bool:
         """Judge a survivor that has fallen silent, by the same rules. Return whether it is dead and DOWN now."""
         suspect = self.suspects.setdefault(host, Suspect(host, Claim.SURVIVOR))
         suspect.seen = seen
@@ -400,7 +400,7 @@ class Recovery:
             if verdict.act is Act.FENCE:
                 facts, began = await self._sure(facts), clock.monotonic()
                 if host in facts.nodes:
-                    seen.add(await probe.look(self._target(facts.nodes[host])), began)
+                    seen.add(await probe.probe_node(self._target(facts.nodes[host])), began)
                 verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
                 self.say("confirmed", host, verdict.why)
@@ -415,7 +415,7 @@ class Recovery:
 
     # ---- acting ----------------------------------------------------------------------------------------
 
-    async def _act(self, facts: Facts) -> None:
+    async def _act(self, facts: SlurmFacts) -> None:
         job, chosen = facts.job, {s.host: s.verdict for s in self.suspects.values()}
         if job is None:
             return
@@ -458,7 +458,7 @@ class Recovery:
             return
         await self.finish(helper)
 
-    async def _reserve(self, helper: Requeue, job: Job, facts: Facts, dead: int) -> None:
+    async def _reserve(self, helper: Requeue, job: Job, facts: SlurmFacts, dead: int) -> None:
         """Hold nodes for the requeue.
 
         No node is fenced on these facts: each dead node is judged once more afterwards.
@@ -477,7 +477,7 @@ class Recovery:
                 log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
             await asyncio.sleep(REFRESH_S)
 
-    async def _judge_again(self, suspect: Suspect, facts: Facts) -> Verdict:
+    async def _judge_again(self, suspect: Suspect, facts: SlurmFacts) -> Verdict:
         """Judge a suspect again right before it is set DOWN.
 
         The node may have come back while nodes were reserved or while another node was set DOWN.

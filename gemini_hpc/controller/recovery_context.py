@@ -10,7 +10,7 @@ from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
-from gemini_hpc.controller.reach import Reach
+from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.slurm.api import SlurmApi
 
@@ -29,7 +29,7 @@ class RecoveryContext(Protocol):
     registry: Registry
     primary: Primary
     alerts: Alerts
-    reach: Reach
+    reach: Reachability
     lemons: Lemons
     reserving: asyncio.Lock
     longest_epilog_s: float

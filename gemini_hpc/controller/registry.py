@@ -18,7 +18,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX
 from gemini_hpc.controller.witnesses import Witnesses
-from gemini_hpc.query.freed import freed
+from gemini_hpc.query.freed import freed_copies_note
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
@@ -33,7 +33,7 @@ FRESH_S = 1.0  # an agent whose last message is younger vouches for its node
 
 
 @dataclass
-class Agent:
+class ConnectedAgent:
     """A connected agent.
 
     Attributes:
@@ -60,7 +60,7 @@ class Agent:
     told_waits: bool = False  # whether `Waits` was sent: its job is pending
     since: float = field(default_factory=clock.time)
 
-    def take(self, said: Registration) -> None:
+    def apply_registration(self, said: Registration) -> None:
         """Take over the agent's facts about itself, from its first and each later registration."""
         self.restart, self.replicas, self.state = said.restart, said.replicas, said.state[:32]
         self.port = said.port if 0 < said.port < 65536 else self.port
@@ -73,7 +73,7 @@ class Agent:
         return not self.link.closed
 
 
-class Stored(msgspec.Struct):
+class StoredJob(msgspec.Struct):
     """The facts about a job that are kept on disk.
 
     Attributes:
@@ -106,11 +106,11 @@ class Stored(msgspec.Struct):
 class Track:
     """A job and its agents."""
 
-    def __init__(self, stored: Stored, path: str) -> None:
+    def __init__(self, stored: StoredJob, path: str) -> None:
         self.stored = stored
         self._path = path
         self.job: Job | None = None
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, ConnectedAgent] = {}
         self.witnesses = Witnesses()
         self.running_since: tuple[int, float] | None = None
         self.noticed = -1  # the last incarnation checked for a requeue that never comes
@@ -140,7 +140,7 @@ class Track:
     def freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
         """Return the text about freed copies of an incarnation. `read` is called once for the events."""
         if self._freed is None or self._freed[0] != restart:
-            self._freed = (restart, freed(read(), restart))
+            self._freed = (restart, freed_copies_note(read(), restart))
         return self._freed[1]
 
     def members(self, restart: int) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class Track:
                 changed = True
             if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
                 self.running_since = (job.restarts, clock.monotonic())
-        changed = self._ended(job.state, job.over) or changed
+        changed = self._ended(job.state, job.has_ended) or changed
         self._waits(job.state)
         if self._held_long_ago():
             self._asked_of_wait = self._waits_since
@@ -366,7 +366,7 @@ class Registry:
         self._directory = directory
         os.makedirs(directory, mode=0o700, exist_ok=True)
         self.jobs: dict[int, Track] = {}
-        decoder = msgspec.json.Decoder(Stored, strict=False)
+        decoder = msgspec.json.Decoder(StoredJob, strict=False)
         for name in os.listdir(directory):
             if name.endswith(".job"):
                 with suppress(msgspec.MsgspecError, OSError), open(os.path.join(directory, name), "rb") as f:
@@ -380,7 +380,7 @@ class Registry:
         """Return the job's entry, new or updated."""
         track = self.jobs.get(job.raw_id)
         if track is None or track.user_id != job.user_id:
-            track = self.jobs[job.raw_id] = Track(Stored(job.raw_id, job.user_id), self._path(job.raw_id))
+            track = self.jobs[job.raw_id] = Track(StoredJob(job.raw_id, job.user_id), self._path(job.raw_id))
         track.learn(job)
         return track
 
@@ -405,7 +405,7 @@ class Registry:
             agent.link.send(InspectAsk())
         return False
 
-    def linked(self, raw_id: int, host: str) -> Agent | None:
+    def linked(self, raw_id: int, host: str) -> ConnectedAgent | None:
         """Return the connected agent of a job on a host."""
         track = self.jobs.get(raw_id)
         agent = track.agents.get(host) if track else None

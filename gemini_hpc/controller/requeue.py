@@ -129,7 +129,7 @@ class Requeue:
             # A reservation of another recovery that holds our survivors does not count: they are taken back.
             if r.name not in own and not self.held.is_mine(r.name) and not self._ours_to_take(r.name, survivors)
         ]
-        self.survivors.bar(job, self._nodes, partitions, others, self.length_s)
+        self.survivors.exclude_nodes(job, self._nodes, partitions, others, self.length_s)
         self._asked_at = clock.monotonic()
 
     def _ours_to_take(self, name: str, survivors: set[str]) -> bool:
@@ -201,7 +201,7 @@ class Requeue:
             self._completing_since = None
         if again and job.state in (RUNNING, CONFIGURING):
             return await self._runs(job)
-        if job.over:
+        if job.has_ended:
             return await self._ended(job)
         if not again and given_up(job, self.survivors.dead):
             if self.goes_on():
@@ -288,7 +288,7 @@ class Requeue:
 
     async def _hold(self, job: Job, why: str) -> str:
         self.note("hold", "before")
-        await self.slurm.hold(job, why)
+        await self.slurm.hold_job(job, why)
         self.holds(job.restarts)
         self.note("hold", "after")
         self.say("held", "", why)
@@ -357,7 +357,7 @@ class Requeue:
             self._nodes = await self.slurm.nodes()
             job = await self.slurm.job(self.raw_id)
             await self._bar(job)
-        await self.survivors.look(self._nodes)
+        await self.survivors.probe_survivors(self._nodes)
         if self._pending_since is None:
             return
         await self.held.evict()

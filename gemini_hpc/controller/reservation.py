@@ -286,8 +286,8 @@ async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:
             await slurm.delete_reservation(reservation.name)
             dropped.append(reservation.name)
             continue
-        if job.state == RUNNING or job.over:
-            if job.reservation == reservation.name and not job.over:
+        if job.state == RUNNING or job.has_ended:
+            if job.reservation == reservation.name and not job.has_ended:
                 await slurm.detach_reservation(job)
             await slurm.delete_reservation(reservation.name)
             dropped.append(reservation.name)

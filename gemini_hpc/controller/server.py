@@ -27,8 +27,8 @@ from gemini_hpc.controller.metrics import Metrics
 from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
-from gemini_hpc.controller.registry import Agent, Registry, Track
-from gemini_hpc.controller.sick_nodes import SickNodes
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
+from gemini_hpc.controller.sick_nodes import SickNodeDrains
 from gemini_hpc.query.slurm_facts import never_requeued
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -66,13 +66,13 @@ MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are judged at the same time
 MAX_UNPLACED = 64  # agents of a job for which Slurm has named no nodes
 
 
-class _Rate:
+class _MessageRate:
     """A token bucket for one agent's messages."""
 
     def __init__(self) -> None:
         self._tokens, self._at = MESSAGES_BURST, clock.monotonic()
 
-    def take(self) -> bool:
+    def take_token(self) -> bool:
         now = clock.monotonic()
         self._tokens = min(MESSAGES_BURST, self._tokens + (now - self._at) * MESSAGES_PER_S)
         self._at = now
@@ -103,8 +103,8 @@ class Controller:
         self.recoveries = Recoveries(
             settings, self.slurm, self.journal, self.logs, self.registry, primary, self.lemons
         )
-        self._sick = SickNodes(
-            settings, self.slurm, self.journal, self.lemons, self.recoveries.say, self.recoveries.alerts.tell
+        self._sick = SickNodeDrains(
+            settings, self.slurm, self.journal, self.lemons, self.recoveries.say, self.recoveries.alerts.send_alert
         )
         self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
         self._lobby = PreauthLimit(MAX_STRANGERS)
@@ -175,8 +175,8 @@ class Controller:
                 reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
             )
         except HandshakeError as exc:
-            if self._turned_away.take():
-                log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.settle())
+            if self._turned_away.take_tokens():
+                log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.take_missed())
             return
         finally:
             self._lobby.leave(address, ticket)
@@ -219,7 +219,7 @@ class Controller:
                 known = self._reads.get(raw_id)
         if known is None or clock.monotonic() - known[0] > JOB_CACHE_S:
             future = asyncio.ensure_future(self.slurm.job(raw_id))
-            future.add_done_callback(_heard)
+            future.add_done_callback(_retrieve_exception)
             known = self._reads[raw_id] = (clock.monotonic(), future)
             self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
         return await asyncio.shield(known[1])
@@ -244,27 +244,29 @@ class Controller:
         if agent is None:
             return
         link.limit_bytes = AGENT_FRAME_BYTES
-        rate = _Rate()
+        rate = _MessageRate()
         try:
             if early:
                 await self._from_agent(agent, controller.EventsUp(agent.job, tuple(early)))
             while True:
                 message = await link.receive()
-                if not rate.take():
-                    self._tell(uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
+                if not rate.take_token():
+                    self._log_for_user(
+                        uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host
+                    )
                     return
                 await self._from_agent(agent, message)
         finally:
             track = self.registry.jobs.get(agent.job)
             if track is not None and track.agents.get(agent.host) is agent:
-                self._tell(uid, "job=%d event=agent-gone host=%s", agent.job, agent.host)
+                self._log_for_user(uid, "job=%d event=agent-gone host=%s", agent.job, agent.host)
 
-    def _tell(self, uid: int, line: str, *values: object) -> None:
+    def _log_for_user(self, uid: int, line: str, *values: object) -> None:
         """Log a line that this user has caused. The lines count against the user's budget."""
-        if self._lines.take(uid):
+        if self._lines.take_tokens(uid):
             log.info(line, *values)
 
-    async def _register(self, link: Link, message: controller.Registration) -> Agent | None:
+    async def _register(self, link: Link, message: controller.Registration) -> ConnectedAgent | None:
         """Return the agent's entry if, by Slurm, the job belongs to its uid; None if it is refused or released."""
         uid, raw_id = link.session.peer_uid, message.job
         while True:
@@ -276,20 +278,20 @@ class Controller:
             except UnknownJob:
                 # The job is over and forgotten; an agent that holds memory for it may free it.
                 if raw_id not in self.registry.jobs:
-                    self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
+                    self._log_for_user(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
                     link.send(controller.Release(raw_id, "job unknown to Slurm", save=True))
                     await asyncio.sleep(GOODBYE_S)
                 return None
             except SlurmError as exc:
-                self._tell(uid, "job=%d event=register-waits slurm=%s", raw_id, exc)
+                self._log_for_user(uid, "job=%d event=register-waits slurm=%s", raw_id, exc)
                 if link.closed:
                     return None
                 await asyncio.sleep(1.0)
         if job.user_id != uid or message.host != link.session.peer_host:
-            self._tell(uid, "job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
+            self._log_for_user(uid, "job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
             return None
         track = self.registry.track(job)
-        self.logs.begin(raw_id, uid)
+        self.logs.claim_log(raw_id, uid)
         await track.remember_nodes(self.slurm)
         verified = await self._is_of(track, message.host, link.address)
         if track.stored.allocations:
@@ -297,15 +299,17 @@ class Controller:
         else:  # Slurm has never named its nodes to us: accept only an agent that connects from the node that it names
             known = verified and len(track.agents) < MAX_UNPLACED
         if not known:
-            self._tell(uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
+            self._log_for_user(
+                uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64]
+            )
             return None
-        agent = Agent(link, message.host, raw_id, message.instance[:64], verified)
-        agent.take(message)
+        agent = ConnectedAgent(link, message.host, raw_id, message.instance[:64], verified)
+        agent.apply_registration(message)
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent
         if old is not None and old.link is not link:
             old.link.close()
-        self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        self._log_for_user(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
         notices = [f"{why}: the loss of a node ends the job"] if (why := never_requeued(job)) else []
         if 0 < agent.restart == job.restarts:
             notices.append(track.freed(agent.restart - 1, lambda: self.logs.read(raw_id, uid)))
@@ -352,7 +356,7 @@ class Controller:
 
     # ---- agents' messages ------------------------------------------------------------------------------
 
-    async def _from_agent(self, agent: Agent, message: protocol.AnyMessage) -> None:
+    async def _from_agent(self, agent: ConnectedAgent, message: protocol.AnyMessage) -> None:
         track = self.registry.jobs.get(agent.job)
         if track is None:
             return
@@ -370,14 +374,14 @@ class Controller:
         elif isinstance(message, controller.EventsUp):
             if message.job == agent.job:
                 events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
-                if self._event_bytes.take(track.user_id, log_bytes(events)):
+                if self._event_bytes.take_tokens(track.user_id, log_bytes(events)):
                     self.logs.add(agent.job, events)
                 else:
-                    self._tell(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
+                    self._log_for_user(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
         elif isinstance(message, inspect_schema.InspectPart):
             self._questions.part(agent, message)
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
-            agent.take(message)
+            agent.apply_registration(message)
             if message.dead is not None:
                 track.witnesses.take_back(message.restart, agent.host, message.dead)
             if message.restart not in track.stored.allocations:
@@ -385,10 +389,10 @@ class Controller:
                     track.learn(await self.read_job(agent.job, fresh=True))
                     await track.remember_nodes(self.slurm)
 
-    async def _report(self, agent: Agent, track: Track, message: controller.Report) -> None:
+    async def _report(self, agent: ConnectedAgent, track: Track, message: controller.Report) -> None:
         """Accept a report as a hint, up to a limit for each user. Agents repeat reports that matter."""
         uid = track.user_id
-        if not self._reports.take(uid):
+        if not self._reports.take_tokens(uid):
             return
         if not track.members(message.restart):
             with suppress(SlurmError):
@@ -396,17 +400,19 @@ class Controller:
         members = track.members(message.restart)
         if message.host not in members or agent.host not in members or message.host == agent.host:
             text = "job=%d reporter=%s host=%s event=report-ignored reason=not plausible"
-            self._tell(uid, text, agent.job, agent.host, message.host[:64])
+            self._log_for_user(uid, text, agent.job, agent.host, message.host[:64])
             return
         if not self.recoveries.active(agent.job):
             judged = sum(self.recoveries.active(t.raw_id) for t in self.registry.jobs.values() if t.user_id == uid)
             if judged >= MAX_JUDGED_PER_UID:
-                self._tell(uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid)
+                self._log_for_user(
+                    uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid
+                )
                 return
         self.recoveries.report(track, agent.host, message)
 
 
-def _heard(read: asyncio.Future[Job]) -> None:
+def _retrieve_exception(read: asyncio.Future[Job]) -> None:
     """Retrieve the exception of a failed read: the agents that asked for it may be gone."""
     if not read.cancelled():
         read.exception()

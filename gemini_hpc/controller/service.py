@@ -21,7 +21,7 @@ from gemini_hpc.controller.primary import LockTakenError, Primary
 from gemini_hpc.controller.server import Controller
 from gemini_hpc.controller.startup import ServiceError
 from gemini_hpc.slurm import Slurm, SlurmError, find_tool
-from gemini_hpc.slurm.ways import FILE, Told, Way
+from gemini_hpc.slurm.ways import FILE, ApiRecord, Way
 
 log = logging.getLogger("gemini_hpc.controller")
 
@@ -29,7 +29,7 @@ log = logging.getLogger("gemini_hpc.controller")
 def _tell_way(settings: Settings, way: Way) -> None:
     """Record the way to Slurm in the log and, for `doctor`, on disk."""
     log.log(logging.WARNING if way.left else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
-    told = Told(settings.slurm_api, way.name, way.why, way.left, clock.time())
+    told = ApiRecord(settings.slurm_api, way.name, way.why, way.left, clock.time())
     path = os.path.join(settings.state_dir, FILE)
     try:
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)

@@ -30,7 +30,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RedNodeCase:
     """The facts about a red node.
 
     Attributes:
@@ -44,7 +44,7 @@ class Case:
     drained: int
 
 
-def why_not(case: Case) -> str:
+def why_not(case: RedNodeCase) -> str:
     """Return why the node is not drained; "" if it is. Pure."""
     if not case.allowed:
         return "sick_nodes_per_day is 0"
@@ -57,7 +57,7 @@ def why_not(case: Case) -> str:
     return ""
 
 
-class SickNodes:
+class SickNodeDrains:
     """The drains of one controller. `say` adds a line to a job's log; `alert` calls the site's program."""
 
     def __init__(
@@ -94,7 +94,7 @@ class SickNodes:
             async with self._one:
                 nodes = await self._slurm.nodes([host])
                 allowed, drained = self._settings.sick_nodes_per_day, self._journal.drained(DAY_S)
-                why = why_not(Case(nodes.get(host), allowed, drained))
+                why = why_not(RedNodeCase(nodes.get(host), allowed, drained))
                 if not why:
                     await self._drain(host, red, found)
         except (SlurmError, OSError) as exc:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from gemini_hpc import clock
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.controller.probe import Seen, Target
+from gemini_hpc.controller.probe import ProbeHistory, Target
 from gemini_hpc.controller.requeue_rules import barred
 from gemini_hpc.controller.reservation import Say
 from gemini_hpc.slurm.facts import Job, Node, Reservation
 
-Fence = Callable[[str, Seen], Awaitable[bool]]
+Fence = Callable[[str, ProbeHistory], Awaitable[bool]]
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Survivors:
     fence: Fence | None = None
     dead: list[str] = field(default_factory=list)
     surveyed: bool = False
-    _seen: dict[str, Seen] = field(default_factory=dict)
+    _seen: dict[str, ProbeHistory] = field(default_factory=dict)
     _fine: set[str] = field(default_factory=set)
     _barred: dict[str, str] = field(default_factory=dict)
     _told: dict[str, str] = field(default_factory=dict)
 
-    def bar(
+    def exclude_nodes(
         self,
         job: Job,
         nodes: Mapping[str, Node],
@@ -66,7 +66,7 @@ class Survivors:
         known = {n: barred(job, nodes[n], partitions, others, ends_at) for n in self.names if n in nodes}
         self._barred = {n: why for n, why in known.items() if why}
 
-    async def look(self, nodes: Mapping[str, Node]) -> None:
+    async def probe_survivors(self, nodes: Mapping[str, Node]) -> None:
         """Probe once the survivors for which no agent vouches. Judge those that have been silent."""
         began = clock.monotonic()
         targets: dict[str, Target] = {}
@@ -77,7 +77,7 @@ class Survivors:
             elif name in nodes:
                 targets[name] = self.target(nodes[name])
         for name, found in (await probe.looks(targets)).items():
-            self._seen.setdefault(name, Seen(self.confirm_s)).add(found, began)
+            self._seen.setdefault(name, ProbeHistory(self.confirm_s)).add(found, began)
             if found.slurmd is Port.ANSWERS:
                 self._fine.add(name)
         self.surveyed = True

@@ -15,7 +15,7 @@ LASTED_S = 60.0  # after a life this long, the next pause is short again
 Died = Callable[[str], None]
 
 
-def tell(died: Died, why: str) -> None:
+def report_death(died: Died, why: str) -> None:
     """Report a task's death. If that fails (a full disk), log it; no other task ends."""
     try:
         died(why)
@@ -23,7 +23,7 @@ def tell(died: Died, why: str) -> None:
         log.exception("event=task-death-not-told detail=%s", why)
 
 
-async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> None:
+async def supervise(name: str, work: Callable[[], Awaitable[None]], died: Died) -> None:
     """Run `work` until it returns. If it raises, call `died` and start again after a pause that doubles."""
     pause_s = FIRST_PAUSE_S
     while True:
@@ -34,7 +34,7 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from exc  # a fault during cancellation is no reason to start again
             log.exception("event=task-died task=%s", name)
-            tell(died, f"{name}: {type(exc).__name__}")  # only the type: the text may contain a user's input
+            report_death(died, f"{name}: {type(exc).__name__}")  # only the type: the text may contain a user's input
         if clock.monotonic() - began > LASTED_S:
             pause_s = FIRST_PAUSE_S
         await asyncio.sleep(pause_s)
@@ -42,5 +42,5 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
 
 
 def start(name: str, work: Callable[[], Awaitable[None]], died: Died) -> asyncio.Task[None]:
-    """Start `keep` as a task. Cancel the task to end it."""
-    return asyncio.create_task(keep(name, work, died), name=name)
+    """Start `supervise` as a task. Cancel the task to end it."""
+    return asyncio.create_task(supervise(name, work, died), name=name)

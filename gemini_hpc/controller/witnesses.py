@@ -17,7 +17,7 @@ class Witnesses:
     def __init__(self) -> None:
         self._said: dict[tuple[int, str], dict[str, float]] = {}  # (restart, node) -> witness -> time of the report
 
-    def hear(self, restart: int, node: str, who: Iterable[str], now: float) -> None:
+    def record_witnesses(self, restart: int, node: str, who: Iterable[str], now: float) -> None:
         """Record that these witnesses report a node of this incarnation as silent."""
         self._forget(now)
         said = self._said.setdefault((restart, node), {})

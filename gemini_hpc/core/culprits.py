@@ -32,7 +32,7 @@ class Cause(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Failure:
+class RankFailure:
     """The end of one rank.
 
     `version` is the newest version that its attempt had begun to save, 0 before the first.
@@ -51,11 +51,11 @@ class Ends:
     The result does not depend on the order or number of reports (a join).
     """
 
-    found: frozenset[Failure] = frozenset()
+    found: frozenset[RankFailure] = frozenset()
 
-    def join(self, more: Iterable[Failure]) -> Ends:
+    def join(self, more: Iterable[RankFailure]) -> Ends:
         """Return these ends together with `more`."""
-        kept: dict[Cause, dict[str, Failure]] = {}
+        kept: dict[Cause, dict[str, RankFailure]] = {}
         for failure in sorted(self.found.union(more), key=lambda f: (f.cause, f.host, f.rank, f.version)):
             hosts = kept.setdefault(failure.cause, {})
             if failure.host not in hosts and len(hosts) < 2:
@@ -63,7 +63,7 @@ class Ends:
         return Ends(frozenset(failure for hosts in kept.values() for failure in hosts.values()))
 
     @property
-    def first(self) -> Failure | None:
+    def first(self) -> RankFailure | None:
         """Return the rank that failed first, or None if no single rank did.
 
         None means that all failures are consequences, or that ranks of several nodes failed by themselves.
@@ -136,7 +136,7 @@ class Tally:
         return sorted(host for host in self._by_host if self.count(host) >= SICK)
 
 
-def told(cause: Cause) -> str:
+def describe_cause(cause: Cause) -> str:
     """Return a phrase that describes the cause to a user."""
     return {
         Cause.CONSEQUENCE: "failed of another one",

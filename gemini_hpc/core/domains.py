@@ -21,7 +21,7 @@ import msgspec
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.numbers import Count
-from gemini_hpc.core.placement import AS_RANKED, Order
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 
 MAX_LEVELS, MAX_PATH = 8, 255
 MAX_SHARED, MAX_NAMED = 16, 32  # groups listed; nodes named in each
@@ -50,7 +50,7 @@ class Separation(msgspec.Struct, frozen=True):
     more: Count = 0
 
 
-def arrange(domains: Sequence[str], m: int) -> Order:
+def arrange(domains: Sequence[str], m: int) -> PlacementOrder:
     """Return the order of placement for nodes of these domains, by node rank.
 
     The order is that of the ranks if no other order is better, and therefore if no domain is known.
@@ -70,11 +70,11 @@ def arrange(domains: Sequence[str], m: int) -> Order:
         left = [rank for rank in left if rank not in chosen]
         q -= 1
     ranks = [rank for g in range(q) for rank in sorted(left[g::q])] + _spread(members, domains)
-    found = Order(tuple(ranks))
+    found = PlacementOrder(tuple(ranks))
     return found if _cost(found, domains, m) < _cost(AS_RANKED, domains, m) else AS_RANKED
 
 
-def fatal(domains: Sequence[str], m: int, order: Order = AS_RANKED) -> set[str]:
+def fatal(domains: Sequence[str], m: int, order: PlacementOrder = AS_RANKED) -> set[str]:
     """Return the domains whose loss as a whole takes every holder of some shard."""
     N = len(domains)
     lost: set[str] = set()
@@ -87,7 +87,9 @@ def fatal(domains: Sequence[str], m: int, order: Order = AS_RANKED) -> set[str]:
     return lost - {""}
 
 
-def separation(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int, order: Order) -> Separation | None:
+def separation(
+    by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int, order: PlacementOrder
+) -> Separation | None:
     """Return the report on a job's placement; None if no domain is known.
 
     `by_host` has the domains, `noderanks` the node ranks, both by host.
@@ -111,7 +113,7 @@ def separation(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int,
     return Separation(known, tuple(found), count - len(found))
 
 
-def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> Order:
+def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> PlacementOrder:
     """Return `arrange` for nodes given by name."""
     if not by_host:
         return AS_RANKED
@@ -119,7 +121,7 @@ def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) ->
     return arrange([by_host.get(host, "") for host in hosts], m)
 
 
-def _groups(order: Order, N: int, m: int) -> Iterator[list[int]]:
+def _groups(order: PlacementOrder, N: int, m: int) -> Iterator[list[int]]:
     """Yield the node ranks of each group, in order."""
     for positions in placement.groups(N, m):
         yield [order.rank(position) for position in positions]
@@ -185,7 +187,7 @@ def _spread(members: Sequence[int], domains: Sequence[str]) -> list[int]:
     return [rank for _, _, rank in sorted(placed)]
 
 
-def _cost(order: Order, domains: Sequence[str], m: int) -> tuple[int, ...]:
+def _cost(order: PlacementOrder, domains: Sequence[str], m: int) -> tuple[int, ...]:
     """Return the cost of an order, for comparison.
 
     The cost counts pairs of nodes of one domain in one group, then fatal domains, then such pairs for each wider

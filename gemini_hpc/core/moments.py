@@ -50,7 +50,7 @@ UNCOUNTED = Moment()
 """The moment of a rank whose launches are not counted, like those of all other ranks of its training."""
 
 
-class Report(NamedTuple):
+class MomentReport(NamedTuple):
     """The moment of one rank, for a message."""
 
     rank: Count
@@ -99,7 +99,7 @@ def _random(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little") % MODULUS
 
 
-def describe_difference(version: int, reports: Iterable[Report]) -> str:
+def describe_difference(version: int, reports: Iterable[MomentReport]) -> str:
     """Return a sentence on a version whose ranks mean different moments.
 
     The sentence names the ranks that differ, and by how much.

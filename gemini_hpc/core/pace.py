@@ -13,7 +13,7 @@ _POINT_S = 1e-6
 _RARER = 1.25
 
 
-class Pace:
+class IterationPace:
     """The usual iteration of one rank, and the frequency that keeps the overhead below its ceiling."""
 
     def __init__(self, ceiling: float) -> None:

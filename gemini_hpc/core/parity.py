@@ -27,7 +27,7 @@ ALIGN_BYTES = 4096
 MAX_MEMBERS = 64  # largest stripe, above the number of nodes that a group can have
 
 
-class Fold(NamedTuple):
+class ParityTerm(NamedTuple):
     """A term of a sum: bytes of a shard or of the parity beside it, times a factor.
 
     Bytes `start` to `end` of the rank's shard or parity, times `by`, are added to the bytes from `at`.
@@ -99,7 +99,9 @@ def part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int =
     return min(used, first * size), min(used, (last + 1) * size)
 
 
-def share(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1, room: int = 0) -> list[Fold]:
+def share(
+    stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1, room: int = 0
+) -> list[ParityTerm]:
     """Return the terms with which a rank's shard enters the parity of `holder`, from the first byte on.
 
     `room` is the distance in bytes from one block of the parity to the next.
@@ -112,7 +114,7 @@ def share(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int 
         start, end = _nth(number, size, used)
         if end > start:
             j = distance - 1 - number
-            folds.append(Fold(rank, False, start, end, j * room, gf256.coefficient(j, index)))
+            folds.append(ParityTerm(rank, False, start, end, j * room, gf256.coefficient(j, index)))
     return folds
 
 
@@ -128,7 +130,7 @@ def encoding(
     used: Mapping[int, int],
     blocks: int = 1,
     room: int = 0,
-) -> list[Fold]:
+) -> list[ParityTerm]:
     """Return the terms that make a member's parity while all other shards are present."""
     others = (rank for rank in stripe if rank != holder)
     return [fold for rank in others for fold in share(stripe, rank, holder, used[rank], blocks, room)]
@@ -142,7 +144,7 @@ def encoding_without(
     rooms: Mapping[int, int],
     blocks: int,
     room: int,
-) -> list[Fold]:
+) -> list[ParityTerm]:
     """Return the same terms when shards are missing: each block of a missing shard is rebuilt from its row.
 
     `whole` and `rooms` are as in `decoding`.
@@ -150,7 +152,7 @@ def encoding_without(
     Raises:
         ValueError: Too little is present.
     """
-    folds: list[Fold] = []
+    folds: list[ParityTerm] = []
     for fold in encoding(stripe, holder, used, blocks, room):
         if fold.rank in whole:
             folds.append(fold)
@@ -170,7 +172,7 @@ def decoding(
     whole: AbstractSet[int],
     rooms: Mapping[int, int],
     blocks: int = 1,
-) -> list[Fold]:
+) -> list[ParityTerm]:
     """Return the terms that make a lost shard.
 
     Args:
@@ -184,7 +186,7 @@ def decoding(
     Raises:
         ValueError: Too little is present.
     """
-    folds: list[Fold] = []
+    folds: list[ParityTerm] = []
     size = block_bytes(used[lost], len(stripe), blocks)
     for number in range(max(1, len(stripe) - blocks)):
         at, stop = _nth(number, size, used[lost])
@@ -245,7 +247,7 @@ def _block(
     blocks: int,
     at: int,
     size: int,
-) -> list[Fold]:
+) -> list[ParityTerm]:
     """Return the terms that make one block of a lost shard.
 
     They use as many blocks of parity as the row lacks shards, and the shards' blocks that the row has.
@@ -263,7 +265,7 @@ def _block(
     for (j, holder), weight in zip(chosen, weights, strict=True):
         if weight:
             begin = j * rooms[holder]
-            folds.append(Fold(holder, True, begin, begin + size, at, weight))
+            folds.append(ParityTerm(holder, True, begin, begin + size, at, weight))
     for rank, (start, end) in members.items():
         if rank in missing:
             continue
@@ -271,5 +273,5 @@ def _block(
         for (j, _), weight in zip(chosen, weights, strict=True):
             by ^= gf256.multiply(weight, gf256.coefficient(j, columns[rank]))
         if by:
-            folds.append(Fold(rank, False, start, min(end, start + size), at, by))
+            folds.append(ParityTerm(rank, False, start, min(end, start + size), at, by))
     return folds

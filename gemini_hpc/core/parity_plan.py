@@ -14,7 +14,7 @@ Held = Mapping[tuple[str, int], Mapping[str, Copy]]  # (digest, used bytes) -> h
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RebuiltCopy:
     """A copy or parity that `dest_host` rebuilds.
 
     `parts` are the copies and parities of its stripe, each with its host. The digest of a parity is "", because the
@@ -46,7 +46,7 @@ class Parities:
                 of_set = self._found.setdefault((copy.set, copy.stamp, copy.world), {})
                 of_set.setdefault(copy.rank, {})[host] = copy
 
-    def made(self, name: str, stamp: Stamp, world: int, ranks: Mapping[int, Held]) -> dict[int, Made]:
+    def made(self, name: str, stamp: Stamp, world: int, ranks: Mapping[int, Held]) -> dict[int, RebuiltCopy]:
         """Return, by rank, shards without a copy that can be rebuilt. The caller sets `dest_host` to the home."""
         parities = self._found.get((name, stamp, world), {})
         wanted: dict[int, Member] = {}
@@ -58,7 +58,7 @@ class Parities:
 
     def lacking(
         self, shards: Sequence[Copy], where: Mapping[int, Sequence[str]], by_rank: Mapping[int, str], of: Redundancy
-    ) -> tuple[list[Made], bool]:
+    ) -> tuple[list[RebuiltCopy], bool]:
         """Return the parities that the nodes lack of a version, and whether they will then have all of it.
 
         Args:
@@ -105,7 +105,7 @@ class Parities:
                 blocks=of.parity,
                 room=room,
             )
-            made.append(Made(dest, copy, _parts(folds, there, beside)))
+            made.append(RebuiltCopy(dest, copy, _parts(folds, there, beside)))
         return made, whole
 
     def _like(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
@@ -121,7 +121,7 @@ class Parities:
         lost: Member,
         parities: Mapping[int, Mapping[str, Copy]],
         ranks: Mapping[int, Held],
-    ) -> Made | None:
+    ) -> RebuiltCopy | None:
         beside = {
             rank: (host, copy)
             for rank, by_host in parities.items()
@@ -153,7 +153,7 @@ class Parities:
             return None
         parts = _parts(folds, shards, beside)
         copy = Copy(name, lost.rank, world, lost.home, lost.bytes, lost.used, stamp, lost.digest, mark=lost.mark)
-        return Made("", copy, parts) if parts else None
+        return RebuiltCopy("", copy, parts) if parts else None
 
 
 def _stripe(copy: Copy) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def _others(rank: int, stripe: Sequence[int], shards: Sequence[Copy]) -> tuple[M
 
 
 def _parts(
-    folds: Iterable[parity.Fold], shards: Mapping[int, tuple[str, Copy]], beside: Mapping[int, tuple[str, Copy]]
+    folds: Iterable[parity.ParityTerm], shards: Mapping[int, tuple[str, Copy]], beside: Mapping[int, tuple[str, Copy]]
 ) -> tuple[tuple[str, Copy], ...]:
     wanted = sorted({(fold.rank, fold.parity) for fold in folds})
     return tuple((beside if of_parity else shards)[rank] for rank, of_parity in wanted)

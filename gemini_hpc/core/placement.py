@@ -3,8 +3,8 @@
 Letters as in the paper: N nodes, m replicas (the own copy included), k nodes lost at once. N/m whole groups keep
 each other's shards. If m does not divide N, the last group takes the rest and is a ring.
 
-Groups consist of adjacent nodes in an `Order`: the order of the node ranks, or an order that keeps failure domains
-apart (`core.domains`).
+Groups consist of adjacent nodes in a `PlacementOrder`: the order of the node ranks, or an order that keeps failure
+domains apart (`core.domains`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _check_rank(node_rank: int, N: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PlacementOrder:
     """An order of placement.
 
     `ranks` has the node rank at each position of the placement. If it is empty, each rank stands at its own
@@ -68,7 +68,7 @@ class Order:
         return self.ranks[position] if self.ranks else position
 
 
-AS_RANKED = Order()
+AS_RANKED = PlacementOrder()
 
 
 def groups(N: int, m: int) -> list[list[int]]:
@@ -92,13 +92,13 @@ def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
     return "mixed" if 2 * m <= N else "ring"
 
 
-def group_of(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> int:
+def group_of(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> int:
     """Return the index into `groups(N, m)` of the group that a node belongs to."""
     _check(N, m)
     return min(order.position(node_rank, N) // m, N // m - 1)
 
 
-def ring(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
+def ring(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
     """Return the node's group, from the node itself on around.
 
     The m - 1 nodes that follow keep its shards. The m - 1 nodes at the end are those whose shards it keeps. A whole
@@ -112,12 +112,12 @@ def ring(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int,
     return found if not order.ranks else tuple([order.ranks[position] for position in found])
 
 
-def holders(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
+def holders(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
     """Return the m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
     return ring(node_rank, N, m, order)[:m]
 
 
-def holds_for(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
+def holds_for(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
     """Return the m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
     found = ring(node_rank, N, m, order)
     return (found[0], *found[:0:-1])[:m]
@@ -154,7 +154,7 @@ def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
 
 
 def beyond(
-    node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3, order: Order = AS_RANKED
+    node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3, order: PlacementOrder = AS_RANKED
 ) -> tuple[int, ...]:
     """Return up to `most` candidates that are not holders of a node.
 
@@ -167,7 +167,7 @@ def beyond(
     return tuple(found[turn * len(found) // count] for turn in range(count))
 
 
-def survivable(N: int, m: int, failed: Iterable[int], order: Order = AS_RANKED) -> bool:
+def survivable(N: int, m: int, failed: Iterable[int], order: PlacementOrder = AS_RANKED) -> bool:
     """Return whether every node's shards keep a holder if the nodes of `failed` are lost at once."""
     _check(N, m)
     lost = set(failed)

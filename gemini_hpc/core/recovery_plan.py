@@ -32,8 +32,8 @@ from typing import Literal
 
 from gemini_hpc.core import domains, moments, node_ranks
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.parity_plan import Made, Parities
-from gemini_hpc.core.placement import AS_RANKED, Order
+from gemini_hpc.core.parity_plan import Parities, RebuiltCopy
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 
@@ -80,7 +80,7 @@ class LostShard:
 
 
 @dataclass(frozen=True, slots=True)
-class SetPlan:
+class TrainingPlan:
     """The recovery plan of one training.
 
     `outcome` is one of:
@@ -104,7 +104,7 @@ class SetPlan:
     keep: tuple[Stamp, ...] = ()
     sealed: Stamp | None = None
     newest: bool = True  # no newer stamp is known to be sealed
-    made: tuple[Made, ...] = ()
+    made: tuple[RebuiltCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +122,14 @@ class RecoveryPlan:
 
     noderanks: dict[str, int]
     epoch: int
-    sets: tuple[SetPlan, ...]
+    sets: tuple[TrainingPlan, ...]
     gone: tuple[str, ...]
     survivable: bool
     warnings: tuple[str, ...]
     latest: int = -1
-    order: Order = AS_RANKED
+    order: PlacementOrder = AS_RANKED
 
-    def set_plan(self, set_name: str) -> SetPlan | None:
+    def set_plan(self, set_name: str) -> TrainingPlan | None:
         """Return the plan of this training, or None."""
         return next((plan for plan in self.sets if plan.set_name == set_name), None)
 
@@ -166,7 +166,7 @@ def plan(
     noderanks: Mapping[str, int] | None = None,
     foreign: bool = False,
     parity: int = 0,
-    order: Order | None = None,
+    order: PlacementOrder | None = None,
     by_host: Mapping[str, str] | None = None,
 ) -> RecoveryPlan:
     """Return the plan for a job that now has `hosts`, in host-list order, with m replicas.
@@ -302,13 +302,13 @@ def _last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: li
     return known[0]
 
 
-def _order_of(last: Inventory) -> Order:
+def _order_of(last: Inventory) -> PlacementOrder:
     """Return the order of placement of this inventory's map.
 
     If the agent reports an impossible order, the order is that of the ranks.
     """
     try:
-        order = Order(last.order)
+        order = PlacementOrder(last.order)
     except ValueError:
         return AS_RANKED
     return order if len(order.ranks) == len(last.noderanks or ()) else AS_RANKED
@@ -362,7 +362,7 @@ def _plan_set(
     sealed: set[Stamp],
     context: _Context,
     warnings: list[str],
-) -> SetPlan:
+) -> TrainingPlan:
     made = {
         (stamp, world): context.parities.made(name, stamp, world, ranks) for (stamp, world), ranks in stamps.items()
     }
@@ -388,7 +388,7 @@ def _plan_set(
     pulls: list[Pull] = []
     by_rank = {rank: host for host, rank in context.noderanks.items()}
     N = len(by_rank)
-    again: list[Made] = []
+    again: list[RebuiltCopy] = []
     where: dict[int, list[str]] = {}
     for rank in range(world):
         if (wanted := made[chosen, world].get(rank)) is not None:
@@ -413,12 +413,12 @@ def _plan_set(
         if not whole:  # it could never be sealed, so newer versions must be allowed to replace it
             settled = chosen
     newest = chosen >= max(sealed, default=chosen)
-    return SetPlan(
+    return TrainingPlan(
         name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest, tuple(again)
     )
 
 
-def _is_common(ranks: Mapping[int, _Held], made: Mapping[int, Made], context: _Context) -> bool:
+def _is_common(ranks: Mapping[int, _Held], made: Mapping[int, RebuiltCopy], context: _Context) -> bool:
     """Return whether all shards of a version are of the same moment of the training."""
     marks = [next(iter(_best(found, context)[0].values())).mark for found in ranks.values()]
     return moments.is_common(moments.add([*marks, *(wanted.copy.mark for wanted in made.values())]))
@@ -484,7 +484,7 @@ def _lost_set(
     stamps: dict[tuple[Stamp, int], dict[int, _Held]],
     sealed: set[Stamp],
     context: _Context,
-) -> SetPlan:
+) -> TrainingPlan:
     newest, world = max(stamps, key=lambda key: (key[0], len(stamps[key])))
     homes: dict[int, int] = {}
     others: dict[int, set[Stamp]] = defaultdict(set)
@@ -499,7 +499,7 @@ def _lost_set(
         if rank not in stamps[newest, world]
     )
     outcome: Literal["lost", "never-sealed"] = "never-sealed" if context.survivable and not sealed else "lost"
-    return SetPlan(name, outcome, None, world, (), (), lost, newest=False)
+    return TrainingPlan(name, outcome, None, world, (), (), lost, newest=False)
 
 
 MAX_LISTED = 65536  # most ranks scanned for lost shards, because a peer supplies `world`

@@ -33,7 +33,7 @@ class Redundancy(NamedTuple):
     N: int
     m: int
     parity: int = 0
-    order: placement.Order = placement.AS_RANKED
+    order: placement.PlacementOrder = placement.AS_RANKED
 
     @property
     def pairs(self) -> int:

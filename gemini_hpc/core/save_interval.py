@@ -170,7 +170,7 @@ class _Trial(NamedTuple):
 
 
 @dataclass(slots=True)
-class Controller:
+class OverheadController:
     """A controller that keeps the overhead at or below the ceiling if the plan was too optimistic.
 
     The controller is given the real cost of each cycle (j iterations, one checkpoint). If the cost is surely above

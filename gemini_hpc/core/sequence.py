@@ -80,13 +80,13 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
     """Return all closed trainings that agents have reported, as a whole or for each of its own ranks."""
     newest: dict[str, Closed] = {}
 
-    def take(closed: Closed) -> None:
+    def keep_newest(closed: Closed) -> None:
         before = newest.get(closed.set)
         if before is None or before._age < closed._age:
             newest[closed.set] = closed
 
     for closed in known:
-        take(closed)
+        keep_newest(closed)
     ranks: dict[tuple[str, int, int, str, int], set[int]] = defaultdict(set)
     versions: dict[tuple[str, int, int, str, int], int] = {}
     for part in parts:
@@ -96,7 +96,7 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
     for key, found in ranks.items():
         name, world, restart, series, _ = key
         if found >= set(range(world)):
-            take(Closed(name, versions[key], restart, series))
+            keep_newest(Closed(name, versions[key], restart, series))
     return tuple(sorted(newest.values(), key=lambda closed: closed._age)[-MAX_KEPT:])
 
 

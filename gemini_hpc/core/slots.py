@@ -71,7 +71,7 @@ class SlotPair:
     high: Stamp | None = None
     passed: Stamp | None = None
 
-    def begin(
+    def begin_version(
         self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], *, voted: frozenset[Stamp]
     ) -> int:
         """Reserve a slot for `stamp`, mark it as filling, and return its index.

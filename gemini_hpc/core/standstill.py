@@ -56,7 +56,7 @@ class Place(msgspec.Struct, frozen=True):
         return self.version, self.launched / max(self.launched, self.usual or self.launched + 1)
 
 
-class Standing(msgspec.Struct, frozen=True):
+class HangStanding(msgspec.Struct, frozen=True):
     """The standing of some ranks of one training of `world` ranks.
 
     Attributes:
@@ -83,9 +83,9 @@ class Standing(msgspec.Struct, frozen=True):
     waiting: bool
     early: bool = False
 
-    def join(self, other: Standing) -> Standing:
+    def join(self, other: HangStanding) -> HangStanding:
         """Return the standing of both sets of ranks together."""
-        return Standing(
+        return HangStanding(
             max(self.world, other.world),
             self.ranks + other.ranks,
             min(self.silent_s, other.silent_s),
@@ -134,12 +134,12 @@ class Judge:
         least_s = self._hang_s * EARLY if early else self._hang_s
         return doubled * max(least_s, USUAL * usual_s, PAUSES * self._longest_s)
 
-    def begin(self) -> None:
+    def begin_launch(self) -> None:
         """Start a new launch of the training. Only the hangs of the previous launch are kept."""
         self._held_s = self._longest_s = 0.0
         self._hung = self._early = False
 
-    def look(self, standing: Standing | None) -> bool:
+    def is_hung(self, standing: HangStanding | None) -> bool:
         """Return whether the training hangs now. `standing` is None if some agent does not report its ranks."""
         held_s = standing.held_s if standing is not None else 0.0
         if held_s < self._held_s:
@@ -154,7 +154,7 @@ class Judge:
         return True
 
 
-def told(standing: Standing) -> str:
+def describe_hang(standing: HangStanding) -> str:
     """Return a sentence that describes a hang."""
     least, most = standing.least, standing.most
     usual = "before the second step" if standing.early else f"usually {standing.usual_s:.3g} s a step"

@@ -2,7 +2,7 @@
 
 Each agent votes for the stamps that are complete in *all* its pairs of one training. Votes merge on the way up, at
 constant size. The root seals the highest stamp that is complete everywhere, and its decision comes back down. A vote
-is a promise: the voter keeps the slot until the decision arrives (`SlotPair.begin`).
+is a promise: the voter keeps the slot until the decision arrives (`SlotPair.begin_version`).
 
 The decision also *abandons* stamps. Rank A may skip version 5 (its wait for a seal ran out) while rank B has written
 and voted for it. B may not recycle version 5 on its own judgement. Once some pair has begun a later version without
@@ -195,7 +195,7 @@ class Root:
         """Return the members' votes merged into one. Nothing is complete while a member is silent."""
         return merge(self._votes.get(member, SILENT) for member in self.members)
 
-    def word(self) -> Decision:
+    def decision(self) -> Decision:
         """Return the decision so far."""
         undecided = (stamp for stamp in self._merged().seen if self._sealed is None or stamp > self._sealed)
         abandoned = frozenset(s for s in undecided if s in self._void or not self._facts.possible(s))

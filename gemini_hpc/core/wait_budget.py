@@ -9,7 +9,7 @@ MOST_SAVED_S = 1.5  # unused budget is saved up to this, so no single wait is lo
 class WaitBudget:
     """The seconds that a training may still wait at its optimizer.
 
-    The budget is `FIRST_S` in all until `settle`, plus the ceiling's share of the time trained so far.
+    The budget is `FIRST_S` in all until `end_first_phase`, plus the ceiling's share of the time trained so far.
     """
 
     def __init__(self, ceiling: float) -> None:
@@ -33,7 +33,7 @@ class WaitBudget:
         self.first_waited_s += of_first_s
         self._saved_s -= seconds - of_first_s
 
-    def settle(self) -> None:
+    def end_first_phase(self) -> None:
         """End the initial phase because a frequency within the ceiling is known."""
         self._saved_s = min(MOST_SAVED_S, self._saved_s + self._first_s)
         self._first_s = 0.0

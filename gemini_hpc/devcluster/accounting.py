@@ -9,7 +9,7 @@ from gemini_hpc import clock
 from gemini_hpc.devcluster import database, enter, network, slurm
 from gemini_hpc.devcluster.accounts import USERS
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.network import CONTROLLER
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
@@ -20,7 +20,7 @@ ACCOUNT = "lab"
 QOS = {"urgent": ("Priority=1000",), "single": ("MaxJobsPerUser=1",)}
 
 
-def start(layout: Layout, outer: ProcessId) -> None:
+def start(layout: ClusterFiles, outer: ProcessId) -> None:
     """Start the database and slurmdbd, and add the accounts and limits that slurmctld enforces.
 
     slurmdbd answers when the function returns.
@@ -41,7 +41,7 @@ def start(layout: Layout, outer: ProcessId) -> None:
     _fill(layout, outer)
 
 
-def _write_conf(layout: Layout) -> None:
+def _write_conf(layout: ClusterFiles) -> None:
     owner = pwd.getpwnam("slurm")
     values = {
         "AuthType": "auth/munge",
@@ -61,7 +61,7 @@ def _write_conf(layout: Layout) -> None:
     os.chown(layout.slurmdbd_conf, owner.pw_uid, owner.pw_gid)
 
 
-def _fill(layout: Layout, outer: ProcessId) -> None:
+def _fill(layout: ClusterFiles, outer: ProcessId) -> None:
     users = ",".join(USERS)
     for line in (
         ("cluster", layout.name),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
 
 USERS = {"alice": 5001, "bob": 5002, "carol": 5003}
@@ -23,7 +23,7 @@ class Account:
     home: Path
 
 
-def write(layout: Layout, nodes: list[str]) -> None:
+def write(layout: ClusterFiles, nodes: list[str]) -> None:
     """Write etc/passwd, etc/group and etc/hosts, and make the homes of the cluster's own users."""
     passwd = [f"{name}:x:{uid}:{uid}:{name}:{layout.home / name}:/bin/bash" for name, uid in USERS.items()]
     group = [f"{name}:x:{uid}:" for name, uid in USERS.items()]
@@ -39,7 +39,7 @@ def write(layout: Layout, nodes: list[str]) -> None:
         os.chown(home, uid, uid)
 
 
-def account(layout: Layout, name: str) -> Account:
+def account(layout: ClusterFiles, name: str) -> Account:
     """Return a user as the cluster knows it."""
     for line in (layout.etc / "passwd").read_text().splitlines():
         fields = line.split(":")

@@ -19,14 +19,14 @@ from gemini_hpc.devcluster import (
     slurmconf,
     teardown,
 )
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.profiles import Profile, Setting
 from gemini_hpc.devcluster.record import ClusterRecord
 from gemini_hpc.devcluster.sitefiles import SiteBuild, SiteFiles
 
 
 def bring_up(
-    layout: Layout,
+    layout: ClusterFiles,
     profile: Profile,
     nodes: list[str],
     *,
@@ -68,7 +68,7 @@ def bring_up(
             build.cancel()
 
 
-def _directories(layout: Layout) -> None:
+def _directories(layout: ClusterFiles) -> None:
     slurm = pwd.getpwnam("slurm")
     layout.directory.mkdir(mode=0o755)
     for path in (

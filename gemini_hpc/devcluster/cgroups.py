@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gemini_hpc import clock
 from gemini_hpc.devcluster import slurm
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.node import memory_cgroup
 
 MOUNT = "/sys/fs/cgroup/memory"
@@ -41,7 +41,7 @@ def _base() -> Path | None:
     return Path(here.mount)
 
 
-def _clusters(layout: Layout) -> dict[str, Path]:
+def _clusters(layout: ClusterFiles) -> dict[str, Path]:
     """Return the cluster's directories by mount point, {} if there is none for memory."""
     base = _base()
     if base is None:
@@ -64,12 +64,12 @@ def untracked() -> str:
     return ""
 
 
-def node(layout: Layout, name: str) -> dict[str, str]:
+def node(layout: ClusterFiles, name: str) -> dict[str, str]:
     """Return, by mount point, the directory that the node sees there; {} if it has none of its own."""
     return {at: str(top / name) for at, top in _clusters(layout).items() if (top / name).is_dir()}
 
 
-def make(layout: Layout, nodes: Sequence[str]) -> None:
+def make(layout: ClusterFiles, nodes: Sequence[str]) -> None:
     """Make empty cgroups for these nodes, as after a boot."""
     for at, top in _clusters(layout).items():
         for name in nodes:
@@ -78,7 +78,7 @@ def make(layout: Layout, nodes: Sequence[str]) -> None:
                 (top / name / SLURMD if at == MOUNT else top / name).mkdir(parents=True)
 
 
-def remove(layout: Layout, name: str = "") -> None:
+def remove(layout: ClusterFiles, name: str = "") -> None:
     """Remove the cgroups of one node, or of the whole cluster.
 
     Their processes have ended, or are about to end.

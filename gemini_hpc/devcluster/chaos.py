@@ -72,7 +72,7 @@ class Weather:
     spare: Sequence[str] = ()
 
 
-class Event(msgspec.Struct, frozen=True):
+class ChaosEvent(msgspec.Struct, frozen=True):
     """An event of a run.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Repair:
 class Chaos:
     """A run of power cuts; `tell` is called with each event at once."""
 
-    def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[Event], None]) -> None:
+    def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[ChaosEvent], None]) -> None:
         """Create a run. Raises DevclusterError for spare nodes that the cluster does not have."""
         for node in weather.spare:
             if node not in cluster.node_names:
@@ -139,7 +139,7 @@ class Chaos:
         self._began, cuts = clock.monotonic(), 0
         w = self._weather
         pace = f"every {w.every_s:g} s" if w.every_s else f"every {w.mtbf_s:g} s on average"
-        self._tell("begin", detail=f"a cut {pace}, repaired after {w.repair_s:g} s")
+        self._report_event("begin", detail=f"a cut {pace}, repaired after {w.repair_s:g} s")
         try:
             why = ""
             for at in moments(w, chance):
@@ -152,11 +152,11 @@ class Chaos:
                 cuts += self._cut(chance)
         finally:
             self._mend()
-        self._tell("end", detail=f"{why}; {cuts} cut{'' if cuts == 1 else 's'}")
+        self._report_event("end", detail=f"{why}; {cuts} cut{'' if cuts == 1 else 's'}")
         return cuts
 
-    def _tell(self, event: str, node: str = "", jobs: Sequence[int] = (), detail: str = "") -> None:
-        self._hear(Event(clock.time(), round(self._after_s, 3), event, node, list(jobs), detail))
+    def _report_event(self, event: str, node: str = "", jobs: Sequence[int] = (), detail: str = "") -> None:
+        self._hear(ChaosEvent(clock.time(), round(self._after_s, 3), event, node, list(jobs), detail))
 
     @property
     def _after_s(self) -> float:
@@ -184,12 +184,12 @@ class Chaos:
         draw = chance.random()  # drawn also if no node is found, so that later draws stay the same
         found = [node for node in found if self._cluster.is_on(node)]
         if not found:
-            self._tell("none", detail="no node that may be cut runs a job")
+            self._report_event("none", detail="no node that may be cut runs a job")
             return 0
         node = found[int(draw * len(found))]
         self._repairs.append(_Repair(node, clock.monotonic() + self._weather.repair_s))
         self._cluster.power_off(node)
-        self._tell("cut", node, jobs[node])
+        self._report_event("cut", node, jobs[node])
         return 1
 
     def _look_after(self) -> None:
@@ -211,10 +211,12 @@ class Chaos:
             else:
                 repair.good += 1
             if repair.good > 1:
-                self._tell("back", repair.node, detail=f"Slurm calls it {state}")
+                self._report_event("back", repair.node, detail=f"Slurm calls it {state}")
                 self._repairs.remove(repair)
             elif clock.monotonic() > repair.due + BACK_S:
-                self._tell("stuck", repair.node, detail=f"Slurm calls it {state} {BACK_S:g} s after its repair")
+                self._report_event(
+                    "stuck", repair.node, detail=f"Slurm calls it {state} {BACK_S:g} s after its repair"
+                )
                 self._repairs.remove(repair)
 
     def _power(self, repair: _Repair) -> None:
@@ -223,10 +225,10 @@ class Chaos:
                 self._cluster.power_on(repair.node)
         except DevclusterError as error:
             self._repairs.remove(repair)
-            self._tell("stuck", repair.node, detail=str(error))
+            self._report_event("stuck", repair.node, detail=str(error))
             return
         repair.on, repair.due = True, clock.monotonic()
-        self._tell("on", repair.node)
+        self._report_event("on", repair.node)
 
     def _mend(self) -> None:
         """Leave no node without power or out of service."""

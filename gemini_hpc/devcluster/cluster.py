@@ -31,7 +31,7 @@ from gemini_hpc.devcluster import (
 )
 from gemini_hpc.devcluster.enter import ClusterProcess
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.profiles import Profile, Setting
 from gemini_hpc.devcluster.status import ClusterStatus
@@ -45,7 +45,7 @@ class Cluster:
     """
 
     def __init__(
-        self, layout: Layout, node_names: Sequence[str], profile: Profile, ready_s: float | None = None
+        self, layout: ClusterFiles, node_names: Sequence[str], profile: Profile, ready_s: float | None = None
     ) -> None:
         self._layout = layout
         self._profile = profile
@@ -86,7 +86,7 @@ class Cluster:
             replace: Take a running cluster of this name down first.
         """
         began = clock.monotonic()
-        layout, chosen = Layout(name), profiles.profile(profile)
+        layout, chosen = ClusterFiles(name), profiles.profile(profile)
         requirements.check(chosen)
         environment.interpreter()
         limits = (("nodes", nodes, network.MAX_NODES), ("cpus", cpus, 1024), ("memory_mb", memory_mb, 1 << 30))
@@ -126,7 +126,7 @@ class Cluster:
     def attach(cls, name: str = "dev") -> Self:
         """Return a cluster that is already running."""
         requirements.check_root()
-        layout = Layout(name)
+        layout = ClusterFiles(name)
         _outer(layout)
         known = record.load_cluster(layout)
         return cls(layout, known.nodes, profiles.profile(known.profile))
@@ -379,7 +379,7 @@ class Cluster:
         return process
 
 
-def _outer(layout: Layout) -> ProcessId:
+def _outer(layout: ClusterFiles) -> ProcessId:
     outer = processes.load(layout.outer)
     if outer is None or not processes.is_alive(outer):
         raise DevclusterError(

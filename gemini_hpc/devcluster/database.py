@@ -10,7 +10,7 @@ from pathlib import Path
 from gemini_hpc import clock
 from gemini_hpc.devcluster import enter
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 
@@ -24,7 +24,7 @@ _SCRIPTS = (Path("/usr/share/mysql"), Path("/usr/share/mariadb"))
 _PREFIXES = ("mysql", "mariadb")
 
 
-def start(layout: Layout, outer: ProcessId) -> None:
+def start(layout: ClusterFiles, outer: ProcessId) -> None:
     """Start a new database server as user slurm; it answers when the function returns.
 
     Only the users slurm and root may use it.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from gemini_hpc.devcluster import accounts
-from gemini_hpc.devcluster.layout import INSIDE_PYTHON, MARKER, Layout
+from gemini_hpc.devcluster.layout import INSIDE_PYTHON, MARKER, ClusterFiles
 from gemini_hpc.devcluster.requirements import program
 
 Stream = int | IO[str] | IO[bytes] | None
@@ -28,7 +28,7 @@ def search_path() -> str:
     return os.pathsep.join(dict.fromkeys([str(INSIDE_PYTHON.parent), *slurm, *usual]))
 
 
-def environment(layout: Layout, user: str, home: Path) -> dict[str, str]:
+def environment(layout: ClusterFiles, user: str, home: Path) -> dict[str, str]:
     """Return a login's environment; no variable of the calling tool is passed on."""
     return {
         "PATH": search_path(),
@@ -43,7 +43,7 @@ def environment(layout: Layout, user: str, home: Path) -> dict[str, str]:
 
 
 def command(
-    layout: Layout,
+    layout: ClusterFiles,
     pid: int,
     argv: Sequence[str],
     *,

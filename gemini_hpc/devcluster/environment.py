@@ -18,7 +18,7 @@ from pathlib import Path
 import gemini_hpc
 from gemini_hpc.devcluster.boot import Mount
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import INSIDE, INSIDE_PYTHON, Layout
+from gemini_hpc.devcluster.layout import INSIDE, INSIDE_PYTHON, ClusterFiles
 
 INIT = Path("devcluster") / "init.py"
 # paths hidden by a cluster's own tmpfs
@@ -62,7 +62,7 @@ def interpreter() -> str:
     return str(found)
 
 
-def build(layout: Layout) -> list[Mount]:
+def build(layout: ClusterFiles) -> list[Mount]:
     """Lay out `layout.opt`; return the mounts that make it visible as `INSIDE`."""
     base, venv, source = layout.opt / "base", layout.opt / "venv", layout.opt / "src" / "gemini_hpc"
     for directory in (base, venv, source):

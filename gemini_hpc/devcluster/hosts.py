@@ -12,7 +12,7 @@ from gemini_hpc import clock
 from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, Layout
+from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.record import NodeRecord
@@ -25,7 +25,7 @@ RESET_S = 0.2
 _TMPFS: list[Mount] = [["tmpfs", "/tmp", 0o1777], ["tmpfs", "/dev/shm", 0o1777]]
 
 
-def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessId]:
+def boot_controller(layout: ClusterFiles, python: list[Mount]) -> tuple[Boot, ProcessId]:
     """Start the controller host, whose init encloses all nodes: its death ends the whole cluster."""
     etc: list[Mount] = [
         ["bind", str(layout.etc / name), f"/etc/{name}", True] for name in ("passwd", "group", "hosts")
@@ -61,7 +61,7 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
         raise
 
 
-def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
+def _node_mounts(layout: ClusterFiles, profile: Profile, node: str) -> list[Mount]:
     mounts: list[Mount] = [
         *_TMPFS,
         ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it if it is not mounted
@@ -82,7 +82,9 @@ def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
     ]
 
 
-def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequence[str]) -> dict[str, ProcessId]:
+def boot_nodes(
+    layout: ClusterFiles, outer: ProcessId, profile: Profile, nodes: Sequence[str]
+) -> dict[str, ProcessId]:
     """Switch several nodes on at once: namespaces and link, without daemons."""
     python = environment.interpreter()
     if python.startswith(f"{sys.prefix}/"):
@@ -113,7 +115,7 @@ def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequen
     return found
 
 
-def start_daemons(layout: Layout, profile: Profile, nodes: dict[str, ProcessId]) -> None:
+def start_daemons(layout: ClusterFiles, profile: Profile, nodes: dict[str, ProcessId]) -> None:
     """Start munged, if each node has its own, and slurmd, on several nodes at once.
 
     The slurmds have read their configuration when the function returns.
@@ -136,14 +138,14 @@ def start_daemons(layout: Layout, profile: Profile, nodes: dict[str, ProcessId])
             raise DevclusterError(f"slurmd did not start on {node}: {' '.join(done.stderr.split())}")
 
 
-def running(layout: Layout, node: str) -> ProcessId | None:
+def running(layout: ClusterFiles, node: str) -> ProcessId | None:
     """Return the init of a node, None if the node is off."""
     known = record.load_node(layout, node)
     process = ProcessId(known.pid, known.start) if known else None
     return process if process and processes.is_alive(process) else None
 
 
-def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
+def power_off(layout: ClusterFiles, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
     """Cut the power of a node.
 
     Without `reset` the link is removed first, so peers receive nothing. With `reset` the processes end first.
@@ -171,7 +173,7 @@ def _end(node: str, process: ProcessId) -> None:
         raise DevclusterError(f"node {node}: process {process.pid} does not end; try again")
 
 
-def set_rate(layout: Layout, node: str, rate: str | None) -> None:
+def set_rate(layout: ClusterFiles, node: str, rate: str | None) -> None:
     """Record a link's limit, so that it is set again at the next power-on."""
     known = record.load_node(layout, node)
     if known is not None:

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterFiles:
     """The files of the cluster `name`, all below one root-owned directory, at the same path inside."""
 
     name: str

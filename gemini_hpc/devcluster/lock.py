@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gemini_hpc import clock
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import ROOT, Layout
+from gemini_hpc.devcluster.layout import ROOT, ClusterFiles
 
 # longer than any `up` or `down` can take
 WAIT_S = 90.0
@@ -45,7 +45,7 @@ def _acquire(path: Path, flags: int, operation: int, wait_s: float) -> int | Non
 
 
 @contextmanager
-def cluster(layout: Layout) -> Iterator[None]:
+def cluster(layout: ClusterFiles) -> Iterator[None]:
     """Hold the lock of a cluster, so that only one tool at a time starts or ends it, or switches its nodes."""
     fd = _acquire(layout.lock, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, WAIT_S)
     if fd is None:

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 
 from gemini_hpc.devcluster import enter
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 
 
-def create_key(layout: Layout) -> None:
+def create_key(layout: ClusterFiles) -> None:
     """Create the key that all hosts share."""
     key = layout.munge / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
 
 
-def start(layout: Layout, hosts: Mapping[str, ProcessId]) -> None:
+def start(layout: ClusterFiles, hosts: Mapping[str, ProcessId]) -> None:
     """Start munged on several hosts at once, at its usual socket; they answer when the function returns."""
     started = {
         host: enter.start(enter.command(layout, process.pid, _argv(layout, host))) for host, process in hosts.items()
@@ -30,7 +30,7 @@ def start(layout: Layout, hosts: Mapping[str, ProcessId]) -> None:
             raise DevclusterError(f"munged did not start on {host}: {' '.join(done.stderr.split())}")
 
 
-def _argv(layout: Layout, host: str) -> list[str]:
+def _argv(layout: ClusterFiles, host: str) -> list[str]:
     return [
         program("munged"),
         f"--key-file={layout.munge / 'munge.key'}",

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ def save(path: Path, record: msgspec.Struct) -> None:
     new.rename(path)
 
 
-def load_cluster(layout: Layout) -> ClusterRecord:
+def load_cluster(layout: ClusterFiles) -> ClusterRecord:
     """Return the record of a cluster. Raises `DevclusterError` if there is none."""
     try:
         return msgspec.json.decode(layout.record.read_bytes(), type=ClusterRecord)
@@ -45,7 +45,7 @@ def load_cluster(layout: Layout) -> ClusterRecord:
         ) from None
 
 
-def load_node(layout: Layout, node: str) -> NodeRecord | None:
+def load_node(layout: ClusterFiles, node: str) -> NodeRecord | None:
     """Return the record of a node, None if there is none."""
     try:
         return msgspec.json.decode(layout.node(node).read_bytes(), type=NodeRecord)

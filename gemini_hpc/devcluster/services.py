@@ -11,7 +11,7 @@ from pathlib import Path
 from gemini_hpc import clock
 from gemini_hpc.devcluster import enter, network, processes
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
-from gemini_hpc.devcluster.layout import CONTROLLER, INSIDE_PYTHON, MARKER, ROLE, Layout
+from gemini_hpc.devcluster.layout import CONTROLLER, INSIDE_PYTHON, MARKER, ROLE, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
@@ -22,7 +22,7 @@ SETTLE_S = 0.4
 _RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'
 
 
-def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
+def start_slurmctld(layout: ClusterFiles, outer: ProcessId) -> None:
     """Start slurmctld as user slurm."""
     argv = [program("slurmctld"), "-f", str(layout.slurm_conf), "-i"]
     done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
@@ -30,7 +30,7 @@ def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
         raise DevclusterError(f"slurmctld did not start: {' '.join(done.stderr.split())}")
 
 
-def wait_slurmctld(layout: Layout, outer: ProcessId, timeout_s: float = 15.0) -> None:
+def wait_slurmctld(layout: ClusterFiles, outer: ProcessId, timeout_s: float = 15.0) -> None:
     """Wait until slurmctld answers, because a slurmd that registers earlier retries only after seconds."""
     log, deadline = layout.log / "slurmctld.log", clock.monotonic() + timeout_s
     while not network.listens(outer.pid, SLURMCTLD_PORT):
@@ -45,7 +45,7 @@ def controller_exists() -> bool:
     return importlib.util.find_spec(f"{CONTROLLER_MODULE}.__main__") is not None
 
 
-def controller(layout: Layout, outer: ProcessId) -> ProcessId | None:
+def controller(layout: ClusterFiles, outer: ProcessId) -> ProcessId | None:
     """Return the gemini controller service, None if it does not run."""
     try:
         inner = int(layout.controller_pid.read_text())
@@ -60,13 +60,13 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _gone(layout: Layout, outer: ProcessId) -> bool:
+def _gone(layout: ClusterFiles, outer: ProcessId) -> bool:
     """Return whether the process that recorded its pid has ended."""
     inner = int(layout.controller_pid.read_text())
     return processes.in_namespace(processes.namespace(outer.pid, "pid"), inner) is None
 
 
-def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
+def start_controller(layout: ClusterFiles, outer: ProcessId) -> ProcessId:
     """Start the service as user slurm, with its own log, and return once it runs."""
     if not controller_exists():
         raise DevclusterError(f"this installation has no controller service ({CONTROLLER_MODULE} cannot be run)")
@@ -96,7 +96,7 @@ def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
     return found
 
 
-def stop_controller(layout: Layout, outer: ProcessId, sig: signal.Signals, wait_s: float = 5.0) -> bool:
+def stop_controller(layout: ClusterFiles, outer: ProcessId, sig: signal.Signals, wait_s: float = 5.0) -> bool:
     """End the service with `sig`, and after `wait_s` seconds by force; return False if it did not run."""
     found = controller(layout, outer)
     if found is None:

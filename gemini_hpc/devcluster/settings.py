@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from gemini_hpc.devcluster import cgroups
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.network import CONTROLLER
 from gemini_hpc.devcluster.profiles import Profile, Setting
 
 
-def write(layout: Layout, profile: Profile, overrides: Mapping[str, Setting]) -> None:
+def write(layout: ClusterFiles, profile: Profile, overrides: Mapping[str, Setting]) -> None:
     """Write the keys that every cluster needs, then the profile's, then those given to `up`."""
     values: dict[str, Setting] = {
         "controller_host": CONTROLLER,

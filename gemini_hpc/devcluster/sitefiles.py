@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gemini_hpc
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
-from gemini_hpc.devcluster.layout import BUILD, MARKER, ROLE, Layout
+from gemini_hpc.devcluster.layout import BUILD, MARKER, ROLE, ClusterFiles
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SiteBuild:
     `files` are the files that exist after the build.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ClusterFiles) -> None:
         self._layout = layout
         self._make: subprocess.Popen[bytes] | None = None
         source = find_source()
@@ -79,7 +79,7 @@ def _copy(source: Path, target: Path) -> None:
         path.chmod(0o755 if path.is_dir() or script or os.access(path, os.X_OK) else 0o644)
 
 
-def _make(layout: Layout, output: int) -> subprocess.Popen[bytes]:
+def _make(layout: ClusterFiles, output: int) -> subprocess.Popen[bytes]:
     make = shutil.which("make")
     if make is None:
         raise DevclusterError("make is not installed (Debian package make); `up --no-site` goes without the plugin")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gemini_hpc import clock
 from gemini_hpc.devcluster import enter
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 
@@ -34,7 +34,7 @@ def release() -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def ask(layout: Layout, outer: ProcessId, name: str, *arguments: str, timeout_s: float = 10.0) -> str:
+def ask(layout: ClusterFiles, outer: ProcessId, name: str, *arguments: str, timeout_s: float = 10.0) -> str:
     """Return the standard output of a Slurm command. Raises `DevclusterError` with its error text if it fails."""
     process = enter.start(enter.command(layout, outer.pid, [program(name), *arguments]))
     done = enter.complete(process, None, timeout_s)
@@ -43,7 +43,7 @@ def ask(layout: Layout, outer: ProcessId, name: str, *arguments: str, timeout_s:
     return done.stdout
 
 
-def node_states(layout: Layout, outer: ProcessId) -> dict[str, str]:
+def node_states(layout: ClusterFiles, outer: ProcessId) -> dict[str, str]:
     """Return the state of each node as sinfo prints it, in lower case ("idle", "down*", "drained")."""
     lines = ask(layout, outer, "sinfo", "-h", "-N", "-o", "%N %T").splitlines()
     states = {}
@@ -53,21 +53,21 @@ def node_states(layout: Layout, outer: ProcessId) -> dict[str, str]:
     return states
 
 
-def show(layout: Layout, outer: ProcessId, kind: str, name: str) -> dict[str, str]:
+def show(layout: ClusterFiles, outer: ProcessId, kind: str, name: str) -> dict[str, str]:
     """Return the fields of `scontrol show KIND NAME` (the first record)."""
     line = ask(layout, outer, "scontrol", "show", kind, name, "-o").splitlines()[0]
     parts = _FIELD.split(line)
     return {key: value.strip() for key, value in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def queue(layout: Layout, outer: ProcessId) -> list[tuple[int, str, str]]:
+def queue(layout: ClusterFiles, outer: ProcessId) -> list[tuple[int, str, str]]:
     """Return id, state and nodes ("n[1-3]", empty while it waits) of each unfinished job."""
     lines = ask(layout, outer, "squeue", "-h", "-r", "-o", "%A|%T|%N").splitlines()
     found = (line.split("|") for line in lines if line)
     return [(int(job), state, nodes) for job, state, nodes in found]
 
 
-def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s: float) -> None:
+def wait_idle(layout: ClusterFiles, outer: ProcessId, nodes: Sequence[str], timeout_s: float) -> None:
     """Wait until Slurm reports every one of `nodes` as idle."""
     deadline = clock.monotonic() + timeout_s
     while True:
@@ -89,7 +89,7 @@ def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s:
         clock.sleep(0.1)
 
 
-def slurmd_started(layout: Layout, outer: ProcessId, node: str) -> float:
+def slurmd_started(layout: ClusterFiles, outer: ProcessId, node: str) -> float:
     """Return the start time of the slurmd that last registered, in seconds since the epoch; 0 if there is none."""
     text = show(layout, outer, "node", node).get("SlurmdStartTime", "None")
     return 0.0 if text in ("None", "Unknown") else time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemini_hpc.devcluster import cgroups, slurm
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
 from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.sitefiles import SiteFiles
@@ -19,7 +19,7 @@ CGROUPS_DISABLED_FROM = (23, 11)
 
 
 def write(
-    layout: Layout,
+    layout: ClusterFiles,
     profile: Profile,
     nodes: Sequence[str],
     *,

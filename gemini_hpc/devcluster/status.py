@@ -9,7 +9,7 @@ import msgspec
 
 from gemini_hpc.devcluster import hosts, network, processes, record, services, slurm
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import ROOT, Layout
+from gemini_hpc.devcluster.layout import ROOT, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 
 
@@ -61,7 +61,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-def collect(layout: Layout, outer: ProcessId) -> ClusterStatus:
+def collect(layout: ClusterFiles, outer: ProcessId) -> ClusterStatus:
     """Query the hosts' inits and Slurm; if Slurm does not answer, the states stay "unknown"."""
     known, states = record.load_cluster(layout), dict[str, str]()
     with contextlib.suppress(DevclusterError, subprocess.TimeoutExpired):
@@ -99,10 +99,10 @@ def names() -> dict[str, bool]:
         found = sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir())
     except FileNotFoundError:  # never made, or just removed with the last cluster
         return {}
-    return {name: is_alive(Layout(name)) for name in found}
+    return {name: is_alive(ClusterFiles(name)) for name in found}
 
 
-def is_alive(layout: Layout) -> bool:
+def is_alive(layout: ClusterFiles) -> bool:
     """Return whether a cluster's outer init is alive."""
     outer = processes.load(layout.outer)
     return outer is not None and processes.is_alive(outer)

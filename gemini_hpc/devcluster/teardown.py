@@ -9,7 +9,7 @@ from pathlib import Path
 from gemini_hpc import clock
 from gemini_hpc.devcluster import cgroups, lock, processes
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import BUILD, INSIDE, MARKER, ROLE, ROOT, SETTINGS, Layout
+from gemini_hpc.devcluster.layout import BUILD, INSIDE, MARKER, ROLE, ROOT, SETTINGS, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 
 # bound inside each cluster, but required to exist outside
@@ -22,7 +22,7 @@ def create_mount_points() -> None:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
-def members(layout: Layout) -> list[ProcessId]:
+def members(layout: ClusterFiles) -> list[ProcessId]:
     """Return the processes of a cluster, by the marker in their environment.
 
     A user may have set the marker in a shell outside. So only three kinds of processes count: those in
@@ -44,7 +44,7 @@ def _is_init(pid: int) -> bool:
         return False
 
 
-def down(layout: Layout) -> bool:
+def down(layout: ClusterFiles) -> bool:
     """End every process of the cluster and remove its files; return False if there was nothing to do."""
     with lock.cluster(layout):
         found = _end_processes(layout)
@@ -57,7 +57,7 @@ def down(layout: Layout) -> bool:
     return found
 
 
-def _end_processes(layout: Layout) -> bool:
+def _end_processes(layout: ClusterFiles) -> bool:
     found = False
     outer = processes.load(layout.outer)
     if outer is not None and processes.is_alive(outer):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from gemini_hpc import paths
 from gemini_hpc.doctor import files, plugin
 from gemini_hpc.doctor.check import ANYWHERE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, wrong
 from gemini_hpc.doctor.installation import PYTHON
 
@@ -36,7 +36,7 @@ def _code() -> list[str]:
     return places
 
 
-def _others(facts: Facts) -> list[str]:
+def _others(facts: HostFacts) -> list[str]:
     """Return the files that sbatch, srun and agents read as the user."""
     found = [facts.config_path]
     with suppress(Unavailable):
@@ -53,7 +53,7 @@ def _within(place: str) -> Iterator[str]:
             yield found
 
 
-def access(facts: Facts) -> Outcome:
+def access(facts: HostFacts) -> Outcome:
     """Check every component of every path with the rights of a job's owner."""
     if not os.path.lexists(PYTHON) and facts.root:
         raise Unavailable(f"{PYTHON} does not exist (see install.parts)")

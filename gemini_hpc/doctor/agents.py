@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gemini_hpc.doctor.check import ON_NODE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.node import cgroup, ledger, mounts
 
@@ -13,7 +13,7 @@ _OURS = (b"gemini_hpc.agent", b"gemini_hpc.tier.worker", b"gemini_hpc.node.reape
 _FULL = 0.9
 
 
-def strangers(facts: Facts) -> Outcome:
+def strangers(facts: HostFacts) -> Outcome:
     """Check that the agents' cgroups, which lie outside of Slurm's, hold only processes that root started there."""
     facts.need_root("which processes are in the agents' cgroups")
     run_dir = facts.settings.run_dir
@@ -39,7 +39,7 @@ def strangers(facts: Facts) -> Outcome:
     return ok(f"{len(known)} jobs have agents here, with nobody else in their cgroups")
 
 
-def room(facts: Facts) -> Outcome:
+def room(facts: HostFacts) -> Outcome:
     """Check that the directories are not full of bytes or files, which would leave jobs without protection."""
     run_dir = facts.settings.run_dir
     told, seen = [], 0

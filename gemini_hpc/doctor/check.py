@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gemini_hpc.doctor.facts import CONTROLLER, LOGIN, NODE, Facts
+from gemini_hpc.doctor.facts import CONTROLLER, LOGIN, NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome
 
 ANYWHERE = frozenset((CONTROLLER, NODE, LOGIN))
@@ -23,4 +23,4 @@ class Check:
     name: str
     rule: str
     roles: frozenset[str]
-    look: Callable[[Facts], Outcome]
+    look: Callable[[HostFacts], Outcome]

@@ -12,7 +12,7 @@ _UNLIMITED = frozenset(("UNLIMITED", "INFINITE", "65534", "4294967294"))
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Release:
+class SlurmRelease:
     """A release of Slurm."""
 
     major: int
@@ -20,7 +20,7 @@ class Release:
     micro: int
 
     @classmethod
-    def parse(cls, text: str) -> Release:
+    def parse(cls, text: str) -> SlurmRelease:
         """Return the release in a text such as `slurm-wlm 22.05.8`. Raises `Unavailable`."""
         found = _RELEASE.search(text)
         if not found:
@@ -68,6 +68,6 @@ class Configuration:
         return [host.partition("(")[0].partition(".")[0] for host in self.all("SlurmctldHost")]
 
     @property
-    def release(self) -> Release:
+    def release(self) -> SlurmRelease:
         """Return slurmctld's release. Raises `Unavailable`."""
-        return Release.parse(self["SLURM_VERSION"])
+        return SlurmRelease.parse(self["SLURM_VERSION"])

@@ -9,7 +9,7 @@ import os
 import re
 
 from gemini_hpc.doctor.configuration import Configuration
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 
 _MAX_BYTES = 1 << 20
@@ -37,7 +37,7 @@ def hidden_directories(text: str, directories: tuple[str, ...]) -> list[str]:
     return [d for d in directories if any(d == t or d.startswith(t.rstrip("/") + "/") for t in tops)]
 
 
-def job_container(facts: Facts) -> Outcome:
+def job_container(facts: HostFacts) -> Outcome:
     """Check that the ranks see their agent's directory."""
     plugin = kind(facts.conf)
     if not plugin.endswith(("/tmpfs", "/linux")):

@@ -15,18 +15,18 @@ from gemini_hpc.controller import lemons
 from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.paths import user
 from gemini_hpc.slurm import Slurm
-from gemini_hpc.slurm.ways import FILE, Told
+from gemini_hpc.slurm.ways import FILE, ApiRecord
 
 _FREE_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 20
 _ALERT_S = 86400.0
 
 
-def _running(facts: Facts) -> int | None:
+def _running(facts: HostFacts) -> int | None:
     """Return the pid of the controller that acts here, 0 if its pid is not visible, None if there is none."""
     facts.need_slurm_user("the controller's lock")
     likely = sorted(facts.processes, key=lambda p: not p.controller)
@@ -36,18 +36,18 @@ def _running(facts: Facts) -> int | None:
         return None
 
 
-def _elsewhere(facts: Facts) -> str:
+def _elsewhere(facts: HostFacts) -> str:
     """Return the host that the settings name for the controller, "" if it is this host."""
     hosts = facts.settings.controller_hosts()
     return "" if any(is_here(host, "") for host in hosts) else ", ".join(hosts)
 
 
-def _in_charge(facts: Facts) -> str:
+def _in_charge(facts: HostFacts) -> str:
     hosts = facts.ask_slurm(Slurm.slurmctlds)
     return next((host.partition(".")[0] for host, up in hosts if up), "")
 
 
-def runs(facts: Facts) -> Outcome:
+def runs(facts: HostFacts) -> Outcome:
     """Check that exactly one controller holds the lock, as SlurmUser."""
     s = facts.settings
     pid = _running(facts)
@@ -72,7 +72,7 @@ def runs(facts: Facts) -> Outcome:
     return ok(f"pid {pid}, as {s.slurm_user}")
 
 
-def journal(facts: Facts) -> Outcome:
+def journal(facts: HostFacts) -> Outcome:
     """Check that the journal can be written.
 
     Every action is journaled on disk first, so a full or read-only disk prevents all recovery.
@@ -122,7 +122,7 @@ def _damaged(path: str) -> int:
     return damaged
 
 
-def alerts(facts: Facts) -> Outcome:
+def alerts(facts: HostFacts) -> Outcome:
     """Check whether the controller has recently declined to act, according to its journal."""
     facts.need_slurm_user("the journal")
     path = os.path.join(facts.settings.state_dir, "journal.jsonl")
@@ -151,7 +151,7 @@ def alerts(facts: Facts) -> Outcome:
     )
 
 
-def harmful(facts: Facts) -> Outcome:
+def harmful(facts: HostFacts) -> Outcome:
     """Check for nodes that were fenced, or found red by root's health check, repeatedly."""
     facts.need_slurm_user("the controller's records")
     days = facts.settings.lemon_days
@@ -177,7 +177,7 @@ def harmful(facts: Facts) -> Outcome:
     )
 
 
-def primary(facts: Facts) -> Outcome:
+def primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
     hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
     if not acting:
@@ -196,7 +196,7 @@ def primary(facts: Facts) -> Outcome:
     return ok(f"slurmctld on {acting} is in charge")
 
 
-def lock(facts: Facts) -> Outcome:
+def lock(facts: HostFacts) -> Outcome:
     """Check that all hosts that can run slurmctld share one journal."""
     controllers = facts.conf.controllers
     if len(controllers) < 2:
@@ -216,7 +216,7 @@ def lock(facts: Facts) -> Outcome:
     return ok(f"{state} is on the file system of {save}")
 
 
-def slurm_api(facts: Facts) -> Outcome:
+def slurm_api(facts: HostFacts) -> Outcome:
     """Check by which API the controller asks Slurm, and why.
 
     A requested API that is not used is a warning.
@@ -228,10 +228,10 @@ def slurm_api(facts: Facts) -> Outcome:
     told = None
     if _running(facts) is not None:
         with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
-            told = msgspec.json.decode(f.read(1 << 16), type=Told)
+            told = msgspec.json.decode(f.read(1 << 16), type=ApiRecord)
     if told is None:
         way = facts.ask_slurm(lambda _: Slurm(api=setting).way())
-        told = Told(setting, way.name, way.why, way.left, 0.0)
+        told = ApiRecord(setting, way.name, way.why, way.left, 0.0)
         text = f"a controller started here would ask Slurm through {told.used}: {told.why}"
     else:
         text = f"the controller asks Slurm through {told.used}: {told.why}"

@@ -8,11 +8,11 @@ import stat
 from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.core.topology import TopologyError
 from gemini_hpc.doctor.check import ON_NODE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, ok, warning, wrong
 
 
-def known(facts: Facts) -> Outcome:
+def known(facts: HostFacts) -> Outcome:
     """Check that the file exists, is readable for every job's owner, and names this node."""
     setting = facts.settings.failure_domains
     if setting == failure_domains.NONE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from gemini_hpc.doctor.configuration import Release
+from gemini_hpc.doctor.configuration import SlurmRelease
 
 SYMBOL = b"plugin_version"
 _MAX_BYTES = 64 << 20
@@ -24,7 +24,7 @@ class ElfError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ElfLayout:
     """The byte order and word size of a file."""
 
     order: str
@@ -34,7 +34,7 @@ class _Layout:
         return struct.unpack_from(self.order + fmt, data, at)
 
 
-def built_for(path: str) -> Release:
+def built_for(path: str) -> SlurmRelease:
     """Return the release in `plugin_version`. Raises `ElfError` and OSError."""
     with open(path, "rb") as f:
         data = f.read(_MAX_BYTES)
@@ -44,10 +44,10 @@ def built_for(path: str) -> Release:
         raise ElfError("the file is cut short or damaged") from None
 
 
-def _built_for(data: bytes) -> Release:
+def _built_for(data: bytes) -> SlurmRelease:
     if data[:4] != b"\x7fELF" or data[4] not in (1, 2) or data[5] not in (1, 2):
         raise ElfError("not a shared object")
-    layout = _Layout("<" if data[5] == 1 else ">", data[4] == 2)
+    layout = _ElfLayout("<" if data[5] == 1 else ">", data[4] == 2)
     if not layout.wide:
         raise ElfError("a 32-bit object: Slurm's are 64-bit")
     phoff, shoff = layout.unpack("QQ", data, 32)
@@ -67,10 +67,10 @@ def _built_for(data: bytes) -> Release:
     raise ElfError("no plugin_version in the file: not a plugin of Slurm")
 
 
-def _release(layout: _Layout, data: bytes, address: int, headers: list[int]) -> Release:
+def _release(layout: _ElfLayout, data: bytes, address: int, headers: list[int]) -> SlurmRelease:
     for at in headers:
         kind, _, offset, start, _, size = layout.unpack("IIQQQQ", data, at)
         if kind == _LOAD and start <= address < start + size:
             (number,) = layout.unpack("I", data, offset + address - start)
-            return Release(number >> 16 & 0xFF, number >> 8 & 0xFF, number & 0xFF)
+            return SlurmRelease(number >> 16 & 0xFF, number >> 8 & 0xFF, number & 0xFF)
     raise ElfError("plugin_version is not in the file")

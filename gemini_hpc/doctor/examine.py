@@ -24,7 +24,7 @@ from gemini_hpc.doctor import (
     slurm,
 )
 from gemini_hpc.doctor.check import Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import SKIPPED, WRONG, Finding, Outcome, Unavailable
 
 CHECKS: tuple[Check, ...] = (
@@ -48,7 +48,7 @@ ALL_TIMEOUT_S = 90.0
 OTHER_HOSTS = "not for this kind of host"
 
 
-def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
+def _run_check(check: Check, facts: HostFacts, answer: list[Outcome]) -> None:
     try:
         answer.append(check.look(facts))
     except Unavailable as exc:
@@ -68,11 +68,11 @@ def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
         )
 
 
-def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
+def _bounded(check: Check, facts: HostFacts, timeout_s: float) -> Outcome:
     answer: list[Outcome] = []
     # A thread, since a hanging file system cannot be interrupted. A daemon, so that it does not hold up the
     # process's end.
-    thread = threading.Thread(target=_look, args=(check, facts, answer), name=check.name, daemon=True)
+    thread = threading.Thread(target=_run_check, args=(check, facts, answer), name=check.name, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if answer:
@@ -81,7 +81,7 @@ def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
     return Outcome(WRONG, f"no answer within {timeout_s:.0f} s", "an answer", fix)
 
 
-def examine(facts: Facts, only: Collection[str] = (), checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:
+def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:
     """Yield the findings, in the order of the checks.
 
     `only` restricts the checks to these names or groups (the part of a name before the dot).
@@ -102,7 +102,7 @@ def examine(facts: Facts, only: Collection[str] = (), checks: tuple[Check, ...] 
         yield Finding(check.name, check.rule, outcome.status, outcome.found, outcome.wanted, outcome.fix, took)
 
 
-def _roles(facts: Facts) -> frozenset[str]:
+def _roles(facts: HostFacts) -> frozenset[str]:
     found: list[frozenset[str]] = []
     thread = threading.Thread(target=lambda: found.append(facts.roles), daemon=True)
     thread.start()

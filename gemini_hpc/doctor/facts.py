@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.controller.primary import is_here
-from gemini_hpc.doctor.configuration import Configuration, Release
+from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.processes import Process, processes
 from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 
 CONTROLLER, NODE, LOGIN = "controller", "node", "login"
 ROLES = (CONTROLLER, NODE, LOGIN)
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _PENDING = object()
 
 
-class Facts:
+class HostFacts:
     """The facts about this host and its cluster.
 
     Each lookup runs in the thread of the check that asks first.
@@ -82,13 +82,13 @@ class Facts:
     def settings(self) -> Settings:
         """Return the settings in gemini.toml."""
 
-        def look() -> Settings:
+        def read_settings() -> Settings:
             try:
                 return load(self.config_path)
             except ConfigError:
                 raise Unavailable("the settings cannot be used (see files.settings)") from None
 
-        return self._remembered("settings", look)
+        return self._remembered("settings", read_settings)
 
     @property
     def slurm_uid(self) -> int:
@@ -122,9 +122,9 @@ class Facts:
         return self._remembered("configuration", lambda: Configuration(self.ask_slurm(Slurm.configuration)))
 
     @property
-    def release(self) -> Release:
+    def release(self) -> SlurmRelease:
         """Return the release of Slurm's commands on this host, which its plugins must be built for."""
-        return self._remembered("release", lambda: Release.parse(self.ask_slurm(Slurm.release)))
+        return self._remembered("release", lambda: SlurmRelease.parse(self.ask_slurm(Slurm.release)))
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -137,7 +137,7 @@ class Facts:
         return self._remembered("reservations", lambda: self.ask_slurm(Slurm.reservations))
 
     @property
-    def queue(self) -> dict[int, Row]:
+    def queue(self) -> dict[int, WatchedJob]:
         """Return all unfinished jobs by raw id.
 
         If Slurm keeps other users' jobs private, only one's own jobs are visible.

@@ -12,7 +12,7 @@ from gemini_hpc import __version__, paths
 from gemini_hpc.config import ConfigError, load
 from gemini_hpc.doctor import plugin, scripts
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
-from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
+from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.installation import PYTHON
 from gemini_hpc.node import job_directory
@@ -46,7 +46,7 @@ def _safe(files: list[str], what: str) -> Outcome:
     return ok(some(files, ", "))
 
 
-def settings(facts: Facts) -> Outcome:
+def settings(facts: HostFacts) -> Outcome:
     """Check the settings file, which root's prolog obeys."""
     path = facts.config_path
     if not os.path.lexists(path):
@@ -66,7 +66,7 @@ def settings(facts: Facts) -> Outcome:
     return ok(f"{path}, sha256 {digest}... (compare it over the hosts)")
 
 
-def site_scripts(facts: Facts) -> Outcome:
+def site_scripts(facts: HostFacts) -> Outcome:
     """Check Prolog and Epilog, which run as root on every node."""
     files = []
     for kind in ("Prolog", "Epilog"):
@@ -84,7 +84,7 @@ def site_scripts(facts: Facts) -> Outcome:
     return _safe(files, "the scripts")
 
 
-def plugin_file(facts: Facts) -> Outcome:
+def plugin_file(facts: HostFacts) -> Outcome:
     """Check the plugin, which slurmstepd loads as root."""
     seen: set[str] = set()
     path = plugin.plugstack(facts)
@@ -128,7 +128,7 @@ class InterpreterError(Exception):
     """The error that the interpreter of prolog and epilog is unusable; its text gives the reason."""
 
 
-def version(facts: Facts) -> Outcome:
+def version(facts: HostFacts) -> Outcome:
     """Check that prologs start this version."""
     wanted = f"gemini-hpc {__version__}, as this command"
     fix = f"install it with {os.path.dirname(PYTHON)}/pip (docs/install.md)"
@@ -143,7 +143,7 @@ def version(facts: Facts) -> Outcome:
     return ok(found)
 
 
-def tier(facts: Facts) -> Outcome:
+def tier(facts: HostFacts) -> Outcome:
     """Check for the packages with which agents write and read HDF5 for jobs with a tier."""
     try:
         _, _, lacks, *_ = interpreter()
@@ -172,7 +172,7 @@ def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
                 continue
 
 
-def python(facts: Facts) -> Outcome:
+def python(facts: HostFacts) -> Outcome:
     """Check interpreter, search path and packages, all of which is code that root's prolog runs."""
     if NODE not in facts.roles and not os.path.lexists(PYTHON):
         return ok(f"no {PYTHON} on this host, and no prolog that needs it")
@@ -208,7 +208,7 @@ def python(facts: Facts) -> Outcome:
     return ok(f"{PYTHON}, {modules[0]}")
 
 
-def run_dir(facts: Facts) -> Outcome:
+def run_dir(facts: HostFacts) -> Outcome:
     """Check the directory that root works in."""
     path = facts.settings.run_dir
     wanted = f"{path}: a directory of root's, mode 0755, in directories of root's"
@@ -232,7 +232,7 @@ def run_dir(facts: Facts) -> Outcome:
     return ok(f"{path}, root, {mode:04o}")
 
 
-def state_dir(facts: Facts) -> Outcome:
+def state_dir(facts: HostFacts) -> Outcome:
     """Check the controller's directory, whose contents it trusts: budget, open recoveries, owners of jobs."""
     path, owner = facts.settings.state_dir, facts.slurm_uid
     wanted = f"{path}: {facts.settings.slurm_user}'s, mode 0700, in directories of root's"

@@ -11,7 +11,7 @@ import msgspec
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import endpoint, hostname, munge
 from gemini_hpc.wire.frames import FrameError, bare, read_bare
-from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Client, Envelope, HandshakeError
+from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeClient, HandshakeError
 
 TIMEOUT_S = 3.0
 
@@ -33,7 +33,7 @@ def greet(settings: Settings, slurm_uid: int) -> int:
 
 def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     port = settings.controller_port
-    client = Client(
+    client = HandshakeClient(
         purpose="query",
         cluster=settings.cluster_name,
         job=0,

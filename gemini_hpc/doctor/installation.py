@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from gemini_hpc.doctor import scripts
 from gemini_hpc.doctor.check import ANYWHERE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, wrong
 from gemini_hpc.slurm import SlurmError, find_tool
 
@@ -43,7 +43,7 @@ def _there(path: str) -> bool:
     return True
 
 
-def _prolog(facts: Facts) -> bool:
+def _prolog(facts: HostFacts) -> bool:
     """Return whether our prolog is at its usual place, or any prolog of the configuration exists."""
     named: list[str] = []
     with suppress(Unavailable):
@@ -51,7 +51,7 @@ def _prolog(facts: Facts) -> bool:
     return any(map(_there, (SCRIPTS, *named)))
 
 
-def parts(facts: Facts) -> Outcome:
+def parts(facts: HostFacts) -> Outcome:
     """Check that the parts that the other checks examine are installed."""
     basis = {"Slurm's commands (scontrol)": _slurm(), "MUNGE (libmunge.so.2)": _munge()}
     ours = {

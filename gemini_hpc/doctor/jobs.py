@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gemini_hpc import clock
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.plugin import NAME
 from gemini_hpc.doctor.processes import environment, maps
@@ -24,7 +24,7 @@ DEADLINE_S = 12.0
 class _Asking:
     """A source of answers about jobs: the controller, or the agents if no controller answers."""
 
-    def __init__(self, facts: Facts, deadline: float) -> None:
+    def __init__(self, facts: HostFacts, deadline: float) -> None:
         self._settings, self._deadline = facts.settings, deadline
         self._line: ask.ControllerLine | None = None
         self._without = 0
@@ -44,7 +44,7 @@ class _Asking:
                 if self._without > MAX_WITHOUT_CONTROLLER:
                     return None
                 return ask.agents(self._settings, raw_id)
-        except ask.AskError:
+        except ask.QueryError:
             return None
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
     return answer.missing if answer.parts or sure else ()
 
 
-def agents(facts: Facts) -> Outcome:
+def agents(facts: HostFacts) -> Outcome:
     """Compare the nodes that have agents with the nodes of the job."""
     known = protected(facts)
     rows = [facts.queue[i] for i in sorted(known.sure) + sorted(known.perhaps, reverse=True)]
@@ -109,7 +109,7 @@ def _as_seen(known: Protected) -> str:
     return "" if known.complete else " (as far as can be seen from here)"
 
 
-def requeue(facts: Facts) -> Outcome:
+def requeue(facts: HostFacts) -> Outcome:
     """Check for jobs that Slurm and the controller can never requeue."""
     known = protected(facts)
     if not known.sure and not known.complete:
@@ -118,7 +118,7 @@ def requeue(facts: Facts) -> Outcome:
     for raw_id in sorted(known.sure)[:MAX_JOBS]:
         job = facts.job(raw_id)
         note = slurm_facts(job).get("note") if job else None
-        if job and note and not job.over:
+        if job and note and not job.has_ended:
             notes.append(f"job {raw_id} of {job.user[:32]}: {note}")
     if notes:
         fix = (
@@ -128,7 +128,7 @@ def requeue(facts: Facts) -> Outcome:
     return ok(f"protected jobs: {len(known.sure)}, all can be requeued{_as_seen(known)}")
 
 
-def tasks(facts: Facts) -> Outcome:
+def tasks(facts: HostFacts) -> Outcome:
     """Check for tasks of protected jobs whose slurmstepd did not load the plugin.
 
     A task's environment proves nothing: srun passes on the values that the batch script's node has set.

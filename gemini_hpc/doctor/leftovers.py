@@ -13,9 +13,9 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.controller.registry import Stored
+from gemini_hpc.controller.registry import StoredJob
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.node import mounts
 from gemini_hpc.slurm.facts import PENDING, RUNNING
@@ -28,7 +28,7 @@ _STAMP = re.compile(r"\[[^\]@]*@([0-9T:-]{19})\]$")
 _MAX_BYTES = 4 << 20
 
 
-def reservations(facts: Facts) -> Outcome:
+def reservations(facts: HostFacts) -> Outcome:
     """Check for nodes that are still reserved for a job that is over."""
     named = [(r, m) for r in facts.reservations if (m := _RESERVATION.fullmatch(r.name))]
     if named and "jobs" in facts.conf["PrivateData"].lower():
@@ -75,7 +75,7 @@ def _ago(seconds: float | None) -> str:
     )
 
 
-def nodes(facts: Facts) -> Outcome:
+def nodes(facts: HostFacts) -> Outcome:
     """Check for fenced nodes, which wait for the administrator."""
     told = [
         f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
@@ -105,7 +105,7 @@ def changed(path: str) -> float:
         os.close(above)
 
 
-def directories(facts: Facts) -> Outcome:
+def directories(facts: HostFacts) -> Outcome:
     """Check for directories of jobs that are over, and for agents that outlive their retention."""
     run_dir, now = facts.settings.run_dir, clock.time()
     try:
@@ -134,7 +134,7 @@ def directories(facts: Facts) -> Outcome:
             told.append(f"{path}: its job is over, no agent runs")
         elif quiet_s > keep_s:
             job = facts.job(int(name))
-            if job is None or (job.over and now - job.end_time > keep_s):
+            if job is None or (job.has_ended and now - job.end_time > keep_s):
                 told.append(f"{path}: its job is over for longer than retention_s, and its agent still holds memory")
     if told:
         fix = "the next protected job's prolog removes directories; end the agents that remain with kill"
@@ -157,7 +157,7 @@ def _open_recoveries(path: str) -> set[int]:
     }
 
 
-def pins(facts: Facts) -> Outcome:
+def pins(facts: HostFacts) -> Outcome:
     """Check for waiting jobs with a node list that is not the user's."""
     facts.need_slurm_user("the controller's records")
     state_dir = facts.settings.state_dir
@@ -166,7 +166,7 @@ def pins(facts: Facts) -> Outcome:
     for raw_id, row in list(facts.queue.items())[: 16 * MAX_LOOKED_AT]:
         try:
             with open(os.path.join(state_dir, "jobs", f"{raw_id}.job"), "rb") as f:
-                stored = msgspec.json.decode(f.read(_MAX_BYTES), type=Stored, strict=False)
+                stored = msgspec.json.decode(f.read(_MAX_BYTES), type=StoredJob, strict=False)
         except FileNotFoundError:
             continue
         except (OSError, msgspec.MsgspecError) as exc:

@@ -7,7 +7,7 @@ import os
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.doctor import units
 from gemini_hpc.doctor.check import ON_NODE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, lowest_limit, place
 from gemini_hpc.node.meminfo import meminfo
@@ -43,7 +43,7 @@ def carved(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
     return warning(f"{numbers}: {_mib(short)} of the cap may be taken by jobs", wanted, fix)
 
 
-def carve_out(facts: Facts) -> Outcome:
+def carve_out(facts: HostFacts) -> Outcome:
     """Check that Slurm does not give away the replica memory, which is not part of the job's memory."""
     node = facts.own_node
     if node is None or not node.memory_mb:
@@ -68,7 +68,7 @@ def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
     return ok(f"slurmd's cgroup is limited to {_mib(size)}, an agent's cap is {_mib(cap)}")
 
 
-def slurmd_cgroup(facts: Facts) -> Outcome:
+def slurmd_cgroup(facts: HostFacts) -> Outcome:
     """Check the limits of slurmd and of all that is still in its cgroup, which MemSpecLimit and units can set."""
     daemons = [p for p in facts.processes if p.name == "slurmd"]
     if not daemons:
@@ -94,7 +94,7 @@ def kill_mode(value: str, where: str) -> Outcome:
     )
 
 
-def unit(facts: Facts) -> Outcome:
+def unit(facts: HostFacts) -> Outcome:
     """Check that a restart of slurmd does not kill the agents."""
     found = units.files(UNIT)
     if not found:

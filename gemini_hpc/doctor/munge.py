@@ -10,7 +10,7 @@ import subprocess
 from gemini_hpc import clock, paths
 from gemini_hpc.doctor import greeting
 from gemini_hpc.doctor.check import ANYWHERE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.wire import munge
 
@@ -22,7 +22,7 @@ _TIMEOUT_S = 5.0
 CLOCK_WARNING_S, CLOCK_WRONG_S = 5.0, 30.0
 
 
-def answers(facts: Facts) -> Outcome:
+def answers(facts: HostFacts) -> Outcome:
     """Check MUNGE with a credential to oneself."""
     nonce = os.urandom(16)
     fix = "start munged; its socket is /run/munge/munge.socket.2 unless libmunge was built otherwise"
@@ -52,7 +52,7 @@ def judge_version(text: str) -> Outcome:
     return ok(f"MUNGE {found[0][6:]}")
 
 
-def version(facts: Facts) -> Outcome:
+def version(facts: HostFacts) -> Outcome:
     """Check MUNGE's release for a known leak of the key; its holder can impersonate anybody on the cluster."""
     program = next((p for p in _PROGRAMS if os.access(p, os.X_OK)), None)
     if program is None:
@@ -85,7 +85,7 @@ def judge_clock(ahead_s: float, where: str) -> Outcome:
     return ok(f"the clock of {where} agrees with this host's (within {CLOCK_WARNING_S:.0f} s)")
 
 
-def clocks(facts: Facts) -> Outcome:
+def clocks(facts: HostFacts) -> Outcome:
     """Compare our clock with the controller's, by the time in its credential."""
     try:
         made = greeting.greet(facts.settings, facts.slurm_uid)
@@ -94,7 +94,7 @@ def clocks(facts: Facts) -> Outcome:
     return judge_clock(made - clock.time(), facts.settings.controller_host)
 
 
-def _key(facts: Facts) -> tuple[str, int]:
+def _key(facts: HostFacts) -> tuple[str, int]:
     """Return the key's path, and the uid that munged runs as."""
     for process in facts.processes:
         if process.name == "munged":
@@ -105,7 +105,7 @@ def _key(facts: Facts) -> tuple[str, int]:
     return DEFAULT_KEY, os.stat(DEFAULT_KEY).st_uid
 
 
-def key(facts: Facts) -> Outcome:
+def key(facts: HostFacts) -> Outcome:
     """Check the key's mode, since any reader of the key can impersonate anybody on the cluster."""
     facts.need_root("the key's mode")
     path, owner = _key(facts)

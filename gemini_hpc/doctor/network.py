@@ -11,7 +11,7 @@ from gemini_hpc.agent.peers.listen_address import interface_address
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor import greeting
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
-from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
+from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
 from gemini_hpc.doctor.processes import sockets
 from gemini_hpc.wire import hostname
@@ -48,7 +48,7 @@ def ours(s: Settings) -> list[Range]:
     ]
 
 
-def slurm_ports(facts: Facts) -> Outcome:
+def slurm_ports(facts: HostFacts) -> Outcome:
     """Check that Slurm's own ports are not among ours."""
     s, conf = facts.settings, facts.conf
     outcomes = []
@@ -89,7 +89,7 @@ def free_of(mine: Range, reserved: str) -> bool:
     return not left
 
 
-def ephemeral(facts: Facts) -> Outcome:
+def ephemeral(facts: HostFacts) -> Outcome:
     """Check that our ports are not among those that the kernel assigns to outgoing connections.
 
     Such a port may be taken when we need it.
@@ -110,7 +110,7 @@ def ephemeral(facts: Facts) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class ListeningSocket:
     """A listening TCP socket."""
 
     port: int
@@ -118,25 +118,25 @@ class Listener:
     inode: int
 
 
-def listeners(text: str) -> list[Listener]:
+def listeners(text: str) -> list[ListeningSocket]:
     """Return the listening sockets in the text of /proc/net/tcp or tcp6."""
     found = []
     for line in text.splitlines()[1:_MAX_LINES]:
         fields = line.split()
         if len(fields) > 9 and fields[3] == "0A":
             with suppress(ValueError):
-                found.append(Listener(int(fields[1].rpartition(":")[2], 16), int(fields[7]), int(fields[9])))
+                found.append(ListeningSocket(int(fields[1].rpartition(":")[2], 16), int(fields[7]), int(fields[9])))
     return found
 
 
-def _stranger(facts: Facts, listener: Listener) -> bool:
+def _stranger(facts: HostFacts, listener: ListeningSocket) -> bool:
     # A user cannot see which process the listener is.
     return facts.root or listener.uid != facts.slurm_uid
 
 
-def in_use(facts: Facts) -> Outcome:
+def in_use(facts: HostFacts) -> Outcome:
     """Check for another program's service on one of our ports."""
-    everybody: list[Listener] = []
+    everybody: list[ListeningSocket] = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(path, encoding="ascii", errors="replace") as f:
             everybody += listeners(f.read(32 << 20))
@@ -175,7 +175,7 @@ def in_use(facts: Facts) -> Outcome:
     return ok("no other program listens on gemini-hpc's ports")
 
 
-def addresses(facts: Facts) -> Outcome:
+def addresses(facts: HostFacts) -> Outcome:
     """Check that agents listen at the address that their peers dial."""
     s, node = facts.settings, facts.own_node
     name = node.name if node else facts.hostname
@@ -209,7 +209,7 @@ def addresses(facts: Facts) -> Outcome:
     )
 
 
-def controller(facts: Facts) -> Outcome:
+def controller(facts: HostFacts) -> Outcome:
     """Check that the controller answers, since agents report to it and `inspect` asks it."""
     s = facts.settings
     if not s.controller_host:

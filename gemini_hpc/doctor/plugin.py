@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gemini_hpc.doctor import elf
 from gemini_hpc.doctor.check import ANYWHERE, Check
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 
 NAME = "gemini_spank.so"
@@ -20,7 +20,7 @@ _MAX_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PluginLine:
     """The plugin's line: its file, whether `required` or `optional`, its path and arguments."""
 
     file: str
@@ -29,7 +29,7 @@ class Line:
     arguments: tuple[str, ...]
 
 
-def plugstack(facts: Facts) -> str:
+def plugstack(facts: HostFacts) -> str:
     """Return the plugstack.conf in effect on this host.
 
     The file is beside slurm.conf, or where nodes store the copy from slurmctld.
@@ -41,7 +41,7 @@ def plugstack(facts: Facts) -> str:
     return stated or os.path.join(os.path.dirname(facts.conf["SLURM_CONF"]), "plugstack.conf")
 
 
-def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[Line]:
+def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[PluginLine]:
     """Yield the plugins of a plugstack.conf and its includes. Raises OSError.
 
     The names of all files read are added to `seen`.
@@ -65,10 +65,10 @@ def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[Line]:
         elif need in ("optional", "required"):
             places = [os.path.join(d, file) for d in plugin_dirs.split(":")] if not file.startswith("/") else [file]
             found = next((p for p in places if os.path.exists(p)), places[0])
-            yield Line(path, need, found, tuple(arguments))
+            yield PluginLine(path, need, found, tuple(arguments))
 
 
-def our_line(facts: Facts) -> Line | None:
+def our_line(facts: HostFacts) -> PluginLine | None:
     """Return the plugin's line, None if there is none."""
     path = plugstack(facts)
     try:
@@ -78,14 +78,14 @@ def our_line(facts: Facts) -> Line | None:
     return next((line for line in found if os.path.basename(line.path) == NAME), None)
 
 
-def _there(facts: Facts) -> Line:
+def _there(facts: HostFacts) -> PluginLine:
     line = our_line(facts)
     if line is None or not os.path.exists(line.path):
         raise Unavailable("no plugin (see plugin.line)")
     return line
 
 
-def line(facts: Facts) -> Outcome:
+def line(facts: HostFacts) -> Outcome:
     """Check that the plugin is configured, and installed."""
     path = plugstack(facts)
     wanted = f"`optional .../{NAME}` in {path}, and that file, on every host"
@@ -103,7 +103,7 @@ def line(facts: Facts) -> Outcome:
     return ok(f"{found.path}, optional in {found.file}")
 
 
-def release(facts: Facts) -> Outcome:
+def release(facts: HostFacts) -> Outcome:
     """Check the plugin's release: Slurm does not load one of another release, and jobs run without protection."""
     path = _there(facts).path
     wanted = f"a plugin built against the headers of Slurm {'{}.{:02}'.format(*facts.release.series)}"
@@ -120,7 +120,7 @@ def release(facts: Facts) -> Outcome:
     return ok(f"built for {built}, this host has {facts.release}")
 
 
-def run_dir(facts: Facts) -> Outcome:
+def run_dir(facts: HostFacts) -> Outcome:
     """Check that the plugin searches for the map where the prolog puts it."""
     told = [a.partition("=")[2] for a in _there(facts).arguments if a.startswith("run_dir=")]
     found, wanted = (told[-1] if told else DEFAULT_RUN_DIR), facts.settings.run_dir

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gemini_hpc.doctor.facts import NODE, Facts
+from gemini_hpc.doctor.facts import NODE, HostFacts
 
 _VARIABLE = b"SLURM_GEMINI_REPLICAS="
 _MAX_READ = 2000
@@ -41,7 +41,7 @@ def _asks(save: str, raw_id: int) -> bool:
     return any(e.startswith(_VARIABLE) for e in entries) or _VARIABLE in entries[0]
 
 
-def protected(facts: Facts) -> Protected:
+def protected(facts: HostFacts) -> Protected:
     """Return the protected jobs.
 
     Sources are the controller's records, slurmctld's (root and SlurmUser), this node's agents, and one's own

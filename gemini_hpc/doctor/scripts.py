@@ -8,7 +8,7 @@ import re
 
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.configuration import Configuration
-from gemini_hpc.doctor.facts import NODE, Facts
+from gemini_hpc.doctor.facts import NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 
 _MAX_BYTES = 1 << 20
@@ -47,7 +47,7 @@ def called_by(path: str, kind: str) -> str | None:
     return None
 
 
-def _look(facts: Facts, kind: str) -> Outcome:
+def _check_script(facts: HostFacts, kind: str) -> Outcome:
     name = kind.lower()
     wanted = f"{kind}=/opt/gemini-hpc/prolog_epilog/{name}, or a script of the site that calls it"
     paths = in_force(facts.conf, kind)
@@ -73,14 +73,14 @@ def _look(facts: Facts, kind: str) -> Outcome:
     return wrong(found, wanted, f"call it from the site's {name}, or install it on this host")
 
 
-def prolog(facts: Facts) -> Outcome:
+def prolog(facts: HostFacts) -> Outcome:
     """Check the prolog, which starts the agents."""
-    return _look(facts, "Prolog")
+    return _check_script(facts, "Prolog")
 
 
-def epilog(facts: Facts) -> Outcome:
+def epilog(facts: HostFacts) -> Outcome:
     """Check the epilog, which releases the agents' memory."""
-    return _look(facts, "Epilog")
+    return _check_script(facts, "Epilog")
 
 
 CHECKS = (

@@ -6,19 +6,19 @@ import pwd
 import re
 
 from gemini_hpc.doctor.check import ANYWHERE, Check
-from gemini_hpc.doctor.configuration import Release
+from gemini_hpc.doctor.configuration import SlurmRelease
 from gemini_hpc.doctor.containers import job_container
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 
 EDIT = "in slurm.conf, then scontrol reconfigure"
 UNKILLABLE_S = 60.0
 CRED_EXPIRE_S = 120.0
 PROLOG_HELPER_S = 62.0  # the prolog's last-resort time-out of 60 s, and 2 s until its kill
-EXPEDITED = Release(25, 11, 3)
+EXPEDITED = SlurmRelease(25, 11, 3)
 
 
-def answers(facts: Facts) -> Outcome:
+def answers(facts: HostFacts) -> Outcome:
     """Check that slurmctld answers, which all other checks here need."""
     try:
         running = facts.conf.release
@@ -31,7 +31,7 @@ def answers(facts: Facts) -> Outcome:
     return ok(f"slurmctld {running} answers")
 
 
-def prolog_flags(facts: Facts) -> Outcome:
+def prolog_flags(facts: HostFacts) -> Outcome:
     """Check that agents start before the batch script, and outlive the job."""
     flags = facts.conf.words("PrologFlags")
     shown = f"PrologFlags={facts.conf['PrologFlags'] or '(none)'}"
@@ -47,7 +47,7 @@ def prolog_flags(facts: Facts) -> Outcome:
     return ok(shown)
 
 
-def slurm_user(facts: Facts) -> Outcome:
+def slurm_user(facts: HostFacts) -> Outcome:
     """Check SlurmUser: agents encrypt their greeting for this user, and the controller runs as this user."""
     found = re.fullmatch(r"(.+)\(([0-9]+)\)", facts.conf["SlurmUser"])
     if not found:
@@ -70,7 +70,7 @@ def slurm_user(facts: Facts) -> Outcome:
     return ok(f"{name} (uid {uid})")
 
 
-def cred_expire(facts: Facts) -> Outcome:
+def cred_expire(facts: HostFacts) -> Outcome:
     """Check the credential lifetime, which applies to all users."""
     value = facts.conf.words("AuthInfo").get("cred_expire", "")
     if value.isdigit() and 0 < int(value) < CRED_EXPIRE_S:
@@ -82,7 +82,7 @@ def cred_expire(facts: Facts) -> Outcome:
     return ok(f"cred_expire is {value or f'{CRED_EXPIRE_S:.0f} (default)'}")
 
 
-def job_requeue(facts: Facts) -> Outcome:
+def job_requeue(facts: HostFacts) -> Outcome:
     """Check that jobs may be requeued, without which no job recovers from a node's death."""
     if facts.conf["JobRequeue"] == "0":
         found = "JobRequeue=0: only jobs submitted with --requeue are recovered from a node's death"
@@ -90,7 +90,7 @@ def job_requeue(facts: Facts) -> Outcome:
     return ok(f"JobRequeue={facts.conf['JobRequeue'] or '1'}")
 
 
-def unkillable(facts: Facts) -> Outcome:
+def unkillable(facts: HostFacts) -> Outcome:
     """Check UnkillableStepTimeout.
 
     If it is short, Slurm drains healthy survivors whose step hangs on the dead node.
@@ -105,7 +105,7 @@ def unkillable(facts: Facts) -> Outcome:
     return ok(f"UnkillableStepTimeout={facts.conf['UnkillableStepTimeout'] or 'default'}")
 
 
-def return_to_service(facts: Facts) -> Outcome:
+def return_to_service(facts: HostFacts) -> Outcome:
     """Report ReturnToService without judging it.
 
     A fenced node is also drained, so no value of the setting returns it to service by itself.
@@ -119,7 +119,7 @@ def return_to_service(facts: Facts) -> Outcome:
     return ok(f"ReturnToService={value}: {means.get(value, 'not known here')}")
 
 
-def prolog_failures(facts: Facts) -> Outcome:
+def prolog_failures(facts: HostFacts) -> Outcome:
     """Check for jobs being held after a failed prolog (another's, or ours with strict_prolog)."""
     parameters = facts.conf.words("SchedulerParameters")
     if "nohold_on_prolog_fail" in parameters:
@@ -131,7 +131,7 @@ def prolog_failures(facts: Facts) -> Outcome:
     )
 
 
-def prolog_timeout(facts: Facts) -> Outcome:
+def prolog_timeout(facts: HostFacts) -> Outcome:
     """Check the prolog's time limit: a prolog that Slurm cuts off drains the node."""
     limits = {key: facts.conf.number(key) for key in ("PrologEpilogTimeout", "PrologTimeout")}
     key, seconds = min(((k, s) for k, s in limits.items() if s), key=lambda kv: kv[1], default=("", float("inf")))
@@ -150,7 +150,7 @@ def prolog_timeout(facts: Facts) -> Outcome:
     return ok("no limit" if seconds == float("inf") else f"{key}={seconds:.0f}")
 
 
-def proctrack(facts: Facts) -> Outcome:
+def proctrack(facts: HostFacts) -> Outcome:
     """Check ProctrackType: linuxproc follows parents, and loses a process whose parent has died."""
     found = facts.conf["ProctrackType"]
     if found.endswith("linuxproc"):
@@ -163,7 +163,7 @@ def proctrack(facts: Facts) -> Outcome:
     return ok(found)
 
 
-def over_memory_kill(facts: Facts) -> Outcome:
+def over_memory_kill(facts: HostFacts) -> Outcome:
     """Check the memory limit: each rank maps its replicas' memory, which counts in RSS once per rank."""
     parameters = facts.conf.words("JobAcctGatherParams")
     if "overmemorykill" in parameters and not {"usepss", "noshare", "noshared"} & parameters.keys():
@@ -176,7 +176,7 @@ def over_memory_kill(facts: Facts) -> Outcome:
     return ok(f"JobAcctGatherParams={facts.conf['JobAcctGatherParams'] or '(none)'}")
 
 
-def expedited(facts: Facts) -> Outcome:
+def expedited(facts: HostFacts) -> Outcome:
     """Report whether expedited requeue is available and on, without judging it."""
     running = facts.conf.release
     if running < EXPEDITED:
@@ -186,7 +186,7 @@ def expedited(facts: Facts) -> Outcome:
     return ok(f"enable_expedited_requeue is {'on: users may submit with --requeue=expedite' if on else 'off'}")
 
 
-def detection(facts: Facts) -> Outcome:
+def detection(facts: HostFacts) -> Outcome:
     """Check how Slurm detects a dead node if no controller acts."""
     seconds = facts.conf.number("SlurmdTimeout")
     if seconds is None:
@@ -197,7 +197,7 @@ def detection(facts: Facts) -> Outcome:
     return ok(f"SlurmdTimeout={seconds:.0f}: without the controller Slurm takes this long to find a dead node")
 
 
-def cluster_name(facts: Facts) -> Outcome:
+def cluster_name(facts: HostFacts) -> Outcome:
     """Check the cluster's name, which is part of every message's identity.
 
     Two clusters of one name would accept each other's messages.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemini_hpc.core import domains
-from gemini_hpc.core.placement import AS_RANKED, Order
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 from gemini_hpc.core.redundancy import Redundancy
 
 
@@ -51,7 +51,7 @@ def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
     return DomainLoss(known, 1 - len(apart) / known, 1 - len(listed) / known)
 
 
-def _too_many(of: Sequence[str], m: int, parity: int, order: Order) -> set[str]:
+def _too_many(of: Sequence[str], m: int, parity: int, order: PlacementOrder) -> set[str]:
     """Return the domains that have more nodes in one group than the group may lose."""
     groups = Redundancy(len(of), m, parity, order).groups()
     counted = (Counter(of[node] for node in group if of[node]) for group in groups)

@@ -14,7 +14,7 @@ _DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EventCounts:
     """Counts of jobs and failures.
 
     Attributes:
@@ -29,8 +29,8 @@ class Seen:
     lost: int = 0
     failed: int = 0
 
-    def __add__(self, other: Seen) -> Seen:
-        return Seen(
+    def __add__(self, other: EventCounts) -> EventCounts:
+        return EventCounts(
             self.jobs + other.jobs,
             self.node_days + other.node_days,
             self.lost + other.lost,
@@ -38,7 +38,7 @@ class Seen:
         )
 
 
-def of_job(events: Iterable[EventRecord]) -> Seen:
+def of_job(events: Iterable[EventRecord]) -> EventCounts:
     """Return the counts of one job.
 
     A node counts from its agent's first event of an incarnation to the last event, or to its loss. If both are
@@ -61,4 +61,4 @@ def of_job(events: Iterable[EventRecord]) -> Seen:
             failed.append(event.t)
     node_s += sum(ordered[-1].t - t for t in since.values())
     alone = [t for t in failed if not any(abs(t - other) < _TOGETHER_S for other in lost)]
-    return Seen(int(attached), node_s / _DAY_S, len(lost), len(alone)) if attached else Seen()
+    return EventCounts(int(attached), node_s / _DAY_S, len(lost), len(alone)) if attached else EventCounts()

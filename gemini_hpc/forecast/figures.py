@@ -13,11 +13,11 @@ from math import ceil
 from gemini_hpc.core import placement
 from gemini_hpc.forecast import just_in_time, reliability
 from gemini_hpc.forecast.just_in_time import Model
-from gemini_hpc.forecast.schemes import STRAWMAN_EVERY_S, Training, gemini, highfreq, strawman
+from gemini_hpc.forecast.schemes import STRAWMAN_EVERY_S, TrainingFigures, gemini, highfreq, strawman
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A value of a figure.
 
     Attributes:
@@ -39,7 +39,7 @@ class Figure:
 
     title: str
     inputs: str
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
 
 
 def _percent(share: float, digits: int = 1) -> str:
@@ -52,12 +52,12 @@ def gemini_9() -> Figure:
     bound = placement.ring_bound(16, 2, 3)
     group = p(16, 2, 3)
     rows = [
-        Row("N=16, m=2, k=2", "93.3 %", _percent(p(16, 2, 2))),
-        Row("N=16, m=2, k=3", "80.0 %", _percent(group)),
-        Row("N=16, m=2, k=3, ring, by the paper's bound", "", _percent(bound)),
-        Row("N=16, m=2, k=3, ring, exact", "", _percent(ring(16, 2, 3))),
-        Row("the ring is lower, by that bound", "25.0 %", _percent(1 - bound / group)),
-        Row(
+        FigureRow("N=16, m=2, k=2", "93.3 %", _percent(p(16, 2, 2))),
+        FigureRow("N=16, m=2, k=3", "80.0 %", _percent(group)),
+        FigureRow("N=16, m=2, k=3, ring, by the paper's bound", "", _percent(bound)),
+        FigureRow("N=16, m=2, k=3, ring, exact", "", _percent(ring(16, 2, 3))),
+        FigureRow("the ring is lower, by that bound", "25.0 %", _percent(1 - bound / group)),
+        FigureRow(
             "the ring is lower, exact",
             "25.0 %",
             _percent(1 - ring(16, 2, 3) / group),
@@ -65,7 +65,9 @@ def gemini_9() -> Figure:
         ),
     ]
     sizes = (8, 16, 24, 32, 48, 64, 96, 128)
-    rows += [Row(f"N={n}, m={m}, k={k}", "", _percent(p(n, m, k))) for m in (2, 3) for k in (2, 3, 4) for n in sizes]
+    rows += [
+        FigureRow(f"N={n}, m={m}, k={k}", "", _percent(p(n, m, k))) for m in (2, 3) for k in (2, 3, 4) for n in sizes
+    ]
     return Figure(
         "GEMINI, Figure 9: probability to recover from memory", "N nodes, m copies, k lost at once", (*rows,)
     )
@@ -73,37 +75,37 @@ def gemini_9() -> Figure:
 
 def gemini_10() -> Figure:
     """Return GEMINI, Figure 10."""
-    t = Training()
+    t = TrainingFigures()
     local = 1.5 * t.iteration_s
     often, seldom = highfreq(t), strawman(t)
     rows = (
-        Row("GEMINI, from a node's own memory", "", f"{local:.0f} s"),
-        Row("GEMINI, from peers: more", "below 3 s", f"{gemini(t).read_s:.1f} s"),
-        Row("HighFreq", "", f"{often.wasted_s:.0f} s"),
-        Row("Strawman", "", f"{seldom.wasted_s / 60:.0f} min"),
-        Row("HighFreq against GEMINI", "over 13", f"{often.wasted_s / local:.1f}"),
-        Row("less than HighFreq, by", "92 %", _percent(1 - local / often.wasted_s)),
+        FigureRow("GEMINI, from a node's own memory", "", f"{local:.0f} s"),
+        FigureRow("GEMINI, from peers: more", "below 3 s", f"{gemini(t).read_s:.1f} s"),
+        FigureRow("HighFreq", "", f"{often.wasted_s:.0f} s"),
+        FigureRow("Strawman", "", f"{seldom.wasted_s / 60:.0f} min"),
+        FigureRow("HighFreq against GEMINI", "over 13", f"{often.wasted_s / local:.1f}"),
+        FigureRow("less than HighFreq, by", "92 %", _percent(1 - local / often.wasted_s)),
     )
     return Figure("GEMINI, Figure 10: time wasted by a failure", _TESTBED, rows)
 
 
 def gemini_12() -> Figure:
     """Return GEMINI, Figure 12."""
-    t = Training()
+    t = TrainingFigures()
     rows = (
-        Row(
+        FigureRow(
             "more often than HighFreq",
             "8x",
             f"{ceil(t.tier_s / t.iteration_s)}x",
             "section 7.3 has every nine iterations: with 81 s of serialization",
         ),
-        Row("more often than Strawman", "over 170x", f"{STRAWMAN_EVERY_S / t.iteration_s:.0f}x"),
+        FigureRow("more often than Strawman", "over 170x", f"{STRAWMAN_EVERY_S / t.iteration_s:.0f}x"),
     )
     return Figure("GEMINI, Figure 12: frequency of checkpoints", _TESTBED, rows)
 
 
 def _ratios(rates: list[tuple[str, float]]) -> list[tuple[str, tuple[float, float, float]]]:
-    t = Training()
+    t = TrainingFigures()
     return [(what, (gemini(t).effective(n), highfreq(t).effective(n), strawman(t).effective(n))) for what, n in rates]
 
 
@@ -115,7 +117,7 @@ def gemini_15a() -> Figure:
     """Return GEMINI, Figure 15a."""
     said = {0: ("", "", ""), 8: ("close to none failing", "", "")}
     rows = tuple(
-        Row(f"{what}, {name}", published, _share(value))
+        FigureRow(f"{what}, {name}", published, _share(value))
         for what, values in _ratios([(f"{n} failures a day", float(n)) for n in (0, 2, 4, 6, 8)])
         for name, value, published in zip(
             ("GEMINI", "HighFreq", "Strawman"), values, said.get(int(what.split()[0]), ("", "", "")), strict=True
@@ -130,14 +132,14 @@ def gemini_15b() -> Figure:
     for what, (ours, often, seldom) in _ratios([(f"{n} nodes", 0.015 * n) for n in (16, 200, 400, 600, 800, 1000)]):
         large = what.startswith("1000 ")
         rows += [
-            Row(f"{what}, GEMINI", "91 %" if large else "", _percent(ours)),
-            Row(f"{what}, HighFreq", "", _percent(often)),
-            Row(
+            FigureRow(f"{what}, GEMINI", "91 %" if large else "", _percent(ours)),
+            FigureRow(f"{what}, HighFreq", "", _percent(often)),
+            FigureRow(
                 f"{what}, Strawman", "can hardly proceed" if large else "", _percent(seldom) if seldom > 0 else "none"
             ),
         ]
         if large:
-            rows.append(Row(f"{what}, GEMINI is higher, by", "54 %", _percent(ours / often - 1)))
+            rows.append(FigureRow(f"{what}, GEMINI is higher, by", "54 %", _percent(ours / often - 1)))
     return Figure(
         "GEMINI, Figure 15b: share of the time that trains, by nodes",
         f"1.5 % of nodes fail a day; {_TESTBED}",
@@ -152,8 +154,8 @@ def reft_8() -> Figure:
         one = partial(reliability.of_checkpoints, gpus=3072, hardware=1e-4, software=1e-5, shape=shape)
         two = partial(reliability.of_parity, gpus=3072, hardware=1e-4, shape=shape, group=6)
         rows += [
-            Row(f"shape {shape:g}, checkpoints", published[0], f"{reliability.safe_days(one, 0.9):.2f} d"),
-            Row(
+            FigureRow(f"shape {shape:g}, checkpoints", published[0], f"{reliability.safe_days(one, 0.9):.2f} d"),
+            FigureRow(
                 f"shape {shape:g}, REFT",
                 published[1],
                 f"{reliability.safe_days(two, 0.9):.2f} d",
@@ -209,14 +211,14 @@ def jit_table_8() -> Figure:
                 slipped = just_in_time.of_all(just_in_time.user_level(model, gpus, steady_share=percent))
                 note = f"{_percent(slipped, 2)} if the {percent:g} % of Table 3 are taken for a share"
             rows += [
-                Row(f"{at}: checkpoints an hour", best, f"{just_in_time.best_per_s(model, gpus) * 3600:.2f}"),
-                Row(
+                FigureRow(f"{at}: checkpoints an hour", best, f"{just_in_time.best_per_s(model, gpus) * 3600:.2f}"),
+                FigureRow(
                     f"{at}: wasted, periodic",
                     f"{periodic} %",
                     _percent(just_in_time.of_all(wasted), 3),
                     f"{_percent(wasted, 2)} of useful time" if (model.name, gpus) == ("BERT-L", 8192) else "",
                 ),
-                Row(f"{at}: wasted, just in time", f"{user} %", _percent(exact, 4), note),
+                FigureRow(f"{at}: wasted, just in time", f"{user} %", _percent(exact, 4), note),
             ]
     return Figure(
         "Just-in-time checkpointing, Table 8",

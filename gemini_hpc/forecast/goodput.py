@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from random import Random
 
-from gemini_hpc.forecast.schemes import DAY_S, Scheme, Training, ours, ours_spare, strawman
+from gemini_hpc.forecast.schemes import DAY_S, Scheme, TrainingFigures, ours, ours_spare, strawman
 from gemini_hpc.forecast.simulation import Faults, simulate
 
 SIZES = (1_000, 10_000, 100_000)
@@ -34,7 +34,7 @@ DAYS, SEED = 180.0, 1
 
 
 @dataclass(frozen=True)
-class Row:
+class GoodputRow:
     """The goodput of one scheme at one size.
 
     Attributes:
@@ -90,10 +90,10 @@ INPUTS = (
 )
 
 
-def training(gpus: int) -> Training:
+def training(gpus: int) -> TrainingFigures:
     """Return the job at this size. Its network speed is the measured speed of a pull."""
     nodes = gpus // GPUS_PER_NODE
-    return Training(nodes, STATE_BYTES, ITERATION_S, PULL_BYTES_PER_S, tier=1e12)
+    return TrainingFigures(nodes, STATE_BYTES, ITERATION_S, PULL_BYTES_PER_S, tier=1e12)
 
 
 def ways(gpus: int) -> Iterator[Scheme]:
@@ -134,14 +134,14 @@ def _goodput(scheme: Scheme, gpus: int, per_day: float) -> tuple[float, int]:
     return out.goodput, waiting
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[GoodputRow]:
     """Yield all rows, one after the other. All of them together take some seconds."""
     for gpus in SIZES:
         nodes = gpus // GPUS_PER_NODE
         between_s = DAY_S / (nodes * RSC_PER_DAY)
         for scheme in ways(gpus):
             share, waiting = _goodput(scheme, gpus, RSC_PER_DAY)
-            yield Row(
+            yield GoodputRow(
                 gpus,
                 scheme.name,
                 scheme.down_s + scheme.wasted_s,

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from gemini_hpc.core import save_interval, tier_interval
 from gemini_hpc.core.redundancy import Redundancy, kind, name
-from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
+from gemini_hpc.forecast.schemes import DAY_S, TrainingFigures, ours, ours_spare
 
 FOLD_BYTES_S = 4.2e9  # parity on one core of the project's own machine: `make bench ONLY=rs`
 SLOTS = 2  # per copy: the newest sealed version and the version under way
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestedProtection:
     """The requested protection.
 
     Attributes:
@@ -30,7 +30,7 @@ class Wish:
         imports_s: Seconds from the restart of a program until it reaches resume().
     """
 
-    training: Training
+    training: TrainingFigures
     memory_bytes: float
     idle: float = 0.5
     ceiling: float = save_interval.CEILING
@@ -94,7 +94,7 @@ class Protection:
         return name(self.replicas, self.parity)
 
 
-def protection(wish: Wish, replicas: int, *, parity: int = 0) -> Protection:
+def protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> Protection:
     """Return the protection of a training.
 
     Args:

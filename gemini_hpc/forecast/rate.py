@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemini_hpc.forecast.event_history import Seen
+from gemini_hpc.forecast.event_history import EventCounts
 from gemini_hpc.slurm.accounting import History
 
 USUAL_PER_DAY, USUAL_HARDWARE = 0.015, 0.5
@@ -12,7 +12,7 @@ NONE_SEEN = 3.0  # no failure seen in a period: fewer than three in such a perio
 
 
 @dataclass(frozen=True)
-class Rate:
+class FailureRate:
     """A failure rate.
 
     Attributes:
@@ -31,7 +31,7 @@ class Rate:
         return f"failures: {self.per_day:.3g} of a node a day, {share} ({self.source})"
 
 
-def of_history(history: History, where: str) -> Rate:
+def of_history(history: History, where: str) -> FailureRate:
     """Return the rate from a site's past.
 
     Each run that Slurm ended as NODE_FAIL has lost a node with its memory. If jobs share a node, its days and its
@@ -45,12 +45,12 @@ def of_history(history: History, where: str) -> Rate:
     days = _days(history.node_days)
     if not history.lost:
         source = f"{where}: none lost in {days} node-days; {NONE_SEEN:g} taken, the bound at 95 %"
-        return Rate(NONE_SEEN / history.node_days, 1.0, source)
+        return FailureRate(NONE_SEEN / history.node_days, 1.0, source)
     source = f"{where}: {history.lost} lost in {days} node-days"
-    return Rate(history.lost / history.node_days, 1.0, source)
+    return FailureRate(history.lost / history.node_days, 1.0, source)
 
 
-def of_events(seen: Seen, where: str) -> Rate:
+def of_events(seen: EventCounts, where: str) -> FailureRate:
     """Return the rate from the event logs of protected jobs.
 
     The logs separate losses of nodes from programs that failed on healthy nodes.
@@ -64,9 +64,9 @@ def of_events(seen: Seen, where: str) -> Rate:
     jobs = f"{seen.jobs} job{'s' * (seen.jobs > 1)}, {_days(seen.node_days)} node-days"
     if not failures:
         source = f"{where}: {jobs} without a failure; {NONE_SEEN:g} taken, the bound at 95 %"
-        return Rate(NONE_SEEN / seen.node_days, 1.0, source)
+        return FailureRate(NONE_SEEN / seen.node_days, 1.0, source)
     source = f"{where}: {seen.lost} lost, {seen.failed} failed on healthy nodes; {jobs}"
-    return Rate(failures / seen.node_days, seen.lost / failures, source)
+    return FailureRate(failures / seen.node_days, seen.lost / failures, source)
 
 
 def _days(node_days: float) -> str:

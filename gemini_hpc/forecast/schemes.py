@@ -88,7 +88,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFigures:
     """A training to protect.
 
     Attributes:
@@ -123,12 +123,12 @@ class Training:
         return self.node_bytes * SERIALIZE_S_PER_BYTE
 
 
-def strawman(t: Training) -> Scheme:
+def strawman(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to storage every three hours (GEMINI, section 7.1)."""
     return Scheme("strawman", STRAWMAN_EVERY_S, min(t.serialize_s, STRAWMAN_EVERY_S / 2), t.tier_s, t.tier_s)
 
 
-def highfreq(t: Training) -> Scheme:
+def highfreq(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to storage as often as the storage allows (GEMINI, section 7.1).
 
     Serialization and writing take one checkpoint at a time. The paper rounds 9.07 iterations to nine.
@@ -137,7 +137,7 @@ def highfreq(t: Training) -> Scheme:
     return Scheme("highfreq", every_s, t.serialize_s, t.tier_s, t.tier_s)
 
 
-def gemini(t: Training) -> Scheme:
+def gemini(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to the memory of peers in every iteration.
 
     After a failure all copies are serialized (section 7.3: 162 s).
@@ -150,7 +150,7 @@ def gemini(t: Training) -> Scheme:
 PARITY_GROUP = 6  # REFT, appendix: six data-parallel paths
 
 
-def reft(t: Training) -> Scheme:
+def reft(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to the own node's memory in every iteration, with parity (REFT, section 4).
 
     The parity is over groups of six nodes. REFT's processes keep the memory, so nothing is serialized. The part that
@@ -164,7 +164,7 @@ def reft(t: Training) -> Scheme:
     return Scheme("reft", every_s, stall_s, every_s, exchange_s * (group - 1), parity=group)
 
 
-def jit(t: Training) -> Scheme:
+def jit(t: TrainingFigures) -> Scheme:
     """Return the just-in-time scheme at user level.
 
     Healthy replicas save after the failure. Half an iteration is lost.
@@ -177,13 +177,13 @@ def jit(t: Training) -> Scheme:
 OURS_DETECT_S, OURS_REQUEUE_S, OURS_SPARE_S = 7.5, 22.0, 1.7
 
 
-def ours(t: Training, imports_s: float = 60.0) -> Scheme:
+def ours(t: TrainingFigures, imports_s: float = 60.0) -> Scheme:
     """Return this project's scheme, by requeue: agents keep the memory, so nothing is serialized."""
     of = gemini(t)
     return replace(of, name="ours", detect_s=OURS_DETECT_S, save_s=0.0, restart_s=OURS_REQUEUE_S + imports_s)
 
 
-def ours_spare(t: Training) -> Scheme:
+def ours_spare(t: TrainingFigures) -> Scheme:
     """Return this project's scheme with spares in the allocation, whose interpreters are warm."""
     return replace(ours(t), name="ours-spare", restart_s=OURS_SPARE_S)
 

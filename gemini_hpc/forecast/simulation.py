@@ -19,7 +19,7 @@ from gemini_hpc.forecast.schemes import DAY_S, Scheme
 
 
 @dataclass(frozen=True)
-class Failure:
+class NodeFailure:
     """A failure of one node.
 
     With `hardware`, the node and its memory are gone. Otherwise the program has ended there.
@@ -49,7 +49,7 @@ class Faults:
     repair_s: float = DAY_S
     replace_s: float = 330.0  # GEMINI, section 7.3: 4 to 7 minutes
 
-    def of(self, nodes: int, days: float, random: Random) -> Iterator[Failure]:
+    def of(self, nodes: int, days: float, random: Random) -> Iterator[NodeFailure]:
         """Yield the failures in order of time."""
         if not (self.per_day >= 0 and self.shape > 0 and 0 <= self.hardware <= 1):
             raise ValueError("failures a day are not below 0, a shape is above 0, a share is from 0 to 1")
@@ -64,11 +64,11 @@ class Faults:
         while due[0][0] < days * DAY_S:
             at, node = due[0]
             heapq.heapreplace(due, (at + random.weibullvariate(scale, self.shape), node))
-            yield Failure(at, node, random.random() < self.hardware)
+            yield NodeFailure(at, node, random.random() < self.hardware)
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """The outcome of one run, in wall-clock seconds.
 
     Attributes:
@@ -106,14 +106,14 @@ class _Run:
     nodes: int
     standby: int
     faults: Faults
-    outcome: Outcome
+    outcome: RunOutcome
     saved_s: float = 0.0  # wall-clock time of training up to the last recovery, all safe in memory
     tiered_s: float = 0.0  # part of that, safe on storage
     lost: set[int] = field(default_factory=set)  # nodes whose memory was lost in this recovery
     ready_s: list[float] = field(default_factory=list)  # times at which nodes under repair come back
     borrowed: int = 0  # nodes beyond the paid ones, each returned when a repaired node comes back
 
-    def fail(self, failure: Failure, up_s: float) -> float:
+    def fail(self, failure: NodeFailure, up_s: float) -> float:
         """Process a failure, and return the time at which the next stretch of training begins.
 
         The failure ends a stretch of training, or falls into a recovery if it is before `up_s`.
@@ -145,7 +145,7 @@ class _Run:
     def _tiered(self, done_s: float) -> float:
         return max(0.0, floor((done_s - self.tier.usable_s) / self.tier.every_s) * self.tier.every_s)
 
-    def _wait(self, failure: Failure, now: float) -> float:
+    def _wait(self, failure: NodeFailure, now: float) -> float:
         """Return the wait for another node in seconds."""
         if not failure.hardware:
             return 0.0
@@ -167,20 +167,20 @@ class _Run:
 def simulate(
     scheme: Scheme,
     tier: Scheme,
-    failures: Iterable[Failure],
+    failures: Iterable[NodeFailure],
     *,
     nodes: int,
     days: float,
     standby: int = 0,
     faults: Faults = Faults(),
-) -> Outcome:
+) -> RunOutcome:
     """Simulate one training from its start for `days` days.
 
     `tier` is the scheme to go back to if no copy in memory is left.
     """
     if nodes < 1 or days <= 0 or standby < 0:
         raise ValueError("a training has a node and some days, and no fewer than 0 nodes stand by")
-    out = Outcome(days * DAY_S)
+    out = RunOutcome(days * DAY_S)
     run = _Run(scheme, tier, nodes, standby, faults, out)
     up_s = 0.0
     trained = 0.0  # wall-clock time of training, including lost work

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from gemini_hpc.forecast.simulation import Failure
+from gemini_hpc.forecast.simulation import NodeFailure
 
 MOST_FAILURES = 1_000_000
 MOST_S = 3650 * 86400.0
@@ -26,13 +26,13 @@ class TraceError(ValueError):
     """Raised for a line that is no failure. The message names the line, what was wanted and what was found."""
 
 
-def parse(lines: Iterable[str], nodes: int) -> list[Failure]:
+def parse(lines: Iterable[str], nodes: int) -> list[NodeFailure]:
     """Return the failures in the order of time. The failures of one line happen at the same moment.
 
     Raises:
         TraceError: A line is no failure, or there are no failures.
     """
-    found: list[Failure] = []
+    found: list[NodeFailure] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -46,7 +46,7 @@ def parse(lines: Iterable[str], nodes: int) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.at_s)
 
 
-def _failures(words: list[str], nodes: int, most: int) -> Iterator[Failure]:
+def _failures(words: list[str], nodes: int, most: int) -> Iterator[NodeFailure]:
     if len(words) != 3:
         raise ValueError(f"wanted seconds, nodes and a kind, found {len(words)} word{'s' * (len(words) != 1)}")
     at, ranks, kind = words
@@ -62,4 +62,4 @@ def _failures(words: list[str], nodes: int, most: int) -> Iterator[Failure]:
         most -= last - first + 1
         if most < 0:
             raise ValueError(f"more than {MOST_FAILURES} failures")
-        yield from (Failure(float(at), node, KINDS[kind]) for node in range(first, last + 1))
+        yield from (NodeFailure(float(at), node, KINDS[kind]) for node in range(first, last + 1))

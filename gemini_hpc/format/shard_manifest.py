@@ -13,7 +13,7 @@ FORMAT = 1
 PARAMETER, LIFTED = -1, -2  # instead of an optimizer's index
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class TensorRow(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the rank.
 
     Attributes:
@@ -53,12 +53,12 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     at: int
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class ShardManifest(msgspec.Struct, frozen=True):
     """The information needed to read a slot's tensor area. `aliases` are further names of tied parameters."""
 
     rank: int
     world: int
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
     pieces: tuple[Piece, ...]
     aliases: dict[str, str] = {}
     format: int = FORMAT
@@ -72,15 +72,15 @@ class Manifest(msgspec.Struct, frozen=True):
         return max((p.at + self.nbytes(p) for p in self.pieces), default=0)
 
 
-_decoder = msgspec.msgpack.Decoder(Manifest)
+_decoder = msgspec.msgpack.Decoder(ShardManifest)
 
 
-def pack(manifest: Manifest) -> bytes:
+def pack(manifest: ShardManifest) -> bytes:
     """Return the manifest as stored in a slot."""
     return msgspec.msgpack.encode(manifest)
 
 
-def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
+def unpack(data: bytes | memoryview, tensor_bytes: int) -> ShardManifest:
     """Return the manifest from bytes: the inverse of `pack`.
 
     Raises:
@@ -109,7 +109,9 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
     return manifest
 
 
-def place(rows: tuple[Row, ...], boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> tuple[Piece, ...]:
+def place(
+    rows: tuple[TensorRow, ...], boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+) -> tuple[Piece, ...]:
     """Give each box (row, offset, size) its aligned place, in the order given. Empty boxes are left out."""
     pieces = []
     at = 0

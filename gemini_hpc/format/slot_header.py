@@ -27,7 +27,7 @@ _FIELDS = struct.Struct("<8s15Q")  # releases before 0.3 wrote 0 in the last thr
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """The offsets and sizes of the areas of one slot, in bytes. `total` is the slot's size, in whole pages."""
 
     manifest_offset: int
@@ -39,7 +39,7 @@ class Layout:
     total: int
 
     @classmethod
-    def plan(cls, manifest_bytes: int, tensor_bytes: int, small_capacity: int) -> Layout:
+    def plan(cls, manifest_bytes: int, tensor_bytes: int, small_capacity: int) -> SlotLayout:
         """Return the layout for areas of these sizes.
 
         Raises:
@@ -66,7 +66,7 @@ class Header:
     counted it.
     """
 
-    layout: Layout
+    layout: SlotLayout
     small_bytes: int
     stamp: Stamp
     rank: int
@@ -80,7 +80,7 @@ class Header:
 
 
 def pack_header(
-    layout: Layout, small_bytes: int, stamp: Stamp, rank: int, world: int, moment: Moment = UNCOUNTED
+    layout: SlotLayout, small_bytes: int, stamp: Stamp, rank: int, world: int, moment: Moment = UNCOUNTED
 ) -> bytes:
     """Return the header page.
 
@@ -138,7 +138,7 @@ def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
         raise ValueError("slot header: the bytes after its fields are not zero")
     if stated_total != total:
         raise ValueError(f"slot header: states a slot of {stated_total} bytes, this one has {total}")
-    layout = Layout(
+    layout = SlotLayout(
         manifest_offset, manifest_bytes, tensor_offset, tensor_bytes, small_offset, small_capacity, stated_total
     )
     header = Header(layout, small_bytes, Stamp(epoch, version), rank, world, Moment(*moment))
@@ -160,7 +160,7 @@ def _is_possible(moment: Moment) -> bool:
 
 def _check(header: Header) -> None:
     layout = header.layout
-    if layout != Layout.plan(layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity):
+    if layout != SlotLayout.plan(layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity):
         raise ValueError(f"slot header: its areas do not follow each other as they should: {layout}")
     if not 0 <= header.small_bytes <= layout.small_capacity:
         raise ValueError(f"slot header: {header.small_bytes} bytes of small state, room for {layout.small_capacity}")

@@ -9,7 +9,7 @@ import math
 import struct
 
 from gemini_hpc.format.dtypes import item_bytes
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 _FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # tag: bytes that follow
@@ -21,7 +21,7 @@ _TENSORS = b"cg"
 TAGS = frozenset((*_FIXED, *_SIZED, *_ITEMS, *_ARRAYS, *_AROUND))
 
 
-def buffers(small: bytes) -> list[tuple[Row, memoryview]]:
+def buffers(small: bytes) -> list[tuple[TensorRow, memoryview]]:
     """Return the buffers in a rank's small state, each with its bytes. An MPI program's small state is empty.
 
     Raises:
@@ -39,27 +39,27 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data, self._at = memoryview(data), 0
 
-    def _take(self, count: int) -> memoryview:
+    def _read_bytes(self, count: int) -> memoryview:
         if count > len(self._data) - self._at:
             raise ValueError(f"a small state ends early: {count} bytes wanted, {len(self._data) - self._at} left")
         self._at += count
         return self._data[self._at - count : self._at]
 
     def _count(self) -> int:
-        return int(_COUNT.unpack(self._take(4))[0])
+        return int(_COUNT.unpack(self._read_bytes(4))[0])
 
     def _sized(self) -> memoryview:
-        return self._take(int(_SIZE.unpack(self._take(8))[0]))
+        return self._read_bytes(int(_SIZE.unpack(self._read_bytes(8))[0]))
 
     def _tag(self, known: bytes | frozenset[int]) -> int:
-        tag = self._take(1)[0]
+        tag = self._read_bytes(1)[0]
         if tag not in known:
             raise ValueError(f"a small state has tag {tag} where another one is wanted")
         return tag
 
     def _array(self) -> tuple[str, tuple[int, ...], memoryview]:
-        name = bytes(self._take(self._count())).decode()
-        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self._take(8 * self._count())))
+        name = bytes(self._read_bytes(self._count())).decode()
+        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self._read_bytes(8 * self._count())))
         return name, shape, self._sized()
 
     def mapping(self) -> int:
@@ -71,7 +71,7 @@ class _Reader:
         self._tag(b"s")
         return bytes(self._sized()).decode()
 
-    def buffer(self) -> tuple[Row, memoryview] | None:
+    def buffer(self) -> tuple[TensorRow, memoryview] | None:
         """Read a buffer, and return it with its bytes; None if the buffer lies elsewhere in the slot."""
         name = self.text()
         if bytes(self._data[self._at : self._at + 1]) == b"L":
@@ -80,7 +80,7 @@ class _Reader:
         self._tag(_TENSORS)
         self._tag(b"X")
         kind, shape, data = self._array()
-        row = Row(name, kind.removeprefix("torch."), shape, True, "cpu")
+        row = TensorRow(name, kind.removeprefix("torch."), shape, True, "cpu")
         if math.prod(shape) * item_bytes(row.dtype) != len(data):
             raise ValueError(f"buffer {name} of {shape} {row.dtype} has {len(data)} bytes")
         return row, data
@@ -92,7 +92,7 @@ class _Reader:
             values -= 1
             tag = self._tag(TAGS)
             if tag in _FIXED:
-                self._take(_FIXED[tag])
+                self._read_bytes(_FIXED[tag])
             elif tag in _SIZED:
                 self._sized()
             elif tag in _ITEMS:

@@ -46,11 +46,11 @@ from torch.futures import Future
 
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import item_bytes
-from gemini_hpc.format.shard_manifest import Manifest, Row
-from gemini_hpc.integrations.session import NOTE, Part, StackSession
+from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
+from gemini_hpc.integrations.session import NOTE, StackSession, VersionPart
 from gemini_hpc.train.state import encode
 from gemini_hpc.train.state.full_state import Whole, as_state, put_back
-from gemini_hpc.train.state.restore import MemoryReader, Saved
+from gemini_hpc.train.state.restore import MemoryReader, SavedShard
 from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 from gemini_hpc.wire.stored import Tier
 
@@ -161,7 +161,7 @@ class GeminiWriter(StorageWriter):
         return False
 
 
-def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> Part:
+def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> VersionPart:
     """Return the plan's items as rows and boxes. An item that is no tensor becomes a row of encoded bytes.
 
     Raises:
@@ -169,7 +169,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
         UnknownTypeError: A value has no encoding.
     """
     note = _Note(checkpoint_id, plan.planner_data)
-    rows: list[Row] = []
+    rows: list[TensorRow] = []
     found: list[tuple[Box, WriteItem | memoryview]] = []
     number: dict[str, int] = {}
     for item in plan.items:
@@ -178,23 +178,23 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
             value = planner.resolve_data(item)
             assert isinstance(value, io.BytesIO)
             raw = encode.encode(_of_this_process(value), key)
-            note.keep(key, len(raw), partial(bytes, raw))
+            note.add_value(key, len(raw), partial(bytes, raw))
             found.append(((len(rows), (0,), (len(raw),)), memoryview(bytearray(raw))))
-            rows.append(Row(key, "uint8", (len(raw),), True, "cpu", name=_VALUES))
+            rows.append(TensorRow(key, "uint8", (len(raw),), True, "cpu", name=_VALUES))
             continue
         if key not in number:
             number[key] = len(rows)
-            rows.append(Row(key, dtype_name(data.properties.dtype), tuple(data.size), True, "cpu"))
+            rows.append(TensorRow(key, dtype_name(data.properties.dtype), tuple(data.size), True, "cpu"))
         size, row = tuple(data.chunk.sizes), rows[number[key]]
         if math.prod(size):
             found.append(((number[key], tuple(data.chunk.offsets), size), item))
             if size == row.shape:
-                note.keep(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
+                note.add_value(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
-    rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
+    rows.append(TensorRow(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
     pieces = shard_manifest.place(tuple(rows), [box for box, _ in found])
-    manifest = Manifest(rank, world, tuple(rows), pieces)
+    manifest = ShardManifest(rank, world, tuple(rows), pieces)
 
     def store(area: torch.Tensor) -> None:
         for piece, (_, source) in zip(pieces, found, strict=True):
@@ -206,7 +206,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
                 assert isinstance(value, torch.Tensor)
                 target.view(dtype_of(rows[piece.row].dtype)).view(piece.size).copy_(value.detach())
 
-    return Part(manifest, store)
+    return VersionPart(manifest, store)
 
 
 def _copy(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -255,7 +255,7 @@ class GeminiReader(MemoryReader):
         else:
             self._name_as_saved(shards, [_Note.of(packed) for packed in session.notes])
 
-    def _name_as_saved(self, shards: Sequence[Saved], notes: Sequence[_Note]) -> None:
+    def _name_as_saved(self, shards: Sequence[SavedShard], notes: Sequence[_Note]) -> None:
         known = self.metadata.state_dict_metadata
         for saved in shards:
             for row in saved.manifest.rows:
@@ -278,7 +278,7 @@ class GeminiReader(MemoryReader):
     def _decoded(self, key: str) -> Any:
         return encode.decode(self.piece(key, (0,)).numpy().tobytes())
 
-    def _name_as_exported(self, shards: Sequence[Saved]) -> None:
+    def _name_as_exported(self, shards: Sequence[SavedShard]) -> None:
         """Name the tensors of a `Checkpointer`'s version.
 
         Tensors stand where they are, and the small state is available.
@@ -364,7 +364,7 @@ class _Note:
         self.id, self.names, self.values = checkpoint_id, names if isinstance(names, dict) else {}, dict(values or {})
         self._room_bytes = _SMALL_TOGETHER_BYTES
 
-    def keep(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
+    def add_value(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
         """Add a whole tensor, or encoded bytes, if it is small enough."""
         if size_bytes <= min(_SMALL_BYTES, self._room_bytes):
             self._room_bytes -= size_bytes

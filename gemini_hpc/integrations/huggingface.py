@@ -282,7 +282,7 @@ class GeminiMixin:
         )
         if reason := self._unsupported(trial):
             if self.is_world_process_zero():  # type: ignore[attr-defined]
-                lines.tell(f"this training is not protected: {reason}")
+                lines.write_line(f"this training is not protected: {reason}")
             return begun
         model, loader = super()._prepare_for_training(max_steps, self._given_loader, resume_from)  # type: ignore[misc]
         self._order, self._progress = _Order(loader), _Progress(self)

@@ -50,7 +50,7 @@ class _Progress:
 
 def _say(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
-        lines.tell(text)
+        lines.write_line(text)
 
 
 def _not_protected(trainer: Trainer, why: str) -> None:

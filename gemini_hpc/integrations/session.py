@@ -22,17 +22,17 @@ import torch.distributed as dist
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest
-from gemini_hpc.format.slot_header import PAGE_BYTES, Header, Layout, pack_header
-from gemini_hpc.train.device.memory import Keeper, map_copy
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.format.shard_manifest import ShardManifest
+from gemini_hpc.format.slot_header import PAGE_BYTES, Header, SlotLayout, pack_header
+from gemini_hpc.train.device.memory import TensorShardOwner, map_copy
+from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state import collectives
-from gemini_hpc.train.state.restore import Saved
+from gemini_hpc.train.state.restore import SavedShard
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
 from gemini_hpc.train.transport.host import HostTransport
 from gemini_hpc.wire import local
@@ -48,24 +48,24 @@ _SLACK_BYTES = 256 << 10  # room because encoded values vary in length from save
 
 
 @dataclass(frozen=True)
-class Part:
+class VersionPart:
     """A rank's contribution to a version.
 
     `store` fills the tensor area (bytes on the CPU) as the manifest describes.
     """
 
-    manifest: Manifest
+    manifest: ShardManifest
     store: Callable[[torch.Tensor], None]
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
+class ShardDescription(msgspec.Struct, frozen=True, array_like=True):
     """The description of one shard, for all ranks.
 
     `small` is filled for shard 0 only. `note` is the shard's row `NOTE`, if it has one.
     """
 
     header: Header
-    manifest: Manifest
+    manifest: ShardManifest
     small: bytes
     note: bytes
 
@@ -92,11 +92,11 @@ class StackSession:
     """
 
     def __init__(self, name: str, seal_timeout_s: float, tier: Tier) -> None:
-        self._session = Session(
+        self._session = RankSession(
             collectives.TorchRanks(), name, tier, seal_timeout_s=seal_timeout_s, imported_at=IMPORTED_AT
         )
         self._session.keepers = lambda: [self._own, *self._reserved]
-        self._own, self._reserved = Keeper(), list[Reserved]()
+        self._own, self._reserved = TensorShardOwner(), list[Reserved]()
         self._transport: HostTransport | None = None
         self._boxes: dict[int, Outbox] = {}
         self._group: dist.ProcessGroup | None = None
@@ -117,7 +117,7 @@ class StackSession:
             self._transport.joined_anew(client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self._transport = HostTransport(client, session.name, session.rank, session.homes)
-        self._me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        self._me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         if self._transport is not None:
             self._group = self._transport.group
             self._boxes = self._boxes or {rank: self._transport.outbox(rank) for rank in session.outgoing}
@@ -167,7 +167,7 @@ class StackSession:
 
     # ---- saving ----------------------------------------------------------------------------------------
 
-    def save(self, make: Callable[[], Part]) -> int:
+    def save(self, make: Callable[[], VersionPart]) -> int:
         """Save the next version, and return its number when it is sealed (collective).
 
         Calls may come from any thread, one at a time. If the version is not sealed, the result is 0 and one line
@@ -201,7 +201,7 @@ class StackSession:
         if self._session.client is not None:
             self._session.client.event("skipped", self._session.version, why)
 
-    def _save(self, make: Callable[[], Part]) -> None:
+    def _save(self, make: Callable[[], VersionPart]) -> None:
         """Save this rank's part and send it to the holders.
 
         Raises:
@@ -259,7 +259,7 @@ class StackSession:
             raise
         self._own.outgrow(own)
 
-    def _fill(self, part: Part, packed: bytes, least: Layout, begun: list[int]) -> Layout:
+    def _fill(self, part: VersionPart, packed: bytes, least: SlotLayout, begun: list[int]) -> SlotLayout:
         """Write everything into a slot of our own, and record the slot in `begun`.
 
         Raises:
@@ -272,7 +272,7 @@ class StackSession:
             shard = register(client, self._me, self._session.rank, self._session.node_rank, _roomy(least.total))
             shard.populate()
             self._own.outgrow(shard)
-        layout = Layout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
+        layout = SlotLayout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
         reply, _ = client.request(
             local.Begin(set=self._session.name, rank=self._session.rank, version=self._session.version)
         )
@@ -301,7 +301,7 @@ class StackSession:
         for keeper in self._reserved:
             keeper.catch_up()
 
-    def _spread(self, index: int, layout: Layout) -> None:
+    def _spread(self, index: int, layout: SlotLayout) -> None:
         """Send the slot to all holders and report this to the agent.
 
         Raises:
@@ -338,7 +338,7 @@ class StackSession:
 
     # ---- loading ---------------------------------------------------------------------------------------
 
-    def shards(self) -> list[Saved]:
+    def shards(self) -> list[SavedShard]:
         """Return all shards of the version to load, by rank; none if there is no version (collective).
 
         Shards that this rank need not read fetch their tensors on request.
@@ -362,17 +362,20 @@ class StackSession:
                 if attempt == _ATTEMPTS:
                     self._session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
             self._again()
-        own = [Facts(s.header, s.manifest, s.small_raw if rank == 0 else b"", _note(s)) for rank, s in found.items()]
+        own = [
+            ShardDescription(s.header, s.manifest, s.small_raw if rank == 0 else b"", _note(s))
+            for rank, s in found.items()
+        ]
         gathered = [
             facts
             for word in self._words(msgspec.msgpack.encode(own))
-            for facts in msgspec.msgpack.decode(word, type=list[Facts])
+            for facts in msgspec.msgpack.decode(word, type=list[ShardDescription])
         ]
         gathered.sort(key=lambda facts: facts.manifest.rank)
         self.notes = [facts.note for facts in gathered if facts.note]
         return [found.get(facts.manifest.rank) or self._later(facts) for facts in gathered]
 
-    def _fetch(self, rank: int) -> Saved:
+    def _fetch(self, rank: int) -> SavedShard:
         """Return a shard from the agents.
 
         Raises:
@@ -380,15 +383,15 @@ class StackSession:
         """
         self._session.agent()
         reply, fd = self._session.fetch(rank)
-        saved = Saved.read(map_copy(fd, reply.used), reply.bytes)
+        saved = SavedShard.read(map_copy(fd, reply.used), reply.bytes)
         if (saved.header.stamp.version, saved.header.rank) != (self._session.welcome.chosen_version, rank):
             raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved
 
-    def _later(self, facts: Facts) -> Saved:
+    def _later(self, facts: ShardDescription) -> SavedShard:
         """Return a shard that is fetched when one of its tensors is requested."""
         fetched = functools.cache(lambda: self._fetch(facts.manifest.rank))
-        return Saved(facts.header, facts.manifest, lambda piece: fetched().raw(piece), facts.small)
+        return SavedShard(facts.header, facts.manifest, lambda piece: fetched().raw(piece), facts.small)
 
     def _again(self) -> None:
         """Reconnect to the agents on all ranks (collective).
@@ -405,7 +408,7 @@ class StackSession:
         """Release the memory of this round."""
         for keeper in self._session.keepers():
             keeper.close()
-        self._own, self._reserved = Keeper(), []
+        self._own, self._reserved = TensorShardOwner(), []
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -421,14 +424,14 @@ class StackSession:
         self._forget()
 
 
-def _measured(part: Part) -> tuple[Part, bytes, Layout]:
+def _measured(part: VersionPart) -> tuple[VersionPart, bytes, SlotLayout]:
     """Return the part with its manifest as stored, and the smallest layout.
 
     Raises:
         ValueError: The sizes are invalid.
     """
     packed = shard_manifest.pack(part.manifest)
-    return part, packed, Layout.plan(len(packed), part.manifest.tensor_bytes(), 0)
+    return part, packed, SlotLayout.plan(len(packed), part.manifest.tensor_bytes(), 0)
 
 
 def _roomy(total_bytes: int) -> int:
@@ -452,7 +455,7 @@ def _push(box: Outbox, memory: torch.Tensor) -> None:
         last.wait()
 
 
-def _note(saved: Saved) -> bytes:
+def _note(saved: SavedShard) -> bytes:
     rows = saved.manifest.rows
     found = [piece for piece in saved.manifest.pieces if rows[piece.row].key == NOTE]
     return saved.raw(found[0]).numpy().tobytes() if found else b""

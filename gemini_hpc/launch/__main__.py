@@ -46,7 +46,7 @@ def main(words: list[str]) -> program.Program | int:
     given = parser.parse_args(words)
     wanted = program.Program(given.script, given.module, tuple(given.arguments))
     if not given.module and not os.path.exists(given.script):
-        lines.tell(f"launch: {given.script}: no such file")
+        lines.write_line(f"launch: {given.script}: no such file")
         return 2
     path = os.environ.get(SOCKET_ENV, "")
     try:
@@ -55,11 +55,11 @@ def main(words: list[str]) -> program.Program | int:
             if not path:
                 place = placing.place_without_agent(os.environ)
                 if place.node_rank < 0:
-                    lines.tell("launch: no agent here: this spare stays idle")
+                    lines.write_line("launch: no agent here: this spare stays idle")
                     return 0
                 os.environ.update(placing.rank_environment(os.environ, place))
     except ValueError as error:
-        lines.tell(f"launch: {error}")
+        lines.write_line(f"launch: {error}")
         return 2
     if not path:
         return wanted
@@ -69,7 +69,7 @@ def main(words: list[str]) -> program.Program | int:
     def start(env: Mapping[str, str]) -> RankProcess:
         why = program.unfit()
         if why:
-            lines.tell(f"launch: this attempt imports everything anew: {why}")
+            lines.write_line(f"launch: this attempt imports everything anew: {why}")
         return RankProcess(env, wanted.argv() if why else ())
 
     adopt_orphans()

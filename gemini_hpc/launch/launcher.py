@@ -81,14 +81,14 @@ class Launcher:
 
     def run(self) -> int:
         """Run until the rank has succeeded or must not be restarted; return the exit status."""
-        self._signals.begin()
+        self._signals.install_handlers()
         try:
             while True:
                 if self._spares and not self._trains():
                     status = self._wait()
                 else:
-                    self._limit.begin(self._reached())
-                    self._memory.begin()
+                    self._limit.record_start(self._reached())
+                    self._memory.begin_attempt()
                     status = self._attend(self._start(self._environment()))
                 if status is not None:
                     self._report.flush(wait=True)
@@ -123,7 +123,7 @@ class Launcher:
         effect. Without an agent, a signal that asks a process to end ends the launcher.
         """
         while True:
-            state = self._hear(None)
+            state = self._wait_message(None)
             self._signals.forget()
             if self._sock is None and self._signals.asked is not None:
                 return 128 + self._signals.asked[0]
@@ -139,7 +139,7 @@ class Launcher:
     def _attend(self, rank: RankProcess) -> int | None:
         """Wait until this attempt is over; return the exit status, or None if another attempt begins."""
         while True:
-            state = self._hear(rank)
+            state = self._wait_message(rank)
             self._signals.pass_on(rank.pid)
             self._report.flush()
             if rank.ended():
@@ -184,7 +184,7 @@ class Launcher:
             line = f"{end.text}; not starting the ranks again: {why_not}" if over else ""
             self._report.add(self._attempt, end, rank, line)
         if over:
-            self._tell(over=why_not)
+            self._report_end(over=why_not)
             state = self._ask(self._said(None)) or state
         if state.over:
             return self._end(rank, state)
@@ -195,14 +195,14 @@ class Launcher:
 
     def _after(self, status: int, rank: RankProcess) -> int | None:
         if status == 0:
-            self._tell(done=True)
+            self._report_end(done=True)
             return 0
         ended = f"rank {self._rank} ended with {in_words(status)}"
         sent = self._ended_by(LATER_S if status - 128 in SENT else 0.0)
         if sent is not None and is_heeded(sent, status):
             end = End(ended, Cause.CONSEQUENCE, number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
-            state = self._tell(end, over=f"somebody sent {sent.name}", given_up=False)
+            state = self._report_end(end, over=f"somebody sent {sent.name}", given_up=False)
             return _status(rank, state)
         if not self._healthy():
             self._report.add(self._attempt, NOTHING, rank, "")
@@ -225,11 +225,11 @@ class Launcher:
         why_not = self._limit.failed(reached, again=again, memory=memory)
         if why_not and not (begun and not again):
             self._report.add(self._attempt, end, rank, f"{end.text}; not starting the ranks again: {why_not}")
-            self._tell(end, over=why_not)
+            self._report_end(end, over=why_not)
             self._report.flush(wait=True)
             return self._named(self._attempt)[0].status or status
         if not begun:
-            state = self._tell(end, failed=True)
+            state = self._report_end(end, failed=True)
         follows = state is not None and not state.over and state.attempt > self._attempt
         line = f"{end.text}; starting all ranks again: restart {self._limit.restarts} of {self._most}"
         self._report.add(self._attempt, end, rank, line if follows else "")
@@ -317,7 +317,7 @@ class Launcher:
 
     # ---- the agent -------------------------------------------------------------------------------------
 
-    def _hear(self, rank: RankProcess | None) -> local.LaunchState | None:
+    def _wait_message(self, rank: RankProcess | None) -> local.LaunchState | None:
         """Wait for the rank's end or the agent's message about its step; return the message."""
         try:
             sock = self._connected()
@@ -367,7 +367,7 @@ class Launcher:
             self._sock.close()
         self._sock = None
 
-    def _tell(
+    def _report_end(
         self,
         end: End | None = None,
         *,
@@ -420,4 +420,4 @@ def _status(rank: RankProcess, state: local.LaunchState | None) -> int:
 
 
 def _say(text: str) -> None:
-    lines.tell(f"launch: {text}")
+    lines.write_line(f"launch: {text}")

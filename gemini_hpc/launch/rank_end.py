@@ -38,7 +38,7 @@ def describe(
     words, told = (process.note.words if raised is not None else ""), in_words(status)
     killed = status == 128 + signal.SIGKILL
     lacking = cause is not Cause.CONSEQUENCE and (killed or cause is Cause.RAISED) and memory.happened()
-    detail = "; ".join(filter(None, (words, memory.told() if lacking else "")))
+    detail = "; ".join(filter(None, (words, memory.describe_kill() if lacking else "")))
     lacking = lacking or (raised is Cause.RAISED and process.note.is_memory)
     kind = ""
     if lacking:

@@ -107,18 +107,18 @@ class RankProcess:
         """
         self._others = frozenset(_children())
         self.note = _Note()
-        lines.settle()
+        lines.flush_streams()
         launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             _notes[os.getpid()] = self.note
-            self._begin(launcher, env, command)
+            self._prepare_child(launcher, env, command)
         self.fd = os.pidfd_open(self.pid)
         self.status: int | None = None
         self.killed = False  # the launcher has killed it
 
     @staticmethod
-    def _begin(launcher: int, env: Mapping[str, str], command: Sequence[str]) -> None:
+    def _prepare_child(launcher: int, env: Mapping[str, str], command: Sequence[str]) -> None:
         """Prepare the new process: it ends with its launcher and handles signals by default."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
@@ -131,7 +131,7 @@ class RankProcess:
         try:
             os.execv(command[0], list(command))
         except OSError as error:
-            lines.tell(f"launch: {command[0]}: {error.strerror}")
+            lines.write_line(f"launch: {command[0]}: {error.strerror}")
         os._exit(127)
 
     def ended(self) -> bool:

@@ -87,12 +87,12 @@ class Witness:
 
 
 class Signals:
-    """The signals that a launcher receives after `begin`.
+    """The signals that a launcher receives after `install_handlers`.
 
     Attributes:
         last: Newest signal and its time (monotonic seconds); None: none yet.
         asked: Newest signal that asks to end, likewise.
-        fd: Readable if a signal has arrived; -1 before `begin`.
+        fd: Readable if a signal has arrived; -1 before `install_handlers`.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Signals:
         self._due: list[tuple[int, float]] = []
         self._witness: Witness | None = None
 
-    def begin(self) -> None:
+    def install_handlers(self) -> None:
         """Handle the signals of this process from now on.
 
         Raises:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.format.shard_manifest import Manifest, Row
+from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
 from gemini_hpc.mpi.arrays import Array, Arrays, Shape
 from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.tier.publish import publish, why
@@ -38,7 +38,7 @@ class Dataset:
     """
 
     name: str
-    row: Row
+    row: TensorRow
     boxes: dict[Box, int] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
         OSError: On all ranks, if a phase fails on any rank.
     """
     _agree(words, _lacking(), RuntimeError)
-    datasets = plan([msgspec.msgpack.decode(raw, type=Manifest) for raw in words.all(arrays.packed)])
+    datasets = plan([msgspec.msgpack.decode(raw, type=ShardManifest) for raw in words.all(arrays.packed)])
     attributes = {"set": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
     directory, last = os.path.split(os.path.abspath(path))
     temporary = f"{directory}/.{last}.tmp"
@@ -85,7 +85,7 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
                 os.unlink(temporary)
 
 
-def plan(manifests: Sequence[Manifest]) -> list[Dataset]:
+def plan(manifests: Sequence[ShardManifest]) -> list[Dataset]:
     """Return the datasets of a file, in the same order on all ranks.
 
     Raises:

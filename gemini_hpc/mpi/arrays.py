@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import ITEM_BYTES
-from gemini_hpc.format.shard_manifest import Manifest, Piece, Row
-from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.format.shard_manifest import Piece, ShardManifest, TensorRow
+from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -39,7 +39,7 @@ class Part:
 class _Held:
     array: Array
     offset: Shape
-    row: Row
+    row: TensorRow
 
 
 class Arrays:
@@ -67,13 +67,13 @@ class Arrays:
                 if part:
                     raise TypeError(f"{name}: parts of {array.dtype} arrays cannot be put together")
                 shape, offset, dtype = (array.nbytes,), (0,), "uint8"
-            self._held[name] = _Held(array, offset, Row(name, dtype, shape, part is not None, "cpu"))
+            self._held[name] = _Held(array, offset, TensorRow(name, dtype, shape, part is not None, "cpu"))
         rows = tuple(held.row for held in self._held.values())
         boxes = [(i, h.offset, _size(h)) for i, h in enumerate(self._held.values())]
-        self.manifest = Manifest(rank, world, rows, shard_manifest.place(rows, boxes))
+        self.manifest = ShardManifest(rank, world, rows, shard_manifest.place(rows, boxes))
         self.packed = shard_manifest.pack(self.manifest)
         shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # rejects a part that is no box of its array
-        self.layout = Layout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
+        self.layout = SlotLayout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
 
     def rebind(self, name: str, value: Any) -> None:
         """Replace an array by another one.
@@ -160,7 +160,7 @@ class Arrays:
 class Saved:
     """A shard of a version, in memory."""
 
-    manifest: Manifest
+    manifest: ShardManifest
     area: memoryview
 
     @classmethod

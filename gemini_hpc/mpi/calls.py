@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.moments import name_ranks
 from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.mpi.interval import Need
@@ -45,7 +45,7 @@ class Calls:
         apart: The ranks have met in different calls, so later calls no longer match either.
     """
 
-    def __init__(self, ranks: MpiRanks, session: Session) -> None:
+    def __init__(self, ranks: MpiRanks, session: RankSession) -> None:
         self._ranks, self._session = ranks, session
         self.apart = False
 

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from gemini_hpc import clock, lines
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
-from gemini_hpc.client.mapped_slots import Content, Keeper, Shard, Slot
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
@@ -86,14 +86,14 @@ class Checkpointer:
         self._began_at = self._waited_s = self._cost_s = 0.0  # of the newest version
         self._last = self._settled = 0  # the newest version, and the newest of which the time to its seal is known
         self._resumed = self._closed = False
-        self._kept: dict[int, Keeper[Shard[Slot]]] = {}  # by rank, this rank first
+        self._kept: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
         self._begun: dict[int, int] = {}  # slots being filled, by rank
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._said: set[str] = set()
         self._lost = ""  # why this rank's part has ended, until all ranks know it
-        self._session = session = Session(
+        self._session = session = RankSession(
             self._words,
             name,
             Tier.of(tier),
@@ -112,10 +112,10 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            lines.tell(text)
+            lines.write_line(text)
 
     def _leave(self, status: int) -> NoReturn:
-        lines.settle()
+        lines.flush_streams()
         self._comm.Barrier()
         os._exit(status)
 
@@ -298,11 +298,11 @@ class Checkpointer:
     def _register(self) -> bool:
         """Reserve memory for this rank's shard and those kept for others, at the first step (collective)."""
         sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
-        made: dict[int, Keeper[Shard[Slot]]] = {}
+        made: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}
         problem = ""
         try:
             for rank in [self._rank, *self._session.incoming]:
-                keeper: Keeper[Shard[Slot]] = Keeper()
+                keeper: ShardOwner[MappedShard[MappedSlot]] = ShardOwner()
                 keeper.shard = self._ask_for(rank, sizes[rank])
                 made[rank] = keeper
         except (AgentLost, AgentRefused, OSError, ValueError) as error:
@@ -318,18 +318,18 @@ class Checkpointer:
         self._start_thread()
         return True
 
-    def _ask_for(self, rank: int, total_bytes: int) -> Shard[Slot]:
+    def _ask_for(self, rank: int, total_bytes: int) -> MappedShard[MappedSlot]:
         session, home = self._session, self._session.homes[rank]
         assert session.client is not None
         message = local.Register(set=session.name, rank=rank, world=self._world, home=home, bytes=total_bytes)
         reply, fds = session.client.request(message, timeout_s=REGISTER_TIMEOUT_S)
         if not isinstance(reply, local.Slots) or reply.bytes != total_bytes:
             raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-        shard = Shard(rank, self._world, home, total_bytes, fds, Slot)
+        shard = MappedShard(rank, self._world, home, total_bytes, fds, MappedSlot)
         shard.populate()
         return shard
 
-    def _shard(self, rank: int) -> Shard[Slot]:
+    def _shard(self, rank: int) -> MappedShard[MappedSlot]:
         shard = self._kept[rank].shard
         assert shard is not None
         return shard

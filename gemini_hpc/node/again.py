@@ -16,7 +16,7 @@ import sys
 
 from gemini_hpc.config import ConfigError, load
 from gemini_hpc.node import job_directory, ledger, privileges, reaper
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.prolog import parse_number
 
 LEDGER_S = 1.0  # a step, or the epilog, waits for this
@@ -54,9 +54,9 @@ def main(argv: list[str]) -> int:
         if not make(load().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
             return 1
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        complain("step", job, f"the directory of its agent is gone, and could not be made again: {exc}")
+        log_fault("step", job, f"the directory of its agent is gone, and could not be made again: {exc}")
         return 1
-    complain("step", job, "the directory of its agent was gone, unmounted or removed: made another one")
+    log_fault("step", job, "the directory of its agent was gone, unmounted or removed: made another one")
     return 0
 
 

@@ -22,7 +22,7 @@ class NobodyAnswersError(Exception):
     """An error for an absent agent: no socket, no listener, or an agent that ended before it answered."""
 
 
-class AskError(Exception):
+class ListenerError(Exception):
     """An error for a listener (the agent, or an impostor) that did not answer as it should."""
 
 
@@ -52,10 +52,10 @@ def connect(directory: str, uid: int, deadline: float) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError) as exc:
             raise NobodyAnswersError(f"{path}: {exc.strerror}") from None
         except OSError as exc:
-            raise AskError(f"{path}: {exc.strerror or exc}") from None
+            raise ListenerError(f"{path}: {exc.strerror or exc}") from None
         found = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if found != uid:
-            raise AskError(f"{path}: wanted an agent of uid {uid}, found one of uid {found}")
+            raise ListenerError(f"{path}: wanted an agent of uid {uid}, found one of uid {found}")
     except BaseException:
         sock.close()
         raise
@@ -81,30 +81,30 @@ def ask(sock: socket.socket, question: dict[str, Any], deadline: float) -> dict[
     """
     packet = json.dumps(question).encode()
     if len(packet) > MAX_PACKET_BYTES:
-        raise AskError(f"a request of {len(packet)} bytes is too long; at most {MAX_PACKET_BYTES} are")
+        raise ListenerError(f"a request of {len(packet)} bytes is too long; at most {MAX_PACKET_BYTES} are")
     try:
         _set_timeout(sock, deadline)
         sock.send(packet)
         _set_timeout(sock, deadline)
         reply, _, flags, _ = sock.recvmsg(MAX_PACKET_BYTES)
     except TimeoutError:
-        raise AskError("the agent did not answer in time") from None
+        raise ListenerError("the agent did not answer in time") from None
     except (BrokenPipeError, ConnectionResetError):
         reply, flags = b"", 0
     except OSError as exc:
-        raise AskError(f"the agent could not be asked: {exc.strerror or exc}") from None
+        raise ListenerError(f"the agent could not be asked: {exc.strerror or exc}") from None
     if not reply:
         raise NobodyAnswersError("the agent went away before it answered")
     if flags & socket.MSG_TRUNC:
-        raise AskError(f"the agent's reply is longer than {MAX_PACKET_BYTES} bytes")
+        raise ListenerError(f"the agent's reply is longer than {MAX_PACKET_BYTES} bytes")
     try:
         answer = json.loads(reply)
     except (ValueError, RecursionError):
-        raise AskError("the agent's reply is not JSON") from None
+        raise ListenerError("the agent's reply is not JSON") from None
     if not isinstance(answer, dict) or not isinstance(answer.get("op"), str):
-        raise AskError("the agent's reply is not a message")
+        raise ListenerError("the agent's reply is not a message")
     if answer["op"] == "error":
-        raise AskError(f"the agent refused: {answer.get('error')!s:.300}")
+        raise ListenerError(f"the agent refused: {answer.get('error')!s:.300}")
     return answer
 
 
@@ -115,12 +115,12 @@ def wait_until_gone(sock: socket.socket, deadline: float) -> None:
             _set_timeout(sock, deadline)
             if not sock.recv(MAX_PACKET_BYTES):
                 return
-    except (OSError, AskError):
+    except (OSError, ListenerError):
         return
 
 
 def _set_timeout(sock: socket.socket, deadline: float) -> None:
     left = deadline - clock.monotonic()
     if left <= 0:
-        raise AskError("the agent did not answer in time")
+        raise ListenerError("the agent did not answer in time")
     sock.settimeout(left)

@@ -16,7 +16,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.node import memory_cgroup
 from gemini_hpc.node.meminfo import meminfo
-from gemini_hpc.node.memory_cgroup import Choice, Place, Step
+from gemini_hpc.node.memory_cgroup import CgroupWrite, Choice, Place
 
 BUSCTL = "/usr/bin/busctl"
 SYSTEMD_BOOTED = "/run/systemd/system"
@@ -26,7 +26,7 @@ _END_S = 2.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AgentCgroup:
     """The cgroup of one job's agent.
 
     Attributes:
@@ -38,7 +38,7 @@ class Group:
     directories: tuple[str, ...] = ()
 
 
-NO_GROUP = Group()
+NO_GROUP = AgentCgroup()
 
 
 def place(pid: int | str = "self") -> Place | None:
@@ -95,7 +95,7 @@ def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
         return choice
     used = max(0, _bytes(choice.directory, memory_cgroup.usage_file(here.version)))
     limit_bytes = cap_bytes(settings, total_bytes) + agents * memory_cgroup.AGENT_ROOM_BYTES
-    problem = _take(memory_cgroup.preparation(here, choice, limit_bytes, used))
+    problem = _apply_steps(memory_cgroup.preparation(here, choice, limit_bytes, used))
     return Choice("stay", why=problem) if problem else choice
 
 
@@ -116,7 +116,7 @@ def no_room(choice: Choice, settings: Settings) -> str:
     return ""
 
 
-def resize(group: Group, limit_bytes: int) -> str:
+def resize(group: AgentCgroup, limit_bytes: int) -> str:
     """Set a new limit for the cgroup of a running agent, never below its current use. Requires root.
 
     Return the error, or "".
@@ -139,7 +139,7 @@ def resize(group: Group, limit_bytes: int) -> str:
     return ""
 
 
-def _take(steps: list[Step]) -> str:
+def _apply_steps(steps: list[CgroupWrite]) -> str:
     """Carry out the steps. Return why a needed step failed, or ""."""
     for step in steps:
         try:
@@ -154,7 +154,7 @@ def _take(steps: list[Step]) -> str:
     return ""
 
 
-def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, str]:
+def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[AgentCgroup, str]:
     """Move the process that becomes the agent into the job's own cgroup. Requires root; bounded in time.
 
     Return the cgroup, and the error or "".
@@ -168,7 +168,7 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, 
             return NO_GROUP, f"systemd: {exc.strerror or exc}"
         there = place(pid)
         return (
-            (Group(2, (there.directory(),)), "")
+            (AgentCgroup(2, (there.directory(),)), "")
             if there is not None
             else (NO_GROUP, "the agent's scope is not visible")
         )
@@ -176,12 +176,12 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, 
     if here is None:  # it was visible when the choice was made
         return NO_GROUP, "no memory cgroup is visible any more"
     directory = memory_cgroup.job_directory(choice, job)
-    problem = _take(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
+    problem = _apply_steps(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
     # v2: the parent cgroup holds processes of an older release. Sharing with them is better than staying in
     # slurmd's.
     if problem:
         return NO_GROUP, _enter(choice.directory, pid) or f"the agent has no cgroup of its own: {problem}"
-    return Group(here.version, (directory, *_beside(here, choice, job, pid))), ""
+    return AgentCgroup(here.version, (directory, *_beside(here, choice, job, pid))), ""
 
 
 def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
@@ -191,7 +191,7 @@ def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
     mountinfo = _text("/proc/self/mountinfo")
     below = choice.directory[len(here.mount) :]
     found = memory_cgroup.beside(mountinfo, below, job)
-    return [at for at, steps in found.items() if not _take(steps) and not _enter(at, pid)]
+    return [at for at, steps in found.items() if not _apply_steps(steps) and not _enter(at, pid)]
 
 
 def _enter(directory: str, pid: int) -> str:
@@ -202,7 +202,7 @@ def _enter(directory: str, pid: int) -> str:
     return ""
 
 
-def members(group: Group) -> list[int]:
+def members(group: AgentCgroup) -> list[int]:
     """Return the pids of the processes in the cgroup as this process sees them; none if the cgroup is gone."""
     try:
         return [int(line) for line in _read(f"{group.directories[0]}/cgroup.procs").split()]
@@ -210,7 +210,7 @@ def members(group: Group) -> list[int]:
         return []
 
 
-def held_bytes(group: Group) -> int:
+def held_bytes(group: AgentCgroup) -> int:
     """Return the bytes of copies in the cgroup; 0 if they cannot be read."""
     try:
         return memory_cgroup.held(group.version, _read(f"{group.directories[0]}/memory.stat"))
@@ -218,7 +218,7 @@ def held_bytes(group: Group) -> int:
         return 0
 
 
-def end(group: Group, timeout_s: float = _END_S) -> int:
+def end(group: AgentCgroup, timeout_s: float = _END_S) -> int:
     """Kill all processes in the cgroup, at once where the kernel can, and remove it. Requires root.
 
     Return the number of processes that it contained.
@@ -245,7 +245,7 @@ def end(group: Group, timeout_s: float = _END_S) -> int:
     return first
 
 
-def remove_empty(group: Group) -> bool:
+def remove_empty(group: AgentCgroup) -> bool:
     """Remove the cgroup if it is empty. Return whether nothing of it is left. Requires root.
 
     A dying process still counts as a member.
@@ -259,7 +259,7 @@ def remove_empty(group: Group) -> bool:
     return True
 
 
-def kill(group: Group, inside: list[int]) -> None:
+def kill(group: AgentCgroup, inside: list[int]) -> None:
     """Kill every process in the cgroup. Requires root.
 
     No process may fork meanwhile. Where there is a freezer, all processes are frozen until each has its SIGKILL.
@@ -285,7 +285,7 @@ def kill(group: Group, inside: list[int]) -> None:
         _freeze(group, "THAWED")
 
 
-def _freeze(group: Group, state: str) -> None:
+def _freeze(group: AgentCgroup, state: str) -> None:
     """Set the freezer state of a v1 cgroup. v2 kills all processes at once and needs no freezer."""
     for directory in group.directories if group.version == 1 else ():
         with suppress(OSError):

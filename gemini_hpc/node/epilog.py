@@ -20,7 +20,7 @@ from functools import partial
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import again, ask_agent, health_report, job_directory, ledger, privileges, reaper
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
 
 ANSWER_TIMEOUT_S = 3.0  # for the agent's answer, within TOTAL_S
@@ -80,7 +80,7 @@ def _end(
         there, patience_s = job_directory.exists(run_fd, job, uid), 0.0
         if not there and (there := again.make(run_dir, job, uid)):
             patience_s = MOVES_S
-        outcome = _tell(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
+        outcome = _report_end(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
         if outcome > _CHECK:
             outcome -= _CHECK
             health_report.start(settings, job, restart, place[0])
@@ -89,10 +89,12 @@ def _end(
     finally:
         reaper.ensure(settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
-        _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
+        _hold_survivors(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 
 
-def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float) -> int:
+def _report_end(
+    run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadline: float, patience_s: float
+) -> int:
     """Report the end to the agent. Return its answer as a status.
 
     Args:
@@ -112,7 +114,7 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadli
             with _connect(f"{run_dir}/{job}", uid, answer_by, patience_s) as sock:
                 answer = ask_agent.ask(sock, question, answer_by)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
-                    raise ask_agent.AskError("the agent's reply to the epilog is not valid")
+                    raise ask_agent.ListenerError("the agent's reply to the epilog is not valid")
                 check = _CHECK if answer.get("check") is True else 0
                 if answer["state"] == "hold":
                     return check + _hold_status(restart, answer.get("restart"))
@@ -123,11 +125,11 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int, deadli
                 return check + _RELEASED
         except ask_agent.NobodyAnswersError:
             return _KEPT  # its supervisor may start it again; if not, a later prolog on this node cleans up
-        except ask_agent.AskError as exc:
-            complain("epilog", job, str(exc))
+        except ask_agent.ListenerError as exc:
+            log_fault("epilog", job, str(exc))
             return _FAILED
 
-    child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
+    child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(log_fault, "epilog", job))
     return privileges.outcome(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
 
 
@@ -144,8 +146,8 @@ def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> s
 
 def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
     try:
-        # `look` never enters a file system that a user has mounted there
-        there = job_directory.look(run_fd, str(job)) is not None
+        # `stat_entry` never enters a file system that a user has mounted there
+        there = job_directory.stat_entry(run_fd, str(job)) is not None
     except job_directory.JobDirError:
         there = True
     try:
@@ -153,7 +155,7 @@ def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
             if there or entries.get(job) is not None:
                 entries.ended(job, uid, restart)
     except OSError as exc:
-        complain("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        log_fault("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
 
 
 def _released(run_fd: int, run_dir: str, job: int) -> None:
@@ -179,7 +181,7 @@ def _hold_status(restart: int, said: object) -> int:
     return _HOLD_FORMER if restart > 0 and said == restart - 1 else _KEPT
 
 
-def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
+def _hold_survivors(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
     """Hold the job's survivors: a peer died, no controller answers, and this node is the first alive.
 
     This is the only Slurm action of prolog and epilog. The agent's answer is a hint that
@@ -193,9 +195,9 @@ def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> No
         hold = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
         hold.wait(max(0.2, deadline - clock.monotonic()))  # `subprocess.run` would kill it at the timeout
     except subprocess.TimeoutExpired:
-        complain("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
+        log_fault("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
     except OSError as exc:
-        complain("epilog", job, f"could not hold the survivors: {exc}")
+        log_fault("epilog", job, f"could not hold the survivors: {exc}")
 
 
 if __name__ == "__main__":

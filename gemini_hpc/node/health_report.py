@@ -18,7 +18,7 @@ import sys
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load, program_problem
 from gemini_hpc.node import ledger, spawn
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.health_check import Problem, find_problem
 from gemini_hpc.node.prolog import parse_number
 
@@ -35,7 +35,7 @@ def start(settings: Settings, job: int, restart: int, node: str) -> None:
     try:
         os.close(spawn.daemon(argv, lambda pid: None))
     except (spawn.LaunchError, OSError) as exc:
-        complain("epilog", job, f"could not check this node's health: {exc}")
+        log_fault("epilog", job, f"could not check this node's health: {exc}")
 
 
 def main(argv: list[str]) -> int:
@@ -52,25 +52,25 @@ def main(argv: list[str]) -> int:
             return 0  # another job's epilog has started the check
         problem = _check(settings, job)
         if problem is not None:
-            complain("health", job, f"this node is red: {problem.text}")
+            log_fault("health", job, f"this node is red: {problem.text}")
             _report(settings, job, restart, argv[2], hangs=problem.hangs)
         os.close(lock)
     except (ValueError, ConfigError, ImportError, OSError) as exc:
-        complain("health", job, f"this node's health is not known: {exc}")
+        log_fault("health", job, f"this node's health is not known: {exc}")
     return 0
 
 
 def _check(settings: Settings, job: int) -> Problem | None:
     if why := program_problem(settings.health_check):
         raise OSError(f"health_check {settings.health_check}: {why}")
-    return find_problem(settings.health_check, lambda: False, lambda text: complain("health", job, text))
+    return find_problem(settings.health_check, lambda: False, lambda text: log_fault("health", job, text))
 
 
 def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: bool) -> None:
     """Report the red node to the acting controller, whichever host it runs on, and log the answer."""
     # Imported only here: the check of a healthy node needs nothing but the standard library.
     from gemini_hpc.wire import controller
-    from gemini_hpc.wire.handshake import Client, HandshakeError
+    from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
     from gemini_hpc.wire.link import BlockingLink, LinkClosed
     from gemini_hpc.wire.message import Message
 
@@ -78,7 +78,7 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
     hosts, deadline, why = settings.controller_hosts(), clock.monotonic() + REPORT_S, "this site has no controller"
     while hosts:
         for host in hosts:
-            client = Client(
+            client = HandshakeClient(
                 purpose=controller.HEALTH,
                 cluster=settings.cluster_name,
                 job=job,
@@ -99,12 +99,12 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
                 why = f"{host}: {exc}"
                 continue
             if isinstance(answer, controller.Notice):
-                complain("health", job, f"the controller on {host} answers: {answer.text}")
+                log_fault("health", job, f"the controller on {host} answers: {answer.text}")
                 return
         if clock.monotonic() > deadline:
             break
         clock.sleep(RETRY_S)
-    complain("health", job, f"no controller was told: {why}")
+    log_fault("health", job, f"no controller was told: {why}")
 
 
 if __name__ == "__main__":

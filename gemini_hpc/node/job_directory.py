@@ -14,7 +14,7 @@ import stat
 
 from gemini_hpc import clock
 from gemini_hpc.node import mounts
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
@@ -84,7 +84,7 @@ def _create(path: str) -> None:
     finally:
         os.close(lock)
     if problem:
-        complain("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
+        log_fault("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
 
 
 def _wait_for(lock: int) -> None:
@@ -117,11 +117,11 @@ def exists(run_fd: int, job: int, uid: int) -> bool:
     Raises:
         JobDirError: The mount cannot be detached.
     """
-    info = look(run_fd, str(job))
+    info = stat_entry(run_fd, str(job))
     return info is not None and stat.S_ISDIR(info.st_mode) and info.st_uid == uid
 
 
-def look(run_fd: int, name: str) -> os.stat_result | None:
+def stat_entry(run_fd: int, name: str) -> os.stat_result | None:
     """Return the status of an entry of the run directory after detaching mounts over it; None if it is missing.
 
     Raises:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from gemini_hpc import clock
-from gemini_hpc.node.cgroup import NO_GROUP, Group
+from gemini_hpc.node.cgroup import NO_GROUP, AgentCgroup
 
 SUFFIX = ".agents"
 LOCK_TIMEOUT_S = 4.0  # no process holds the lock for long, since none waits under it
@@ -33,7 +33,7 @@ def boot_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """The entry of one job.
 
     Attributes:
@@ -51,7 +51,7 @@ class Entry:
     job: int
     uid: int
     restart: int
-    group: Group = NO_GROUP
+    group: AgentCgroup = NO_GROUP
     ended_s: float | None = None
     started_s: float = 0.0
     doubted_s: float | None = None
@@ -70,22 +70,24 @@ class Ledger:
     def __init__(self, directory_fd: int) -> None:
         self._fd = directory_fd
 
-    def get(self, job: int) -> Entry | None:
+    def get(self, job: int) -> LedgerEntry | None:
         """Return the entry of a job, or None if there is none that can be read."""
         try:
             fd = os.open(str(job), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
             with os.fdopen(fd, "rb") as f:
                 text = json.loads(f.read(_ENTRY_BYTES))
-            group = Group(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
+            group = AgentCgroup(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
             ended, doubted = (None if text.get(at) is None else float(text[at]) for at in ("ended_s", "doubted_s"))
             uid, restart, started = int(text["uid"]), int(text["restart"]), float(text.get("started_s", 0.0))
             if text["boot"] != boot_id():
                 return None
-            return Entry(job, uid, restart, group, ended, started, doubted, bool(text["released"]), text["boot"])
+            return LedgerEntry(
+                job, uid, restart, group, ended, started, doubted, bool(text["released"]), text["boot"]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: LedgerEntry) -> None:
         """Write an entry atomically.
 
         Raises:
@@ -102,7 +104,7 @@ class Ledger:
         with suppress(OSError):
             os.unlink(str(job), dir_fd=self._fd)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[LedgerEntry]:
         for name in sorted(os.listdir(self._fd)):
             if name.isascii() and name.isdecimal() and (entry := self.get(int(name))) is not None:
                 yield entry
@@ -115,7 +117,7 @@ class Ledger:
         """
         known = self.get(job)
         if known is None or known.uid != uid:
-            known = Entry(job, uid, restart)
+            known = LedgerEntry(job, uid, restart)
         restart = max(restart, known.restart)
         self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None, released=False))
 
@@ -127,13 +129,13 @@ class Ledger:
         """
         known = self.get(job)
         if known is None or known.uid != uid:
-            self.put(Entry(job, uid, restart, ended_s=now_s()))
+            self.put(LedgerEntry(job, uid, restart, ended_s=now_s()))
         elif restart > known.restart:  # no prolog has announced this incarnation
             self.put(replace(known, restart=restart, ended_s=now_s(), doubted_s=None))
         elif restart == known.restart and known.ended_s is None:
             self.put(replace(known, ended_s=now_s(), doubted_s=None))
 
-    def lets_go(self, known: Entry) -> None:
+    def lets_go(self, known: LedgerEntry) -> None:
         """Record that the agent has released its memory, unless its entry has changed since `known` was read.
 
         Raises:
@@ -142,7 +144,7 @@ class Ledger:
         if self.get(known.job) == known:
             self.put(replace(known, released=True))
 
-    def goes_on(self, known: Entry) -> None:
+    def goes_on(self, known: LedgerEntry) -> None:
         """Record that the job runs here after all, unless its entry has changed since `known` was read.
 
         Raises:
@@ -151,7 +153,7 @@ class Ledger:
         if self.get(known.job) == known:
             self.put(replace(known, ended_s=None, doubted_s=None))
 
-    def doubt(self, known: Entry, since_s: float | None) -> None:
+    def doubt(self, known: LedgerEntry, since_s: float | None) -> None:
         """Record since when no agent answers for a job, unless its entry has changed since `known` was read.
 
         None as `since_s` records that an agent answers again.

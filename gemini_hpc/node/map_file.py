@@ -56,7 +56,7 @@ def write(directory: str, text: str) -> None:
     with open(temporary, "w", encoding="ascii") as f:
         f.write(text)
     os.replace(temporary, os.path.join(directory, NAME))
-    settle(directory)
+    end_wait(directory)
 
 
 def remove(directory: str) -> None:
@@ -72,7 +72,7 @@ def wait(directory: str) -> None:
         pass
 
 
-def settle(directory: str) -> None:
+def end_wait(directory: str) -> None:
     """Remove the mark of `wait`: the decision on the map has been made."""
     with suppress(OSError):
         os.unlink(os.path.join(directory, WAITING))

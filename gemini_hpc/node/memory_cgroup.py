@@ -81,7 +81,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CgroupWrite:
     """A single write below a cgroup mount.
 
     Attributes:
@@ -173,7 +173,7 @@ def choose(here: Place | None, setting: str, *, systemd: bool) -> Choice:
     return Choice(f"v{here.version}", here.directory(path))
 
 
-def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[Step]:
+def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[CgroupWrite]:
     """Return the steps that make the agents' cgroup or update its limit.
 
     Args:
@@ -188,35 +188,37 @@ def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) 
     for parent, name in zip(above, below, strict=True):
         # the controller may be on already; if it cannot be enabled, the limit's file is missing
         if here.version == 2:
-            steps += [Step(f"{parent}/cgroup.subtree_control", f"+{name}", needed=False) for name in _CONTROLLERS]
-        steps.append(Step(f"{parent}/{name}"))
+            steps += [
+                CgroupWrite(f"{parent}/cgroup.subtree_control", f"+{name}", needed=False) for name in _CONTROLLERS
+            ]
+        steps.append(CgroupWrite(f"{parent}/{name}"))
     limit, swap = ("memory.limit_in_bytes", ("memory.swappiness", "0"))
     if here.version == 2:
         limit, swap = ("memory.max", ("memory.swap.max", "0"))
-    steps.append(Step(f"{choice.directory}/{swap[0]}", swap[1], needed=False))
+    steps.append(CgroupWrite(f"{choice.directory}/{swap[0]}", swap[1], needed=False))
     if limit_bytes >= used_bytes:
-        steps.append(Step(f"{choice.directory}/{limit}", str(limit_bytes)))
+        steps.append(CgroupWrite(f"{choice.directory}/{limit}", str(limit_bytes)))
     return steps
 
 
-def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[Step]:
+def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[CgroupWrite]:
     """Return the steps that make the memory cgroup of one job's agent, with `limit_bytes` as its limit."""
     directory = job_directory(choice, job)
     if here.version == 1:
         return [
-            Step(directory),
-            Step(f"{directory}/memory.swappiness", "0", needed=False),
+            CgroupWrite(directory),
+            CgroupWrite(f"{directory}/memory.swappiness", "0", needed=False),
             # v1 refuses a limit below current use
-            Step(f"{directory}/memory.limit_in_bytes", str(limit_bytes), needed=False),
+            CgroupWrite(f"{directory}/memory.limit_in_bytes", str(limit_bytes), needed=False),
         ]
     control = f"{choice.directory}/cgroup.subtree_control"
     return [
-        *(Step(control, f"+{name}", needed=name == "memory") for name in _CONTROLLERS),
-        Step(directory),
-        Step(f"{directory}/memory.max", str(limit_bytes)),
-        Step(f"{directory}/memory.swap.max", "0", needed=False),
-        Step(f"{directory}/cpu.weight", _WEIGHT, needed=False),
-        Step(f"{directory}/pids.max", str(TASKS_MAX), needed=False),
+        *(CgroupWrite(control, f"+{name}", needed=name == "memory") for name in _CONTROLLERS),
+        CgroupWrite(directory),
+        CgroupWrite(f"{directory}/memory.max", str(limit_bytes)),
+        CgroupWrite(f"{directory}/memory.swap.max", "0", needed=False),
+        CgroupWrite(f"{directory}/cpu.weight", _WEIGHT, needed=False),
+        CgroupWrite(f"{directory}/pids.max", str(TASKS_MAX), needed=False),
     ]
 
 
@@ -225,7 +227,7 @@ def job_directory(choice: Choice, job: int) -> str:
     return f"{choice.directory}/{job}"
 
 
-def beside(mountinfo: str, below: str, job: int) -> dict[str, list[Step]]:
+def beside(mountinfo: str, below: str, job: int) -> dict[str, list[CgroupWrite]]:
     """Return the steps that make the job's cgroups in v1's other mounted hierarchies, by directory.
 
     v1 has a hierarchy for each controller. `below` is the path of the agents' cgroup in each. A hierarchy that is
@@ -237,15 +239,15 @@ def beside(mountinfo: str, below: str, job: int) -> dict[str, list[Step]]:
         "pids": [("pids.max", str(TASKS_MAX))],
         "freezer": [],
     }
-    made: dict[str, list[Step]] = {}
+    made: dict[str, list[CgroupWrite]] = {}
     for controller, values in settings.items():
         mount = _mount(mountinfo, 1, controller)
         if mount is None or not mount[2]:
             continue
         parts = [*below.strip("/").split("/"), str(job)]
         each = ["/".join([mount[0], *parts[: n + 1]]) for n in range(len(parts))]
-        steps = [Step(path) for path in each] if each[-1] not in made else made[each[-1]]
-        made[each[-1]] = [*steps, *(Step(f"{each[-1]}/{name}", text, needed=False) for name, text in values)]
+        steps = [CgroupWrite(path) for path in each] if each[-1] not in made else made[each[-1]]
+        made[each[-1]] = [*steps, *(CgroupWrite(f"{each[-1]}/{name}", text, needed=False) for name, text in values)]
     return made
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from gemini_hpc.node import cgroup
-from gemini_hpc.node.cgroup import Group
+from gemini_hpc.node.cgroup import AgentCgroup
 
 NEWEST, WITHOUT_COPIES, WITH_COPIES, SUPERVISOR = 1000, 950, 900, 850
 _COPIES_BYTES = 1 << 20  # more than the log of an agent without copies
@@ -60,7 +60,7 @@ class OwnScore:
                 os.pwrite(self._fd, b"%d" % score, 0)
 
 
-def rank(groups: Iterable[Group]) -> None:
+def rank(groups: Iterable[AgentCgroup]) -> None:
     """Lower the scores of the agents that are older than the newest one. Requires root."""
     for group in groups:
         score = WITH_COPIES if cgroup.held_bytes(group) > _COPIES_BYTES else WITHOUT_COPIES

@@ -27,15 +27,15 @@ class OutOfMemory:
     def _kills(self) -> int:
         return _kills(self._path) or 0
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """Begin an attempt: earlier kills do not count."""
         self._before = self._kills()
 
     def happened(self) -> bool:
-        """Return whether a process was killed since `begin`. A cgroup that is gone reports no kills."""
+        """Return whether a process was killed since `begin_attempt`. A cgroup that is gone reports no kills."""
         return self._kills() > self._before
 
-    def told(self) -> str:
+    def describe_kill(self) -> str:
         """Return the sentence for the user, with the lowest limit on the way up."""
         lowest = cgroup.lowest_limit(self._place) if self._place is not None else None
         return f"out of memory: the limit here is {_amount(lowest[0])}" if lowest else "the node is out of memory"

@@ -39,10 +39,10 @@ from gemini_hpc.node import (
     spawn,
     stale_jobs,
 )
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
-from gemini_hpc.node.unprotected import ELSEWHERE, Note
+from gemini_hpc.node.unprotected import ELSEWHERE, UnprotectedNote
 
 EXIT_STRICT = 3
 POLL_S = 0.005  # pause between two attempts to connect to a starting agent
@@ -68,7 +68,7 @@ _STARTED, _BEREFT, _WAIT = b"started", b"bereft", b"wait"
 
 
 @dataclass(frozen=True, slots=True)
-class Incarnation:
+class JobRun:
     """A single run of a job, as slurmd describes it.
 
     Attributes:
@@ -117,7 +117,7 @@ _MORE = ("tier", "tier_interval", "hang", "spares", "after", "redundancy", "key"
 ARGUMENTS = (*_ALWAYS, *_MORE, "cpus", "gpus", "slurm_conf")
 
 
-def parse(argv: list[str]) -> Incarnation:
+def parse(argv: list[str]) -> JobRun:
     """Return the incarnation that the command line describes.
 
     Raises:
@@ -144,7 +144,7 @@ def parse(argv: list[str]) -> Incarnation:
         gpus,
         slurm_conf,
     ) = argv
-    return Incarnation(
+    return JobRun(
         job=parse_number("job id", job, 1, 2**32 - 1),
         uid=parse_number("uid", uid, 0, 2**32 - 2),
         restart=parse_number("restart count", restart, 0, 2**32 - 1),
@@ -213,17 +213,17 @@ def _known(text: str, pattern: str) -> str:
     return text if re.fullmatch(pattern, text) else ""
 
 
-_notes: list[Note] = []  # the note of this process's incarnation
+_notes: list[UnprotectedNote] = []  # the note of this process's incarnation
 
 
 def _unprotected(job: int, why: str) -> None:
-    complain("prolog", job, f"not protected: {why}")
-    _tell(why)
+    log_fault("prolog", job, f"not protected: {why}")
+    _note_reason(why)
 
 
-def _tell(why: str) -> None:
+def _note_reason(why: str) -> None:
     for note in _notes:
-        note.tell(why)
+        note.write_reason(why)
 
 
 def main(argv: list[str]) -> int:
@@ -236,11 +236,11 @@ def main(argv: list[str]) -> int:
     try:
         settings = load()
     except ConfigError as exc:
-        _notes.append(Note(Settings().run_dir, inc.job, inc.restart))
+        _notes.append(UnprotectedNote(Settings().run_dir, inc.job, inc.restart))
         _unprotected(inc.job, f"{exc}")
-        _notes[-1].settle()
+        _notes[-1].publish()
         return 0
-    _notes.append(Note(settings.run_dir, inc.job, inc.restart))
+    _notes.append(UnprotectedNote(settings.run_dir, inc.job, inc.restart))
     try:
         outcome = _protect(inc, settings)
     except (job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
@@ -253,12 +253,12 @@ def main(argv: list[str]) -> int:
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 
 
-def _protect(inc: Incarnation, settings: Settings) -> int:
+def _protect(inc: JobRun, settings: Settings) -> int:
     owner = privileges.owner(inc.uid)
     run_fd = job_directory.open_run_dir(settings.run_dir, create=True)
     # Remove leftovers before making anything: they may be the reason for a full file system.
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=inc.job):
-        complain("prolog", inc.job, problem)
+        log_fault("prolog", inc.job, problem)
     # Enter the job before its directory is made or found: otherwise another prolog's sweep could remove it as a
     # leftover.
     former = _note(settings.run_dir, inc)
@@ -270,7 +270,7 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         _unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     if shared:
-        complain(
+        log_fault(
             "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): others can fill it"
         )
     oom.offer()
@@ -291,7 +291,7 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     return outcome
 
 
-def _note(run_dir: str, inc: Incarnation) -> ledger.Entry | None:
+def _note(run_dir: str, inc: JobRun) -> ledger.LedgerEntry | None:
     """Enter the incarnation in the ledger. Return the former entry if its agent has not released its memory."""
     try:
         with ledger.opened(run_dir) as entries:
@@ -303,28 +303,28 @@ def _note(run_dir: str, inc: Incarnation) -> ledger.Entry | None:
             entries.started(inc.job, inc.uid, inc.restart)
             return None if known is None or known.released else known
     except OSError as exc:
-        complain("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        log_fault("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
         return None
 
 
-def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
+def _end_former(inc: JobRun, group: cgroup.AgentCgroup) -> None:
     try:
         cgroup.end(group, FORMER_END_S)
     except OSError as exc:
-        complain("prolog", inc.job, f"could not end an earlier agent: {exc.strerror or exc}")
+        log_fault("prolog", inc.job, f"could not end an earlier agent: {exc.strerror or exc}")
 
 
-def _share(inc: Incarnation, settings: Settings) -> tuple[int, str]:
+def _share(inc: JobRun, settings: Settings) -> tuple[int, str]:
     """Return the job's share of the cap, in bytes and in words. It equals the job's share of the node."""
     part = node_share.WHOLE
     try:
         part = share.of_job(inc.slurm_conf, inc.node, inc.nodelist, inc.cpus, inc.gpus)
     except OSError as exc:
-        complain("prolog", inc.job, f"its share of the node is not known: {inc.slurm_conf}: {exc.strerror}")
+        log_fault("prolog", inc.job, f"its share of the node is not known: {inc.slurm_conf}: {exc.strerror}")
     return int(part.part * cgroup.cap_bytes(settings, meminfo()["MemTotal"])), part.words
 
 
-def _resize(inc: Incarnation, run_dir: str, granted: tuple[int, str]) -> None:
+def _resize(inc: JobRun, run_dir: str, granted: tuple[int, str]) -> None:
     """Set the limit of an earlier incarnation's agent to the new share, which may be larger or smaller."""
     try:
         with ledger.opened(run_dir) as entries:
@@ -332,16 +332,16 @@ def _resize(inc: Incarnation, run_dir: str, granted: tuple[int, str]) -> None:
     except OSError:
         return  # `_note` has reported the error
     if known is not None and (problem := cgroup.resize(known.group, granted[0] + AGENT_ROOM_BYTES)):
-        complain("prolog", inc.job, problem)
+        log_fault("prolog", inc.job, problem)
 
 
 def _start_if_asked(
-    inc: Incarnation,
+    inc: JobRun,
     settings: Settings,
     granted: tuple[int, str],
     sock: socket.socket,
     deadline: float,
-    former: ledger.Entry | None,
+    former: ledger.LedgerEntry | None,
 ) -> None:
     """Start an agent if the owner's child asks for one. Root starts at most one, and only if there is room.
 
@@ -363,16 +363,16 @@ def _start_if_asked(
 
 
 def _start(
-    inc: Incarnation,
+    inc: JobRun,
     settings: Settings,
     granted: tuple[int, str],
     sock: socket.socket,
-    former: ledger.Entry | None,
+    former: ledger.LedgerEntry | None,
 ) -> None:
     if former is not None:
         reaper.kill(former, reaper.inside(former))
         _end_former(inc, former.group)
-        complain("prolog", inc.job, "the job's directory is gone, and what an earlier agent of it held here is lost")
+        log_fault("prolog", inc.job, "the job's directory is gone, and what an earlier agent of it held here is lost")
     choice = _home(inc, settings)
     if problem := cgroup.no_room(choice, settings):
         sock.send(_NO_ROOM + problem.encode())
@@ -388,7 +388,7 @@ def _start(
     os.close(process)
 
 
-def _home(inc: Incarnation, settings: Settings) -> Choice:
+def _home(inc: JobRun, settings: Settings) -> Choice:
     try:
         return reaper.home(settings)
     except (OSError, ValueError, KeyError) as exc:
@@ -418,7 +418,7 @@ def _used_up(exc: Exception) -> bool:
     return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
-def _leave_slurmds_cgroup(inc: Incarnation, run_dir: str, choice: Choice, limit_bytes: int, agent: int) -> None:
+def _leave_slurmds_cgroup(inc: JobRun, run_dir: str, choice: Choice, limit_bytes: int, agent: int) -> None:
     """Move the process that becomes the agent out of slurmd's cgroup.
 
     In the new cgroup, full memory harms no slurmd, and root can end the agent with all its children.
@@ -430,16 +430,16 @@ def _leave_slurmds_cgroup(inc: Incarnation, run_dir: str, choice: Choice, limit_
             if known is not None and not set(known.group.directories) <= set(group.directories):
                 # The former agent no longer answers. Its scope would be lost from the ledger.
                 _end_former(inc, known.group)
-            entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
+            entries.put(ledger.LedgerEntry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
             others = [entry.group for entry in entries if entry.job != inc.job]
         oom.rank(others)
     except (OSError, ValueError, KeyError) as exc:
         problem = f"{exc}"
     if problem:
-        complain("prolog", inc.job, f"the agent stays in slurmd's cgroup: {problem}")
+        log_fault("prolog", inc.job, f"the agent stays in slurmd's cgroup: {problem}")
 
 
-def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
+def _as_owner(inc: JobRun, settings: Settings, root: socket.socket) -> int:
     """Do the part that root must not do, as the job's owner. Return the exit status.
 
     `_UNPROTECTED` means that an agent is there, but refused or did not answer. The user may have caused that, so it
@@ -449,8 +449,8 @@ def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
     try:
         answer = _attach(directory, inc, clock.monotonic() + settings.attach_timeout_s, root)
         if answer != "ready":
-            raise ask_agent.AskError(f"wanted 'ready', the agent said {answer[:80]!r}")
-    except ask_agent.AskError as exc:
+            raise ask_agent.ListenerError(f"wanted 'ready', the agent said {answer[:80]!r}")
+    except ask_agent.ListenerError as exc:
         _unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     except spawn.NoRoomError as exc:
@@ -487,7 +487,7 @@ def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None
     return got[0], said == _BEREFT
 
 
-def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.socket) -> str:
+def _attach(directory: str, inc: JobRun, deadline: float, root: socket.socket) -> str:
     """Find the agent, or have it started once, and announce this incarnation. Return the agent's answer."""
     question: dict[str, object] = {
         "op": "attach",
@@ -516,7 +516,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
                 # no complaint: this node is in order, and its administrator need not act
                 if answer.get("state") == "unmapped":
-                    _tell(ELSEWHERE + _disagreement(answer.get("absent")))
+                    _note_reason(ELSEWHERE + _disagreement(answer.get("absent")))
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
             if process is None:
@@ -533,7 +533,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
             if clock.monotonic() + POLL_S > deadline:
                 why = "it ended at once" if ended else "it did not open its socket in time"
                 if heard:  # the agent could be started; if its owner's processes end it, the node is not at fault
-                    raise ask_agent.AskError(f"the agent went away: {why}") from None
+                    raise ask_agent.ListenerError(f"the agent went away: {why}") from None
                 raise spawn.LaunchError(why) from None
             clock.sleep(POLL_S)
 
@@ -559,7 +559,7 @@ def _ensure_awake(sock: socket.socket, path: str) -> None:
     """
     try:
         ask_agent.ask(sock, {"op": "verdict?"}, clock.monotonic() + AWAKE_S)
-    except ask_agent.AskError:
+    except ask_agent.ListenerError:
         pid = ask_agent.peer_pid(sock)
         with contextlib.suppress(OSError):
             if pid > 0:
@@ -584,5 +584,5 @@ def _clear_way(path: str) -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    lines.settle()
+    lines.flush_streams()
     os._exit(status)  # the job waits; skip the interpreter's teardown

@@ -22,7 +22,7 @@ from contextlib import suppress
 from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn, stale_jobs
-from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
@@ -57,7 +57,7 @@ def ensure(settings: Settings, where: str, job: int) -> None:
         if (ended or silent) and _idle(settings.run_dir):
             _start(settings)
     except OSError as exc:
-        complain(where, 0, f"no reaper could be started: {exc.strerror or exc}")
+        log_fault(where, 0, f"no reaper could be started: {exc.strerror or exc}")
 
 
 def _idle(run_dir: str) -> bool:
@@ -102,7 +102,7 @@ def due_s(settings: Settings) -> tuple[float, float]:
     return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
 
 
-def look(settings: Settings) -> float | None:
+def check_entries(settings: Settings) -> float | None:
     """Check every entry once. Return the seconds until the next entry is due; None if there is none to wait for."""
     silent_s, answering_s = due_s(settings)
     with ledger.opened(settings.run_dir) as entries:
@@ -149,7 +149,7 @@ def _sweep(run_fd: int, settings: Settings) -> bool:
     if not _unknown(run_fd, settings.run_dir):
         return False
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=0, age_s=LOG_S):
-        complain("reaper", 0, problem)
+        log_fault("reaper", 0, problem)
     return _unknown(run_fd, settings.run_dir)
 
 
@@ -160,12 +160,12 @@ def _unknown(run_fd: int, run_dir: str) -> bool:
     return any(name.isascii() and name.isdecimal() and name not in known for name in os.listdir(run_fd))
 
 
-def _young_s(settings: Settings, entry: ledger.Entry) -> float:
+def _young_s(settings: Settings, entry: ledger.LedgerEntry) -> float:
     """Return for how many more seconds an agent may still be about to start."""
     return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.now_s()
 
 
-def _doubted_s(settings: Settings, entry: ledger.Entry, running: bool) -> float | None:
+def _doubted_s(settings: Settings, entry: ledger.LedgerEntry, running: bool) -> float | None:
     """Return for how many seconds a job without an epilog has had no step here and no answering agent.
 
     None means that the job may be between two steps. The result is recorded in the ledger.
@@ -179,7 +179,7 @@ def _doubted_s(settings: Settings, entry: ledger.Entry, running: bool) -> float 
     return None if since_s is None else now_s - since_s
 
 
-def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
+def end(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool = True) -> bool:
     """End what an agent has left, unless its job runs here again. Return whether nothing is left.
 
     The call takes at most `END_S`.
@@ -191,7 +191,7 @@ def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> 
         remove: Whether to remove the job's directory, too.
     """
     deadline, first = clock.monotonic() + END_S, -1
-    now: ledger.Entry | None = None
+    now: ledger.LedgerEntry | None = None
     while True:
         with ledger.opened(run_dir) as entries:
             before, now = now, entries.get(entry.job)
@@ -206,13 +206,13 @@ def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> 
                 break
             kill(now, there)
         if clock.monotonic() > deadline:
-            complain(
+            log_fault(
                 "reaper", entry.job, f"could not end the agent: {len(there)} of its processes hang in the kernel"
             )
             return False
         clock.sleep(POLL_S)
     if first and why:
-        complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not end: killed them")
+        log_fault("reaper", entry.job, f"{why}, and {first} processes of its agent did not end: killed them")
     if remove:
         with ledger.opened(run_dir) as entries:
             if entries.get(entry.job) is not None:  # the job's next prolog has run meanwhile
@@ -226,11 +226,11 @@ def end(run_dir: str, entry: ledger.Entry, why: str, *, remove: bool = True) -> 
         except FileNotFoundError:
             return True
         except job_directory.JobDirError as exc:
-            complain("reaper", entry.job, f"{exc}")
+            log_fault("reaper", entry.job, f"{exc}")
     return True
 
 
-def inside(entry: ledger.Entry) -> list[int]:
+def inside(entry: ledger.LedgerEntry) -> list[int]:
     """Return the pids of the processes of a job's agent."""
     return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
 
@@ -252,7 +252,7 @@ def _wait(run_dir: str, timeout_s: float) -> None:
             os.close(fd)
 
 
-def kill(entry: ledger.Entry, pids: list[int]) -> None:
+def kill(entry: ledger.LedgerEntry, pids: list[int]) -> None:
     """Kill those of the processes `pids` that still belong to the job's agent."""
     if entry.group.version:
         cgroup.kill(entry.group, pids)
@@ -322,7 +322,7 @@ def _tell_by_name(job: int, uid: int, told: int) -> None:
                     os.write(told, b"%s\n" % pid.encode())
 
 
-def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
+def _answers_at_last(run_dir: str, entry: ledger.LedgerEntry) -> bool:
     """Return whether the agent answers at one of three attempts.
 
     The agent may be slow, or its supervisor may be about to restart it.
@@ -334,7 +334,7 @@ def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
     return False
 
 
-def _answers(run_dir: str, entry: ledger.Entry) -> bool:
+def _answers(run_dir: str, entry: ledger.LedgerEntry) -> bool:
     """Return whether the agent itself answers. An answer from a process outside the agent does not count."""
     pids = inside(entry)
 
@@ -345,7 +345,7 @@ def _answers(run_dir: str, entry: ledger.Entry) -> bool:
                 if ask_agent.peer_pid(sock) not in pids:
                     return _SILENT
                 ask_agent.ask(sock, {"op": "verdict?"}, deadline)
-        except (ask_agent.NobodyAnswersError, ask_agent.AskError):
+        except (ask_agent.NobodyAnswersError, ask_agent.ListenerError):
             return _SILENT
         return _ANSWERS
 
@@ -367,7 +367,7 @@ def main() -> int:
             return 0
         wait_s, sweeps = LOOK_S, SWEEPS
         while True:
-            due_in_s, left = look(settings), sweep(settings)
+            due_in_s, left = check_entries(settings), sweep(settings)
             if due_in_s is not None:
                 _wait(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
@@ -381,7 +381,7 @@ def main() -> int:
                     os.close(lock)
                     return 0
     except (ConfigError, job_directory.JobDirError, OSError) as exc:
-        complain("reaper", 0, f"{exc}")
+        log_fault("reaper", 0, f"{exc}")
         return 1
 
 

@@ -28,8 +28,8 @@ class NoRoomError(LaunchError):
 def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str], first: Callable[[int], None]) -> int:
     """Start the agent as a daemon and return its pidfd. Requires root.
 
-    The agent's program is executed as root and becomes the owner (`settle`) before anything else. So its owner
-    cannot trace it.
+    The agent's program is executed as root and becomes the owner (`drop_privileges`) before anything else. So its
+    owner cannot trace it.
 
     Args:
         directory: The job's directory.
@@ -105,7 +105,7 @@ def _become(argv: list[str], held: int) -> None:
         os._exit(127)
 
 
-def settle(uid: int, directory: str) -> None:
+def drop_privileges(uid: int, directory: str) -> None:
     """Become the owner for good in the executed program, and direct output to the job's log.
 
     The process is closed to the owner's other processes.

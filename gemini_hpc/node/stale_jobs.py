@@ -65,7 +65,7 @@ def _starting(run_dir: str) -> set[int]:
 
 
 def _is_leftover(run_fd: int, run_dir: str, name: str, age_s: float) -> bool:
-    info = job_directory.look(run_fd, name)
+    info = job_directory.stat_entry(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode):
         return False
     if 0 <= clock.time() - info.st_mtime < age_s:  # a time in the future counts as old: the owner may have set it

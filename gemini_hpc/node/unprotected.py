@@ -25,8 +25,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Note:
-    """The line of one incarnation. Only `tell` works after a fork as another user; all else requires root."""
+class UnprotectedNote:
+    """The line of one incarnation. Only `write_reason` works after a fork as another user; all else requires root."""
 
     def __init__(self, run_dir: str, job: int, restart: int) -> None:
         """Discard the line of an earlier incarnation and open a draft.
@@ -48,21 +48,21 @@ class Note:
 
     @property
     def fds(self) -> list[int]:
-        """Return the descriptors that `tell` needs after a fork."""
+        """Return the descriptors that `write_reason` needs after a fork."""
         return [self._file] if self._file >= 0 else []
 
     @property
     def _draft(self) -> str:
         return f".{self._job}"
 
-    def tell(self, why: str) -> None:
+    def write_reason(self, why: str) -> None:
         """Write the reason to the draft. The first reason counts."""
         shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in " ".join(why.split()))[:MAX_CHARS]
         with suppress(OSError):
             if self._file >= 0 and os.fstat(self._file).st_size == 0:
                 os.write(self._file, f"{self._restart} {shown}\n".encode())
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Publish the draft where the plugin finds it, and append it to the log."""
         with suppress(OSError):
             if self._file < 0:

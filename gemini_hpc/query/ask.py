@@ -18,7 +18,7 @@ from gemini_hpc.operators import Operators
 from gemini_hpc.wire import inspect_schema
 from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.flush import FlushAsk, Flushing
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ AGENT_TIMEOUT_S = 1.0
 PARALLEL = 64
 
 
-class AskError(Exception):
+class QueryError(Exception):
     """A failed query; its text is one line for the user."""
 
 
@@ -37,8 +37,8 @@ class NoControllerError(Exception):
     """The error that no controller answers at its address."""
 
 
-def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> Client:
-    return Client(
+def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> HandshakeClient:
+    return HandshakeClient(
         purpose=purpose,
         cluster=settings.cluster_name,
         job=job,
@@ -66,7 +66,9 @@ class ControllerLine:
         try:
             uid = pwd.getpwnam(settings.slurm_user).pw_uid
         except KeyError:
-            raise AskError(f"slurm_user {settings.slurm_user!r} of the settings is not a user of this host") from None
+            raise QueryError(
+                f"slurm_user {settings.slurm_user!r} of the settings is not a user of this host"
+            ) from None
         failed = []
         for host in hosts:
             client = _client(settings, job, host, uid)
@@ -79,13 +81,13 @@ class ControllerLine:
             except UnicodeError:
                 failed.append(f"{where}: not a host name")
             except HandshakeError as exc:
-                raise AskError(f"controller {where}: {exc}") from None
+                raise QueryError(f"controller {where}: {exc}") from None
         raise NoControllerError("; ".join(failed))
 
     def ask(self, job: int) -> inspect_schema.JobAnswer:
         """Return the controller's answer about a job.
 
-        Raises `AskError` with the controller's own text, `NoControllerError` if the connection is lost.
+        Raises `QueryError` with the controller's own text, `NoControllerError` if the connection is lost.
         """
         try:
             self._link.send(inspect_schema.JobAsk(job))
@@ -93,7 +95,7 @@ class ControllerLine:
         except (OSError, LinkClosed) as exc:
             raise NoControllerError(str(exc)) from None
         if answer.error:
-            raise AskError(answer.error)
+            raise QueryError(answer.error)
         return answer
 
     def jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
@@ -106,7 +108,7 @@ class ControllerLine:
                 f"{exc}; a controller of an earlier version does not know this question"
             ) from None
         if answer.error:
-            raise AskError(answer.error)
+            raise QueryError(answer.error)
         return answer
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class ControllerLine:
 def agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     """Return the same answer without a controller, from Slurm's node list and every agent on its deterministic ports.
 
-    Raises `AskError`.
+    Raises `QueryError`.
     """
     return asyncio.run(_agents(settings, raw_id))
 
@@ -129,7 +131,7 @@ async def _agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     try:
         job, nodes = await _allocation(settings, raw_id)
     except SlurmError as exc:
-        raise AskError(f"neither the controller nor Slurm answers: {exc}") from None
+        raise QueryError(f"neither the controller nor Slurm answers: {exc}") from None
     parts = await _ask_all(settings, raw_id, job.user_id, nodes)
     missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
     return inspect_schema.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
@@ -157,7 +159,7 @@ def records(
 
     The agents are always queried directly, because the controller does not forward records.
 
-    Raises `AskError`.
+    Raises `QueryError`.
     """
     return asyncio.run(_records(settings, raw_id, choose))
 
@@ -170,7 +172,7 @@ async def _records(
     try:
         job, nodes = await _allocation(settings, raw_id)
     except SlurmError as exc:
-        raise AskError(f"Slurm does not answer: {exc}") from None
+        raise QueryError(f"Slurm does not answer: {exc}") from None
     parts = await _ask_all(settings, raw_id, job.user_id, nodes)
     gate = asyncio.Semaphore(PARALLEL)
 
@@ -198,7 +200,7 @@ _AGAIN_S = 2.0  # seconds until the controller is queried again
 def flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
     """Have the job's agents save the sealed versions to the tier; return the last report on each training.
 
-    `told` is called with every report. Raises `AskError`.
+    `told` is called with every report. Raises `QueryError`.
     """
     return asyncio.run(_flush(settings, raw_id, told))
 
@@ -210,7 +212,7 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
         job, nodes = await _allocation(settings, raw_id)
         nodes = nodes or await _kept_on(settings, raw_id)
     except SlurmError as exc:
-        raise AskError(f"Slurm does not answer: {exc}") from None
+        raise QueryError(f"Slurm does not answer: {exc}") from None
     left, silent, root = list(nodes), "", ""
     while left:
         left.remove(name := root if root in left else left[0])
@@ -220,12 +222,12 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
         if over and not root:
             return over
     if silent:
-        raise AskError(f"job {raw_id}: {silent} has to do it, but does not answer")
-    raise AskError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
+        raise QueryError(f"job {raw_id}: {silent} has to do it, but does not answer")
+    raise QueryError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
 
 
 def evacuate(settings: Settings, raw_id: int, host: str) -> None:
-    """Have the job's agents replace this node by a spare, and wait until they have. Raises `AskError`."""
+    """Have the job's agents replace this node by a spare, and wait until they have. Raises `QueryError`."""
     asyncio.run(_evacuate(settings, raw_id, host))
 
 
@@ -235,9 +237,9 @@ async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
     try:
         job, nodes = await _allocation(settings, raw_id)
     except SlurmError as exc:
-        raise AskError(f"Slurm does not answer: {exc}") from None
+        raise QueryError(f"Slurm does not answer: {exc}") from None
     if host not in nodes:
-        raise AskError(f"job {raw_id} does not run on {host}")
+        raise QueryError(f"job {raw_id} does not run on {host}")
     for name, node in nodes.items():
         if name == host:
             continue
@@ -245,14 +247,14 @@ async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
         if reason == "":
             return
         if reason not in (None, NO_PART):
-            raise AskError(f"job {raw_id}: {reason}")
-    raise AskError(f"job {raw_id}: no agent answers on another node")
+            raise QueryError(f"job {raw_id}: {reason}")
+    raise QueryError(f"job {raw_id}: no agent answers on another node")
 
 
 async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, address: str, host: str) -> str | None:
     """Return an agent's answer: "" for success, or the reason against it; None if it did not answer.
 
-    Raises `AskError`.
+    Raises `QueryError`.
     """
     from gemini_hpc.wire.ports import candidates
 
@@ -264,14 +266,14 @@ async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, addres
     except (OSError, LinkClosed):
         return None
     except HandshakeError as exc:
-        raise AskError(f"{name}: {exc}") from None
+        raise QueryError(f"{name}: {exc}") from None
     try:
         link.send(EvacuateAsk(host))
         async with asyncio.timeout(EVACUATE_S):
             message = await link.receive()
         return message.reason if isinstance(message, Evacuated) else None
     except (LinkClosed, TimeoutError):
-        raise AskError(f"{name} hung up, or has said nothing for {EVACUATE_S:.0f} s") from None
+        raise QueryError(f"{name} hung up, or has said nothing for {EVACUATE_S:.0f} s") from None
     finally:
         link.abort()
 
@@ -279,7 +281,7 @@ async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, addres
 async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
     """Return the nodes that held agents in the last incarnation of a waiting job, as the controller knows them.
 
-    Raises `AskError`, and SlurmError if Slurm does not answer.
+    Raises `QueryError`, and SlurmError if Slurm does not answer.
     """
     from gemini_hpc.slurm import Slurm
 
@@ -293,7 +295,7 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
         finally:
             line.close()
     except NoControllerError as exc:
-        raise AskError(
+        raise QueryError(
             f"job {raw_id} has no nodes now, and only the controller knows its former nodes: {exc}"
         ) from None
     last = max((part.restart for part in parts), default=0)
@@ -302,7 +304,7 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
 
 
 async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
-    """Return an agent's last reports, [] if it did not answer. Raises `AskError`."""
+    """Return an agent's last reports, [] if it did not answer. Raises `QueryError`."""
     from gemini_hpc.wire.ports import candidates
 
     over: list[Flushing] = []
@@ -314,7 +316,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
     except (OSError, LinkClosed):
         return []
     except HandshakeError as exc:
-        raise AskError(f"{name}: {exc}") from None
+        raise QueryError(f"{name}: {exc}") from None
     try:
         link.send(FlushAsk())
         while True:
@@ -331,13 +333,13 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
             if not word.over
         ]
     except TimeoutError:
-        raise AskError(f"{name} has said nothing for {FLUSH_SILENT_S:.0f} s") from None
+        raise QueryError(f"{name} has said nothing for {FLUSH_SILENT_S:.0f} s") from None
     finally:
         link.abort()
 
 
 async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
-    """Return the job and its nodes by name. Raises `AskError`, and SlurmError if Slurm does not answer."""
+    """Return the job and its nodes by name. Raises `QueryError`, and SlurmError if Slurm does not answer."""
     from gemini_hpc.query.slurm_facts import NOT_YOURS
     from gemini_hpc.slurm import Slurm, UnknownJob
 

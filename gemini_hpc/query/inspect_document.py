@@ -35,7 +35,7 @@ from gemini_hpc.core.redundancy import kind
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, survival
 from gemini_hpc.query import past
-from gemini_hpc.query.freed import freed
+from gemini_hpc.query.freed import freed_copies_note
 from gemini_hpc.query.losses import Losses, Slots
 from gemini_hpc.query.stall import Stall, stall
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, LemonRow, TierState
@@ -55,7 +55,7 @@ _SILENT = " is silent; "  # in an agent's report, behind the name of the silent 
 Document = dict[str, Any]
 
 
-def picture(
+def inspect_document(
     job: int,
     parts: Sequence[InspectPart],
     events: Iterable[EventRecord],
@@ -115,7 +115,9 @@ def picture(
     document["kept_until"] = min((p.kept_until for p in parts if p.kept_until), default=None)
     if not document["kept_until"] and document["ended"] is None and slurm.get("state") != "RUNNING":
         # Slurm counts a requeue at once, so the freed copies are of the previous incarnation then.
-        document["notes"] += [lost for lost in (freed(log, restart) or freed(log, restart - 1),) if lost]
+        document["notes"] += [
+            lost for lost in (freed_copies_note(log, restart) or freed_copies_note(log, restart - 1),) if lost
+        ]
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
     document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled]
@@ -178,7 +180,7 @@ def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
     return sorted(unique.values(), key=lambda e: e.t)
 
 
-def _ended(how: past.Ending) -> Document:
+def _ended(how: past.JobEnd) -> Document:
     return {
         "state": how.state,
         "t": how.t or None,

@@ -22,7 +22,7 @@ _LIVES = frozenset(("requeued", "sent_back", "running", "configuring", "detected
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobEnd:
     """The end of a job.
 
     Attributes:
@@ -40,19 +40,19 @@ class Ending:
     stored: int
 
 
-def told(state: str, exit_code: str) -> str:
+def describe_end(state: str, exit_code: str) -> str:
     """Return the detail of the controller's event on the end of a job."""
     return f"{state} exit {exit_code}" if re.fullmatch(r"[0-9]{1,3}:[0-9]{1,3}", exit_code) else state
 
 
-def over(slurm: dict[str, str]) -> bool:
+def has_ended(slurm: dict[str, str]) -> bool:
     """Return whether Slurm reports the job as ended: in a final state, or forgotten."""
     return bool(slurm.get("state")) and slurm["state"] not in LIVE
 
 
-def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | None:
+def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> JobEnd | None:
     """Return how the job ended, None if it has not ended. `events` are in order of time."""
-    if not over(slurm):
+    if not has_ended(slurm):
         return None
     state, t, exit_code = slurm["state"], _number(slurm.get("end_time", "")), slurm.get("exit_code", "")
     last = next((e for e in reversed(events) if e.name == ENDED and not e.host), None)
@@ -65,7 +65,7 @@ def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | Non
     sealed = max(((e.restart, e.version) for e in events if e.name in _SEALED and e.version), default=(0, 0))
     version = sealed[1]
     stored = max((e.version for e in events if e.name == "saved"), default=0)
-    return Ending(state, t, exit_code, version, stored)
+    return JobEnd(state, t, exit_code, version, stored)
 
 
 def _number(text: str) -> float:

@@ -36,7 +36,7 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
         "req_nodes": ",".join(job.req_nodes),
         "exit_code": job.exit_code,
     }
-    if job.over and job.end_time:
+    if job.has_ended and job.end_time:
         facts["end_time"] = f"{job.end_time:.0f}"
     if why := never_requeued(job):
         facts["note"] = f"{why}: a lost node ends the job"

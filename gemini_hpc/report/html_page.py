@@ -15,7 +15,7 @@ from typing import Any
 from gemini_hpc.query.inspect_document import fields
 from gemini_hpc.report.report_data import Shown
 from gemini_hpc.report.traffic_text import lines
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 
 _STYLE = """
 body { font: 15px/1.45 sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }
@@ -50,7 +50,7 @@ def render(job: int, t: float, sets: Sequence[Pictures]) -> str:
 
 def _section(pictures: Pictures) -> str:
     one = pictures.one
-    row = tame({"rank": one.rank, "host": one.host, **fields(one.state)})
+    row = sanitize({"rank": one.rank, "host": one.host, **fields(one.state)})
     text = "\n".join(_safe(line) for line in lines([row]))
     parts = [
         f"<h2>Set {_safe(one.set)}, rank {one.rank} on {_safe(one.host)}</h2>",
@@ -78,4 +78,4 @@ def _table(rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def _safe(value: object) -> str:
-    return html.escape(tame("" if value is None else str(value)))
+    return html.escape(sanitize("" if value is None else str(value)))

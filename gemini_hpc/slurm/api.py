@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gemini_hpc.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 
 
 class SlurmApi(Protocol):
@@ -32,7 +32,7 @@ class SlurmApi(Protocol):
         """Return the raw id of an array task written as `10_3`."""
         ...
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs."""
         ...
 
@@ -52,7 +52,7 @@ class SlurmApi(Protocol):
         """Return (uid, raw job id) of each job that is running or ending on each of these nodes."""
         ...
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         """Return the jobs, running or waiting, that name a reservation."""
         ...
 
@@ -60,7 +60,7 @@ class SlurmApi(Protocol):
         """Return these busy nodes, sorted by the end of their jobs, earliest first."""
         ...
 
-    async def config(self) -> Config:
+    async def config(self) -> SlurmConfig:
         """Return slurmctld's configuration in effect."""
         ...
 
@@ -118,7 +118,7 @@ class SlurmApi(Protocol):
         """Return a job to its own reservation, or to none."""
         ...
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         """Hold a pending job until its owner releases it; `why` is recorded."""
         ...
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from gemini_hpc import clock
 from gemini_hpc.slurm import accounting, fields, ways
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.facts import COMPLETING, PENDING, Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job, Node, Reservation, SlurmConfig, WatchedJob
 from gemini_hpc.slurm.fair_queue import FairGate
 from gemini_hpc.slurm.json_form import JsonReader
 from gemini_hpc.slurm.pyslurm_reader import PyslurmReader
@@ -37,7 +37,7 @@ from gemini_hpc.slurm.text import (
     parse_row,
     reason_is_hidden,
 )
-from gemini_hpc.slurm.ways import Reader, Surprise, Unreadable, Way
+from gemini_hpc.slurm.ways import ApiReader, Surprise, Unreadable, Way
 
 log = logging.getLogger("gemini_hpc.controller")
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Slurm:
         self._timeout_s = timeout_s
         self._api, self._on_way = api, on_way
         self._way: Way | None = None
-        self._reader: Reader | None = None
+        self._reader: ApiReader | None = None
         self._choosing = asyncio.Lock()
         self._on_call = on_call
         self._gate = FairGate(PARALLEL_COMMANDS)
@@ -213,7 +213,7 @@ class Slurm:
             self._reader = None
         self._on_way(way)
 
-    async def _either(self, fast: Callable[[Reader], Awaitable[T]], commands: Callable[[], Awaitable[T]]) -> T:
+    async def _either(self, fast: Callable[[ApiReader], Awaitable[T]], commands: Callable[[], Awaitable[T]]) -> T:
         """Run `fast` with the API in use, or `commands` if there is none or it does not work."""
         await self.way()
         reader = self._reader
@@ -229,7 +229,7 @@ class Slurm:
                 raise
         return await commands()
 
-    async def _leave(self, reader: Reader, why: Surprise) -> None:
+    async def _leave(self, reader: ApiReader, why: Surprise) -> None:
         """Switch from an API that surprised to the commands, permanently."""
         log.warning("slurm_api=%s event=left-for-commands %s", reader.name, why)
         if self._reader is reader:
@@ -280,15 +280,15 @@ class Slurm:
             raise SlurmError(f"job {task}: {exc}") from None
         raise UnknownJob(f"job {task} is not known")
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs, with one call per 400 ids; jobs unknown to Slurm are left out."""
-        found: dict[int, Row] = {}
+        found: dict[int, WatchedJob] = {}
         for at in range(0, len(raw_ids), _IDS_PER_CALL):
             ids = raw_ids[at : at + _IDS_PER_CALL]
             found.update(await self._rows(ids))
         return found
 
-    async def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
+    async def _rows(self, ids: Sequence[int]) -> dict[int, WatchedJob]:
         text = ",".join(str(int(i)) for i in ids)
         try:
             out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-o", ROW_FORMAT, "-j", text)
@@ -362,7 +362,7 @@ class Slurm:
                         found[name].add((row.user_id, row.raw_id))
         return found
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         """Return the jobs, running or waiting, that name a reservation."""
         checked = _checked(_SAFE_NAME, reservation, "a reservation name")
         out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
@@ -388,7 +388,7 @@ class Slurm:
                     ends[name] = max(ends[name], end)
         return sorted(wanted, key=lambda name: (ends[name], name))
 
-    async def config(self) -> Config:
+    async def config(self) -> SlurmConfig:
         """Return slurmctld's configuration in effect."""
         try:
             return parse_config(await self._run("scontrol", "show", "config"))
@@ -408,7 +408,7 @@ class Slurm:
         out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
         return parse_admin_level(out.decode(errors="replace"), name)
 
-    async def queue(self) -> list[Row]:
+    async def queue(self) -> list[WatchedJob]:
         """Return all unfinished jobs that this user may see."""
         out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
         try:
@@ -480,7 +480,7 @@ class Slurm:
         async def by_commands() -> None:
             await self._run("scontrol", "update", *words)
 
-        async def fast(reader: Reader) -> None:
+        async def fast(reader: ApiReader) -> None:
             if not isinstance(reader, PyslurmReader):
                 return await by_commands()
             return await reader.node_state(name, state, reason)
@@ -558,7 +558,7 @@ class Slurm:
             _checked(_SAFE_NAME, previous, "a reservation name")
         await self._update(job, f"ReservationName={previous}")
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         """Hold a pending job until its owner or an operator releases it; `why` becomes its AdminComment."""
         if not job.actable:
             raise SlurmError(f"job {job.id}: a hold would hold other jobs too")

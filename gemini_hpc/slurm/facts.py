@@ -52,13 +52,13 @@ class Job:
         return not self.het and (self.array_job_id is None or self.array_task_id.isdigit())
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether the job has ended permanently in Slurm's view."""
         return self.state not in LIVE
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WatchedJob:
     """The facts on a job that the watcher needs, none of which is text of the job's owner."""
 
     raw_id: int
@@ -126,7 +126,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class SlurmConfig:
     """The parts of `scontrol show config` in use.
 
     `boot_time` is the Unix time, in seconds, when slurmctld was started.

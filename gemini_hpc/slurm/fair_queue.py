@@ -61,8 +61,8 @@ class PerUser:
         self._per_s, self._burst = per_s, burst
         self._buckets: dict[int, RateLimit] = {}
 
-    def take(self, uid: int, count: float = 1.0) -> bool:
+    def take_tokens(self, uid: int, count: float = 1.0) -> bool:
         """Take `count` tokens from this user's bucket; return whether they were available."""
         if uid not in self._buckets and len(self._buckets) >= _MAX_BUCKETS:
             self._buckets = {u: b for u, b in self._buckets.items() if not b.full}
-        return self._buckets.setdefault(uid, RateLimit(self._per_s, self._burst)).take(count)
+        return self._buckets.setdefault(uid, RateLimit(self._per_s, self._burst)).take_tokens(count)

@@ -12,7 +12,7 @@ import re
 import time
 
 from gemini_hpc.core import hostlist
-from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, Config, Node, Reservation, Row
+from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, Node, Reservation, SlurmConfig, WatchedJob
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
 _STATE_MARKS = "*~#!%$@^-+"
@@ -196,7 +196,7 @@ def parse_partition(line: str) -> tuple[str, str]:
 _HOST = re.compile(r"([^()\s]+)(?:\(([^()\s]*)\))?")
 
 
-def parse_config(text: str) -> Config:
+def parse_config(text: str) -> SlurmConfig:
     """Return the configuration from the whole output of `scontrol show config`. Raises `ParseError`."""
     values = parse_configuration(text)
     hosts = []
@@ -206,18 +206,18 @@ def parse_config(text: str) -> Config:
             hosts.append((match[1], match[2] or match[1]))
     if not hosts or not values.get("StateSaveLocation"):
         raise ParseError(f"not Slurm's configuration: {text[:80]!r}")
-    return Config(tuple(hosts), values["StateSaveLocation"], unix_time(values.get("BOOT_TIME", "")), values)
+    return SlurmConfig(tuple(hosts), values["StateSaveLocation"], unix_time(values.get("BOOT_TIME", "")), values)
 
 
 ROW_FORMAT = "%A|%U|%T|%N|%e"
 
 
-def parse_row(line: str) -> Row:
+def parse_row(line: str) -> WatchedJob:
     """Return the row of one line of `squeue -h -o ROW_FORMAT`. Raises `ParseError`."""
     parts = line.strip().split("|")
     if len(parts) != 5 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
-    return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), hosts(parts[3]), unix_time(parts[4]))
+    return WatchedJob(int(parts[0]), state_of(parts[2]), int(parts[1]), hosts(parts[3]), unix_time(parts[4]))
 
 
 def parse_admin_level(text: str, user: str) -> str:

@@ -22,7 +22,7 @@ class Unreadable(SlurmError):
     """The error that one answer cannot be read, perhaps because of a person's text; commands are used this once."""
 
 
-class Reader(Protocol):
+class ApiReader(Protocol):
     """A reader of Slurm by an API other than the commands.
 
     All methods raise `SlurmError` if Slurm refuses, `SlurmUnreachable`, `Unreadable` and `Surprise`.
@@ -56,7 +56,7 @@ class Way:
     left: bool = False
 
 
-class Told(msgspec.Struct):
+class ApiRecord(msgspec.Struct):
     """The record of the API in use that the controller writes for `doctor`, in `FILE` below state_dir."""
 
     setting: str

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import names, version
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 
 
 def find(
     path: str, set_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda said: None
-) -> tuple[str, Manifest]:
+) -> tuple[str, VersionManifest]:
     """Return directory and manifest of the newest whole version below `path`.
 
     A path that is a version's own directory means that version, regardless of `set_name` and `number`.
@@ -82,7 +82,7 @@ def split(path: str) -> tuple[str, str]:
     return path, ""
 
 
-def _read(directory: str, stamp: Stamp) -> Manifest | None:
+def _read(directory: str, stamp: Stamp) -> VersionManifest | None:
     try:
         return version.read(directory, stamp)
     except ValueError as error:  # the error's text begins with the manifest's name

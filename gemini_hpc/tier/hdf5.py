@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5f, h5fd, h5p, h5s, h5t
 
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 
 _ALIGN_FROM_BYTES, _ALIGN_BYTES = 64 << 10, 4096
 _PLAIN: dict[str, Any] = {
@@ -129,7 +129,7 @@ def link_name(key: str) -> str:
     return key.replace("%", "%25").replace("/", "%2F")
 
 
-def label(made: Any, row: Row) -> None:
+def label(made: Any, row: TensorRow) -> None:
     """Set a dataset's attributes for its tensor's name and torch dtype."""
     attributes = h5py.Dataset(made).attrs
     attributes["tensor"], attributes["dtype"] = row.key, row.dtype

@@ -18,22 +18,22 @@ from typing import Any
 import h5py
 
 from gemini_hpc.format import small_state
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import hdf5, nodefile, publish
 from gemini_hpc.tier.nodefile import Paced
-from gemini_hpc.tier.version import INDEX, Manifest
+from gemini_hpc.tier.version import INDEX, VersionManifest
 
 
 @dataclass
 class _Tensor:
     """A tensor in the index: `sources` by their offset, or `value` with the bytes to copy."""
 
-    row: Row
+    row: TensorRow
     sources: dict[tuple[int, ...], hdf5.Source] = field(default_factory=dict)
     value: bytes | memoryview = b""
 
 
-def write(where: str, manifest: Manifest, paced: Paced) -> None:
+def write(where: str, manifest: VersionManifest, paced: Paced) -> None:
     """Write the index into a version's directory, from the node files there.
 
     `paced` is called with 0 for each piece to show progress, since there may be very many pieces. Raises
@@ -53,12 +53,12 @@ def write(where: str, manifest: Manifest, paced: Paced) -> None:
                 index[name] = h5py.SoftLink(f"/{known}")
 
 
-def _gather(where: str, manifest: Manifest, paced: Paced) -> tuple[dict[str, _Tensor], dict[str, str]]:
+def _gather(where: str, manifest: VersionManifest, paced: Paced) -> tuple[dict[str, _Tensor], dict[str, str]]:
     """Return all tensors by their path in the index, and the target of each further path."""
     tensors: dict[str, _Tensor] = {}
     links: dict[str, str] = {}
     for file in manifest.files:
-        with nodefile.Reader(f"{where}/{file.name}") as reader:
+        with nodefile.NodeFileReader(f"{where}/{file.name}") as reader:
             for stored in file.shards:
                 found = reader.manifest(stored.rank)
                 names = {row.key: _name(stored.rank, row) for row in found.rows}
@@ -81,7 +81,7 @@ def _gather(where: str, manifest: Manifest, paced: Paced) -> tuple[dict[str, _Te
     return tensors, links
 
 
-def _buffers(reader: nodefile.Reader) -> list[tuple[Row, memoryview]]:
+def _buffers(reader: nodefile.NodeFileReader) -> list[tuple[TensorRow, memoryview]]:
     """Return rank 0's buffers; [] if the small state is not a training's, which is then kept as it is."""
     small = reader.raw(f"{nodefile.group_of(0)}/small")
     with suppress(ValueError):
@@ -89,7 +89,7 @@ def _buffers(reader: nodefile.Reader) -> list[tuple[Row, memoryview]]:
     return []
 
 
-def _name(rank: int, row: Row) -> str:
+def _name(rank: int, row: TensorRow) -> str:
     name = hdf5.link_name(row.key)
     return f"tensors/{name}" if row.shared else f"ranks/{rank}/{name}"
 

@@ -26,12 +26,12 @@ import xxhash
 
 from gemini_hpc.core.digest import Digest
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest, Piece
+from gemini_hpc.format.shard_manifest import Piece, ShardManifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
 from gemini_hpc.tier import hdf5, publish
 from gemini_hpc.tier.direct_io import PART_BYTES
 from gemini_hpc.tier.readahead import Ahead
-from gemini_hpc.tier.shards import Area, Shard
+from gemini_hpc.tier.shards import Area, ParsedSlot
 from gemini_hpc.tier.writeback import Behind
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -47,14 +47,14 @@ def group_of(rank: int) -> str:
     return f"/rank{rank}"
 
 
-def piece_name(manifest: Manifest, piece: Piece) -> str:
+def piece_name(manifest: ShardManifest, piece: Piece) -> str:
     """Return the name of a piece's dataset."""
     row = manifest.rows[piece.row]
     name = hdf5.link_name(row.key)
     return name if piece.size == row.shape else f"{name}@{','.join(map(str, piece.offset))}"
 
 
-def tensor_path(rank: int, manifest: Manifest, piece: Piece) -> str:
+def tensor_path(rank: int, manifest: ShardManifest, piece: Piece) -> str:
     """Return the path of a piece's dataset in the file."""
     return f"{group_of(rank)}/tensors/{piece_name(manifest, piece)}"
 
@@ -88,7 +88,7 @@ class _Place:
 
 
 def write(
-    where: str, name: str, shards: Sequence[tuple[Shard, int, str]], paced: Paced, *, compress: bool = False
+    where: str, name: str, shards: Sequence[tuple[ParsedSlot, int, str]], paced: Paced, *, compress: bool = False
 ) -> NodeFile:
     """Write and sync one node's file of a version.
 
@@ -117,7 +117,7 @@ def write(
 def _write(
     where: str,
     name: str,
-    shards: Sequence[tuple[Shard, int, str]],
+    shards: Sequence[tuple[ParsedSlot, int, str]],
     paced: Paced,
     *,
     compress: bool,
@@ -144,7 +144,7 @@ def _write(
     return NodeFile(name, size_bytes, tuple(stored))
 
 
-def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> list[_Place]:
+def _lay_out(file: h5py.File, shard: ParsedSlot, paced: Paced, *, compress: bool) -> list[_Place]:
     """Create the datasets of a shard, in the order of its areas."""
     header, manifest = shard.header, shard.manifest
     group = file.create_group(group_of(header.rank))
@@ -171,7 +171,9 @@ def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> 
     return places
 
 
-def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str, digests: list[tuple[Any, str]]) -> str:
+def _fill(
+    disk: _Disk, shard: ParsedSlot, places: Sequence[_Place], wanted: str, digests: list[tuple[Any, str]]
+) -> str:
     """Write a shard's bytes, digesting them on their way to the disk, and return their digest.
 
     The returned digest is of the bytes that a reader gets: with zeros between the areas. Raises
@@ -256,7 +258,7 @@ def _boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.
         yield math.prod(size) * item_bytes, (offset, size)
 
 
-class Reader:
+class NodeFileReader:
     """A reader of one node's file.
 
     Raises OSError if HDF5 cannot open the file, ValueError if its contents are invalid.
@@ -273,7 +275,7 @@ class Reader:
         os.close(self._fd)
         self._file.close()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> NodeFileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -293,7 +295,7 @@ class Reader:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is not the one that was stored")
         end = layout.manifest_offset + layout.manifest_bytes
         self._read(group, "directory", into[layout.manifest_offset : end], paced)
-        shard = Shard.parse(into[: stored.used], stored.bytes)
+        shard = ParsedSlot.parse(into[: stored.used], stored.bytes)
         shard.blank()
         tensors = group.get("tensors")
         hasher, hashed = Digest(), 0
@@ -315,11 +317,11 @@ class Reader:
         if hasher.hexdigest() != stored.digest:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is damaged: its digest differs")
 
-    def manifest(self, rank: int) -> Manifest:
+    def manifest(self, rank: int) -> ShardManifest:
         """Return a shard's tensor directory."""
         return shard_manifest.unpack(self.raw(f"{group_of(rank)}/directory"), MAX_TOTAL_BYTES)
 
-    def parts(self, stored: Stored) -> tuple[Header, Manifest, bytes]:
+    def parts(self, stored: Stored) -> tuple[Header, ShardManifest, bytes]:
         """Return a shard without its tensors: header, tensor directory and small state. Raises ValueError."""
         path = group_of(stored.rank)
         header = parse_header(self.raw(f"{path}/header"), stored.bytes)
@@ -327,7 +329,7 @@ class Reader:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is not the one that was stored")
         return header, self.manifest(stored.rank), self.raw(f"{path}/small")
 
-    def piece(self, manifest: Manifest, piece: Piece) -> bytearray:
+    def piece(self, manifest: ShardManifest, piece: Piece) -> bytearray:
         """Return the bytes of a tensor, or of this rank's box of it. Raises ValueError if they are damaged."""
         data = bytearray(manifest.nbytes(piece))
         path = tensor_path(manifest.rank, manifest, piece)
@@ -382,7 +384,7 @@ class Reader:
             return
         while at < len(into):
             part = into[at : at + PART_BYTES]
-            count = 0 if self._ahead is None else self._ahead.take(part, offset + at)
+            count = 0 if self._ahead is None else self._ahead.copy_ahead(part, offset + at)
             count = count or os.preadv(self._fd, [part], offset + at)
             if not count:
                 raise ValueError(f"{self._path}: ends within {found.name}")

@@ -14,7 +14,7 @@ from gemini_hpc.core.numbers import SET_NAME, Bytes, ClusterName, Count, Job, Jo
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.names import Names
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Digest, NodeFile, Rejection
 
@@ -184,7 +184,7 @@ class Found(Answer, frozen=True, tag="found"):
         beside: One sentence if the directory's name is not the job's number alone, else "".
     """
 
-    manifests: tuple[Manifest, ...] = ()
+    manifests: tuple[VersionManifest, ...] = ()
     directory: str = ""
     beside: str = ""
 

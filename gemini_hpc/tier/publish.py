@@ -49,7 +49,7 @@ def why(error: Exception) -> str:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def as_tier_error(what: str) -> Iterator[None]:
     """Convert an OSError, or HDF5's RuntimeError, into a TierError about `what`."""
     try:
         yield
@@ -76,7 +76,7 @@ def made_version(
     Raises:
         TierError: The directory cannot be made, or another user owns it.
     """
-    with told(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
+    with as_tier_error(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
         with suppress(FileExistsError):
             os.mkdir(f"{job.path}/{set_name}", _MODE)
             job_directory.sync(job.path)
@@ -138,7 +138,7 @@ def remove(directory: str) -> None:
         scratch.remove(gone)
 
 
-class Pace:
+class WritePace:
     """A limiter that holds a stream of bytes to a rate; a rate of 0 bytes per second means no limit."""
 
     _STEP_S = 0.25  # the longest pause that is made up for

@@ -20,7 +20,8 @@ _SWITCH_S = 0.001
 class Ahead:
     """A background reader of about `length` bytes of a file from about `begin` on, in order.
 
-    A `take` from a part discards all earlier parts. The first `take` corrects where the bytes really begin.
+    A `copy_ahead` from a part discards all earlier parts. The first `copy_ahead` corrects where the bytes really
+    begin.
     Creating an instance raises OSError if the file cannot be opened.
     """
 
@@ -38,7 +39,7 @@ class Ahead:
         sys.setswitchinterval(_SWITCH_S)
         self._threads = started(_THREADS, self._run, "gemini-ahead")
 
-    def take(self, into: memoryview, at: int) -> int:
+    def copy_ahead(self, into: memoryview, at: int) -> int:
         """Copy bytes from offset `at` that are read ahead into `into`; return their number.
 
         The number is 0 if the bytes were not read ahead or could not be read. The caller reads them itself

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest, Piece
+from gemini_hpc.format.shard_manifest import Piece, ShardManifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 
 
@@ -23,15 +23,15 @@ class Area:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParsedSlot:
     """A complete, parsed slot of one rank; `view` is its memory and covers at least all used bytes."""
 
     view: memoryview
     header: Header
-    manifest: Manifest
+    manifest: ShardManifest
 
     @classmethod
-    def parse(cls, view: memoryview, total_bytes: int) -> Shard:
+    def parse(cls, view: memoryview, total_bytes: int) -> ParsedSlot:
         """Parse a slot of `total_bytes`. Raises ValueError on any inconsistency."""
         header = parse_header(view[:HEADER_BYTES], total_bytes)
         layout = header.layout

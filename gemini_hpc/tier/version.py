@@ -33,7 +33,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class VersionManifest(msgspec.Struct, frozen=True):
     """The contents of a whole version.
 
     `time` is the Unix time of its completion. `serial` is the number of versions that this job had written
@@ -75,17 +75,17 @@ class Manifest(msgspec.Struct, frozen=True):
         return len(ranks) == self.world and set(ranks) == set(range(self.world))
 
 
-_decoder = Strict(msgspec.json.Decoder(Manifest))
+_decoder = Strict(msgspec.json.Decoder(VersionManifest))
 
 
-def pack(manifest: Manifest) -> bytes:
+def pack(manifest: VersionManifest) -> bytes:
     """Return the manifest as it is written. Raises ValueError for a manifest that `parse` would refuse."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     parse(data)
     return data
 
 
-def parse(data: bytes) -> Manifest:
+def parse(data: bytes) -> VersionManifest:
     """Return the manifest in `data`. Raises ValueError with the reason if it is invalid."""
     try:
         manifest = _decoder.decode(data)
@@ -146,7 +146,7 @@ def rejected(directory: str, stamp: Stamp) -> bool:
     return there(f"{directory}/{name(stamp)}/{REJECTED}")
 
 
-def read(directory: str | Directory, stamp: Stamp) -> Manifest | None:
+def read(directory: str | Directory, stamp: Stamp) -> VersionManifest | None:
     """Return the manifest of a version in a training's directory, None if the version is not whole.
 
     Raises:
@@ -175,7 +175,7 @@ def _open(directory: str | Directory, stamp: Stamp) -> int:
         return version.file(MANIFEST)
 
 
-def whole(directory: str | Directory) -> Iterator[Manifest]:
+def whole(directory: str | Directory) -> Iterator[VersionManifest]:
     """Yield the manifests of the whole versions in a training's directory, newest first.
 
     Damaged manifests are skipped. For a `Directory`, versions that could be another user's are skipped too.

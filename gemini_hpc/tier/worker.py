@@ -22,7 +22,7 @@ from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import job_directory, lustre, names, orders, owned, publish, retention, version
 from gemini_hpc.tier.owned import Directory, NotOurs
-from gemini_hpc.tier.publish import Pace, TierError, told
+from gemini_hpc.tier.publish import TierError, WritePace, as_tier_error
 from gemini_hpc.tier.readahead import Ahead
 from gemini_hpc.wire.stored import Rejection, Stored
 
@@ -52,11 +52,11 @@ def _say(answer: orders.Answer) -> None:
     os.write(1, orders.encode(answer) + b"\n")
 
 
-class _Told:
+class _ReportingPace:
     """A pacer that also reports progress to the agent at intervals, limited to a rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._pace, self._bytes, self._told_at = Pace(bytes_per_s), 0, clock.monotonic()
+        self._pace, self._bytes, self._told_at = WritePace(bytes_per_s), 0, clock.monotonic()
 
     def __call__(self, count: int) -> None:
         self._bytes += count
@@ -79,7 +79,7 @@ def _job(order: orders.Order) -> Iterator[Directory]:
 
 def _write(order: orders.Write) -> orders.Answer:
     from gemini_hpc.tier import nodefile
-    from gemini_hpc.tier.shards import Shard
+    from gemini_hpc.tier.shards import ParsedSlot
 
     size_bytes = sum(source.used for source in order.shards)
 
@@ -91,14 +91,14 @@ def _write(order: orders.Write) -> orders.Answer:
         for source in order.shards:
             view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
             try:
-                shards.append((Shard.parse(view, source.bytes), source.home, source.digest))
+                shards.append((ParsedSlot.parse(view, source.bytes), source.home, source.digest))
             except ValueError:
                 if digest(view[: source.used]) == source.digest:
                     raise
                 raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
         name = version.node_file(order.node_rank)
-        with told(made.where):
-            file = nodefile.write(made.path, name, shards, _Told(order.bytes_per_s), compress=order.compress)
+        with as_tier_error(made.where):
+            file = nodefile.write(made.path, name, shards, _ReportingPace(order.bytes_per_s), compress=order.compress)
     return orders.Written(file)
 
 
@@ -107,7 +107,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
 
     stamp = order.stamp
     with (
-        told(order.tier),
+        as_tier_error(order.tier),
         _job(order) as job,
         job.below(order.set) as above,
         above.below(version.name(stamp)) as made,
@@ -118,11 +118,11 @@ def _finish(order: orders.Finish) -> orders.Answer:
                 f"{order.tier}: the files of {absent} of {len(order.files)} nodes are not there: "
                 "each node has a directory of its own of this name, and a tier has to be shared by all nodes"
             )
-        with told(made.where):
+        with as_tier_error(made.where):
             newest = next(version.whole(above), None)
             serial = 1 if newest is None else newest.serial + 1
             mark = order.mark
-            manifest = version.Manifest(
+            manifest = version.VersionManifest(
                 order.job,
                 order.set,
                 stamp,
@@ -133,7 +133,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
                 key=mark.key,
                 cluster=mark.cluster,
             )
-            index.write(made.path, manifest, _Told(0.0))
+            index.write(made.path, manifest, _ReportingPace(0.0))
             given = _given(above.path, stamp, order.names)
             mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
             if mine or retention.for_good(serial, order.keep_every):
@@ -160,7 +160,7 @@ def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str,
 
 def _name(order: orders.Name) -> orders.Answer:
     stamp = order.stamp
-    with told(order.tier), _job(order) as job, job.below(order.set) as above:
+    with as_tier_error(order.tier), _job(order) as job, job.below(order.set) as above:
         where = f"{above.path}/{version.name(stamp)}"
         if version.read(above, stamp) is None:
             raise TierError(f"{above.where}/{version.name(stamp)}: no longer there, or no longer whole")
@@ -170,7 +170,7 @@ def _name(order: orders.Name) -> orders.Answer:
 
 
 def _clean(order: orders.Clean) -> orders.Answer:
-    with told(order.tier), Directory.tier(order.tier) as tier:
+    with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
         job_directory.clean(tier, order.job)
         try:
             with _job(order) as job, job.below(order.set) as where:
@@ -179,12 +179,12 @@ def _clean(order: orders.Clean) -> orders.Answer:
             return orders.Finished()
 
 
-def _look(order: orders.Look) -> orders.Answer:
-    found, directory = list[version.Manifest](), ""
+def _find_versions(order: orders.Look) -> orders.Answer:
+    found, directory = list[version.VersionManifest](), ""
     lacks = [name for name in ("h5py", "numpy") if order.begin and find_spec(name) is None]
     if lacks:
         raise ImportError(f"there is no {' and no '.join(lacks)}")
-    with told(order.tier):
+    with as_tier_error(order.tier):
         if order.make:
             with suppress(OSError):  # a directory that is still missing is reported below
                 os.mkdir(order.tier, 0o700)
@@ -209,7 +209,7 @@ def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
             yield found
 
 
-def _newest(job: Directory, order: orders.Look) -> Iterator[version.Manifest]:
+def _newest(job: Directory, order: orders.Look) -> Iterator[version.VersionManifest]:
     """Yield the newest version of each training that the order wants. Raises OSError."""
     for name in [order.set] if order.set else version.sets(job.path):
         try:
@@ -234,7 +234,7 @@ def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
                 file.write(f"{why}\n")
 
 
-def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> bool:
+def _offered(directory: str, manifest: version.VersionManifest, order: orders.Look) -> bool:
     if (manifest.set, manifest.stamp) in order.without or version.rejected(directory, manifest.stamp):
         return False
     return not any(r.covers(manifest.set, manifest.stamp) for r in order.rejected)
@@ -242,7 +242,7 @@ def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> 
 
 def _read(order: orders.Read) -> orders.Answer:
     stamp = order.stamp
-    with told(order.tier), Directory.tier(order.tier) as tier:
+    with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
         for job in _jobs(tier, order):
             with (
                 suppress(FileNotFoundError),
@@ -264,8 +264,8 @@ def _fill(order: orders.Read, stored: Stored, path: str, begin: int) -> None:
         from gemini_hpc.tier import nodefile
 
         view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))
-        with nodefile.Reader(path, ahead) as reader:
-            reader.read(stored, view, _Told(0.0))
+        with nodefile.NodeFileReader(path, ahead) as reader:
+            reader.read(stored, view, _ReportingPace(0.0))
 
 
 DOES: dict[type, Callable[..., orders.Answer]] = {
@@ -273,7 +273,7 @@ DOES: dict[type, Callable[..., orders.Answer]] = {
     orders.Finish: _finish,
     orders.Name: _name,
     orders.Clean: _clean,
-    orders.Look: _look,
+    orders.Look: _find_versions,
     orders.Read: _read,
 }
 AWAITED = (orders.Look, orders.Read)

@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from gemini_hpc import clock
 from gemini_hpc.client import mistake
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, keeping, rejecting
 from gemini_hpc.train.engine import SaveEngine
@@ -117,7 +117,7 @@ class Checkpointer:
         self._times = Times()
         self._closed = False
         self._first_done = True
-        self._session = session = Session(
+        self._session = session = RankSession(
             ranks,
             name,
             Tier.of(tier),
@@ -254,7 +254,7 @@ class Checkpointer:
         session.version += 1
         session.report_first_seal()
         self._gate.passed = False
-        self._versions.take()
+        self._versions.capture_step()
         self._gate.taken()
         if not self._first_done:
             self._first_done = True
@@ -303,7 +303,7 @@ class Checkpointer:
             session.say_once(f"version {session.version} is not kept as {name}: {why}")
             return False
         wish = local.KeepVersion(session.name, session.rank, session.version, name)
-        return keeping.keep(session.client, wish, session.say)
+        return keeping.request_keep(session.client, wish, session.say)
 
     # ---- the end ---------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
 from gemini_hpc.node import priority
@@ -24,7 +24,7 @@ from gemini_hpc.train.device.memory import Keeper, Shard, Slot
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.planning import FirstPlan, Join, Planning
 from gemini_hpc.train.replication.parity import StripeParity
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
@@ -39,7 +39,7 @@ from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.train.state.ownership import Own, Ownership
 from gemini_hpc.train.state.tree import StateTree
@@ -77,7 +77,7 @@ class SaveEngine:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         tree: StateTree,
         traffic: Traffic,
         *,
@@ -88,7 +88,7 @@ class SaveEngine:
         self._ranks, self._stateful = ranks, tree.stateful
         self._control_group: dist.ProcessGroup | None = None  # used if there is no transport
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
-        self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
+        self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._adopt_plan)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
         self.transport: HostTransport | None = None
         self.controller: IntervalController | None = None
@@ -125,7 +125,7 @@ class SaveEngine:
         wanted = self._traffic.transport == "nccl" and self.transport is not None
         return self._join if wanted and not self._session.redundancy.parity else None
 
-    def _join(self, tensors: list[torch.Tensor], layout: Layout, all_ranks: Exchange) -> str:
+    def _join(self, tensors: list[torch.Tensor], layout: SlotLayout, all_ranks: Exchange) -> str:
         """Create this rank's NCCL endpoint and return "", or return the reason why none exists.
 
         See `planning.Join`.
@@ -145,7 +145,7 @@ class SaveEngine:
         """Return whether the ranks can reach an agreement during training."""
         return self.controller is not None and self.controller.agrees
 
-    def keepers(self) -> list[Keeper]:
+    def keepers(self) -> list[TensorShardOwner]:
         """Return the replicator and the receivers, which hold memory of the agent."""
         return [*([self.replicator] if self.replicator else []), *self.receivers]
 
@@ -184,7 +184,7 @@ class SaveEngine:
         """
         session, plan, transport = self._session, first.plan, self.transport
         assert session.client is not None
-        me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         replicates: Callable[..., Replicator] = Replicator
         outboxes: Mapping[int, Outbox] = {}
         if (over := self._over) is not None:
@@ -271,7 +271,7 @@ class SaveEngine:
             planner = self._over.planner(monitor)
         group, words = self._group, None
         if group is not None and session.world > 1:
-            words = AsyncCollectives(group, monitor.follow, monitor.caught_up)
+            words = AsyncCollectives(group, monitor.track_round, monitor.caught_up)
         return IntervalController(
             self._traffic,
             session.rank,
@@ -322,7 +322,7 @@ class SaveEngine:
         if self._rescuer is not None:
             self._rescuer.lives_on(nearest)
 
-    def _at_once(self, job: Job) -> None:
+    def _at_once(self, job: CaptureJob) -> None:
         """Hurry the copy of a version. Called from the rescuer's thread."""
         job.urgent = job.wanted = True
         self.pacer.hurry()
@@ -331,7 +331,7 @@ class SaveEngine:
         assert self.planning.capture is not None
         return self._own, self.planning.capture
 
-    def _follow(self, plan: Plan) -> None:
+    def _adopt_plan(self, plan: Plan) -> None:
         """Follow another plan, from the next version on."""
         assert self.replicator is not None
         self.replicator.follow(plan)
@@ -394,7 +394,7 @@ class SaveEngine:
             slot.populate()
         return True
 
-    def _listen(self, shards: list[Shard]) -> bool:
+    def _listen(self, shards: list[TensorShard]) -> bool:
         """Start the threads, unless the end came first.
 
         A thread that starts waiting for others after the end would still be blocked when Python exits, and Python
@@ -413,7 +413,7 @@ class SaveEngine:
             self._listening = True
         return True
 
-    def _recognise(self, shard: Shard) -> None:
+    def _recognise(self, shard: TensorShard) -> None:
         """Recognise the resumed version in a slot, for a hand-back.
 
         After a resume, the memory mapped again may hold the version resumed from.
@@ -436,11 +436,11 @@ class SaveEngine:
         a version that some ranks skip can never be sealed.
         """
         session, verdict = self._session, self._session.verdict
-        words = [verdict.word]
+        words = [verdict.vote]
         if session.world > 1:
-            words = collectives.gather_word(verdict.word, self._group)
+            words = collectives.gather_word(verdict.vote, self._group)
         if all(word == 1 for word in words):
-            if verdict.settle():
+            if verdict.record_ready():
                 session.state = "protected"
             return session.protected
         if -1 in words:

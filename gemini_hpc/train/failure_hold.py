@@ -22,7 +22,7 @@ ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node
 _ASK_EVERY_S = 0.2
 
 
-def hold(
+def wait_for_verdict(
     ask: Callable[[], Verdict | None],
     hold_s: float,
     say: Callable[[str], None],
@@ -106,7 +106,7 @@ class Hold:
             f"communication failed ({type(error).__name__}); asking the agents whether a node is dead (up to "
             f"{self._hold_s:g} s)"
         )
-        hold(self._verdict, self._hold_s, self._say)
+        wait_for_verdict(self._verdict, self._hold_s, self._say)
 
     def exit(self) -> None:
         """Block at interpreter exit while a node is dead.
@@ -116,7 +116,7 @@ class Hold:
         verdict = self._verdict()
         if verdict is not None and verdict.dead:
             self._say(f"node {', '.join(verdict.dead)} is dead; waiting for Slurm")
-            hold(self._verdict, self._hold_s, lambda text: None)
+            wait_for_verdict(self._verdict, self._hold_s, lambda text: None)
 
     def _verdict(self) -> Verdict | None:
         return ask_verdict(self._path)

@@ -10,7 +10,7 @@ from gemini_hpc.wire import local
 TIMEOUT_S = 5.0
 
 
-def keep(client: AgentClient, wish: local.KeepVersion, say: Callable[[str], None]) -> bool:
+def request_keep(client: AgentClient, wish: local.KeepVersion, say: Callable[[str], None]) -> bool:
     """Return whether this rank's agent will keep the version; if not, print the reason.
 
     The wait is bounded by twice `TIMEOUT_S`.

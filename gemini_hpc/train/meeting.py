@@ -107,7 +107,7 @@ class Meetings:
         """
         over, there = threading.Event(), threading.Event()
         args = (call, key, posted, over, there)
-        thread = threading.Thread(target=self._tell, args=args, name="gemini-meeting", daemon=True)
+        thread = threading.Thread(target=self._report_absent, args=args, name="gemini-meeting", daemon=True)
         thread.start()
         try:
             yield
@@ -116,7 +116,9 @@ class Meetings:
             over.set()
             thread.join(_POST_S)
 
-    def _tell(self, call: str, key: str, posted: bool, over: threading.Event, there: threading.Event) -> None:
+    def _report_absent(
+        self, call: str, key: str, posted: bool, over: threading.Event, there: threading.Event
+    ) -> None:
         store, began = self._store, clock.monotonic()
         assert store is not None
         try:

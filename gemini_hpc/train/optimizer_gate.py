@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.train.device import graphs
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.not_given import NotGiven
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.tree import StateTree
 
 _NOT_GIVEN = 3  # report at most this many optimizers that were not passed
@@ -67,7 +67,7 @@ class OptimizerGate:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         engine: SaveEngine,
         tree: StateTree,
         not_given: NotGiven,
@@ -76,7 +76,7 @@ class OptimizerGate:
     ) -> None:
         self._session, self._engine, self._tree = session, engine, tree
         self._not_given, self._max_repeated, self._times = not_given, max_repeated, times
-        self.job: Job | None = None
+        self.job: CaptureJob | None = None
         self.late = False
         self.forgone = 0  # the last version that this rank could not capture
         self.resumed_from: tuple[int, int] | None = None
@@ -172,7 +172,7 @@ class OptimizerGate:
         self.strange.clear()
 
     @contextmanager
-    def frozen(self) -> Iterator[Job | None]:
+    def frozen(self) -> Iterator[CaptureJob | None]:
         """Block the optimizers and yield the version that the tensors hold now.
 
         Yield None while the tensors are being changed, or if that version was not captured. Called from another
@@ -209,7 +209,7 @@ class OptimizerGate:
         if controller is not None and controller.scheme != "none" and session.protected:
             if session.guard.leaving():
                 self._stand_by(job)
-            session.guard.hold(self._indispensable(max(controller.repeats, self._max_repeated)))
+            session.guard.wait_sealed(self._indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
             controller.waited(spent, spent - (session.guard.waited_s - failing_s))
@@ -225,7 +225,7 @@ class OptimizerGate:
             over = lambda: not session.protected  # noqa: E731
             session.gate.wait(self.forgone, over, lambda: pacer.progress_at, patience_s)
 
-    def _stand_by(self, job: Job | None) -> None:
+    def _stand_by(self, job: CaptureJob | None) -> None:
         """Wait for the end if the job is about to leave a node and this version is kept.
 
         If all ranks stop at a kept version, no step is repeated.
@@ -249,7 +249,7 @@ class OptimizerGate:
         resumed = self.resumed_from
         return resumed if resumed is not None and version <= resumed[1] else (self._session.epoch, version)
 
-    def wait_left(self, job: Job) -> None:
+    def wait_left(self, job: CaptureJob) -> None:
         """Wait until the copying thread has its data. A copy that has not begun in time is cancelled."""
         if job.left.is_set():
             return
@@ -263,7 +263,7 @@ class OptimizerGate:
         if not job.left.is_set() and not job.cancel():
             job.left.wait()  # a copy in memory is in progress: it ends
 
-    def wait_sealed(self, job: Job) -> None:
+    def wait_sealed(self, job: CaptureJob) -> None:
         """Wait until this version is sealed, before the training goes on (R2).
 
         The wait is bounded: see `SealGate.wait`.

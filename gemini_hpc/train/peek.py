@@ -29,7 +29,7 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     rank = ranks.rank if distributed else _number("RANK", 0)
     world = ranks.world if distributed else _number("WORLD_SIZE", 1)
     found, why = 0, ""
-    Meetings(ranks, name, lines.tell).meet("peek()")
+    Meetings(ranks, name, lines.write_line).meet("peek()")
     if path:
         local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
         hello = joining.hello(name, rank, world, local_rank, Tier.of(tier))
@@ -46,7 +46,7 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     if found < 0:
         if why or rank == 0:
             text = why or "the agents do not agree, or one could not be reached"
-            lines.tell(f"rank {rank}: cannot tell what there is to resume from: {text}")
+            lines.write_line(f"rank {rank}: cannot tell what there is to resume from: {text}")
         return 0
     return found
 

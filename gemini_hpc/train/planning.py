@@ -13,8 +13,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.client.session import Session
-from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives, ownership
@@ -22,7 +22,7 @@ from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.divergence import Divergence
 from gemini_hpc.train.state.layout import Draft, Plan, lay_out
 from gemini_hpc.train.state.lifted import LEAST_BYTES
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
 from gemini_hpc.train.uncaptured import Uncaptured
@@ -39,7 +39,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
     ready: bool = True
     problem: str = ""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     total_bytes: int = 0
     word: bytes = b""
     told: list[str] = []
@@ -60,13 +60,13 @@ class FirstPlan:
     """
 
     plan: Plan
-    gathered: list[list[Entry]]
+    gathered: list[list[TensorEntry]]
     totals: list[int]
 
 
 # Connects copies from GPU to GPU on all ranks, or on none, and returns the reason for none ("" otherwise).
 # Arguments: the tensors, their layout in the slot, and a function that returns every rank's message for its own.
-Join = Callable[[list[torch.Tensor], Layout, Callable[[bytes], list[bytes]]], str]
+Join = Callable[[list[torch.Tensor], SlotLayout, Callable[[bytes], list[bytes]]], str]
 
 
 class Planning:
@@ -74,7 +74,7 @@ class Planning:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         tree: StateTree,
         traffic: Traffic,
         dealt: ownership.Ownership,
@@ -143,7 +143,7 @@ class Planning:
                 ready = False
             except Exception as error:
                 failure = error
-        told = uncaptured.take()
+        told = uncaptured.take_sentences()
         offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
         self._session.say_shared([o.told for o in offers])
         if not all(o.ready for o in offers):
@@ -168,7 +168,7 @@ class Planning:
     def _lay_out(
         self,
         draft: Draft,
-        gathered: list[list[Entry]],
+        gathered: list[list[TensorEntry]],
         *,
         least_bytes: int = 0,
         apart: frozenset[str] = frozenset(),
@@ -184,7 +184,7 @@ class Planning:
             apart=apart,
         )
 
-    def _join(self, join: Join, leaves: list[Leaf], layout: Layout) -> None:
+    def _join(self, join: Join, leaves: list[Leaf], layout: SlotLayout) -> None:
         """Let copies go over NCCL, or report once why they do not. Collective."""
 
         def all_ranks(word: bytes) -> list[bytes]:
@@ -217,7 +217,7 @@ class Planning:
 
     # ---- planning anew ---------------------------------------------------------------------------------
 
-    def may_change(self, gathered: list[list[Entry]], alone: frozenset[str]) -> Replanning:
+    def may_change(self, gathered: list[list[TensorEntry]], alone: frozenset[str]) -> Replanning:
         """Allow that another plan follows the current one from now on."""
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
@@ -246,7 +246,7 @@ class Planning:
         if self.replanning is not None and (large or misfits):
             self.replanning.want(self._session.version, at_once=bool(misfits))
 
-    def misfit(self, names: Iterable[str]) -> bool:
+    def record_mismatches(self, names: Iterable[str]) -> bool:
         """Record the tensors that do not fit the plan and return whether this is news.
 
         A tensor that misfits for the second time belongs to the small state from then on.
@@ -279,8 +279,8 @@ class Planning:
     def alone(self) -> None:
         """Plan again at once if the training has a single rank, which needs no agreement."""
         if self._session.world == 1 and self.replanning is not None and self.replanning.wanted:
-            self.replanning.hear([1])
-            self.replanning.take([self.replanning.offer()], self._session.version)
+            self.replanning.on_round([1])
+            self.replanning.adopt_offers([self.replanning.offer()], self._session.version)
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()
@@ -310,12 +310,12 @@ class Planning:
     def _adopt(self, offered: Sequence[bytes]) -> None:
         """Adopt the new plan from the next version on. Never raises."""
         try:
-            self._take(offered)
+            self._adopt_offers(offered)
         except Exception as error:
             known = isinstance(error, _OfferError)
             self._session.lose(str(error) if known else f"{type(error).__name__}: {error}")
 
-    def _take(self, offered: Sequence[bytes]) -> None:
+    def _adopt_offers(self, offered: Sequence[bytes]) -> None:
         session, replanning = self._session, self.replanning
         assert replanning is not None and self._layout_bytes
         draft, self._draft = self._draft, None
@@ -339,7 +339,7 @@ class Planning:
         self._apart = plan.alone
         self.capture, self._layout_bytes = plan.capture, plan.layout.total
         self._follow(plan)
-        replanning.follow(Divergence(gathered, plan.alone, session.rank))
+        replanning.set_divergence(Divergence(gathered, plan.alone, session.rank))
         session.find(f"version {session.version}: new plan: {replanning.reason}")
         session.say_once(f"new plan from version {session.version} on: {replanning.reason}")
         session.event("planned", f"rank {session.rank}: {replanning.reason}")

@@ -12,7 +12,7 @@ from gemini_hpc import clock
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.train import rejecting, start
 from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.meeting import Meetings
@@ -45,7 +45,7 @@ class Restorer:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         tree: StateTree,
         loader: Any,
         *,
@@ -264,7 +264,7 @@ class Restorer:
 
     # ---- from the agents -------------------------------------------------------------------------------
 
-    def _choose_and_fetch(self) -> list[restore.Saved]:
+    def _choose_and_fetch(self) -> list[restore.SavedShard]:
         """Return the shards of the version to resume from, or none for a fresh start. Collective.
 
         If a rank cannot get its data (a copy is damaged, its holder died), all ranks send `Hello` again. The agents
@@ -277,7 +277,7 @@ class Restorer:
                 session.say_once(f"memory could not serve: {line}")
             if not welcome.chosen_version:
                 return []
-            shards: list[restore.Saved] = []
+            shards: list[restore.SavedShard] = []
             try:
                 shards = self._fetch_shards(welcome)
             except (AgentLost, AgentRefused, ValueError, OSError) as error:
@@ -291,16 +291,16 @@ class Restorer:
                 session.try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
         return session.try_again(f"version {session.welcome.chosen_version} is not readable everywhere")
 
-    def _fetch(self, rank: int) -> restore.Saved:
+    def _fetch(self, rank: int) -> restore.SavedShard:
         reply, fd = self._session.fetch(rank)
         if rank == self._session.rank:
             self._own_copy = Content(reply.epoch, reply.version, reply.used, reply.digest)
-        saved = restore.Saved.read(map_copy(fd, reply.used), reply.bytes)
+        saved = restore.SavedShard.read(map_copy(fd, reply.used), reply.bytes)
         if (saved.header.stamp.version, saved.header.rank) != (reply.version, rank):
             raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved
 
-    def _fetch_shards(self, welcome: local.Welcome) -> list[restore.Saved]:
+    def _fetch_shards(self, welcome: local.Welcome) -> list[restore.SavedShard]:
         shards = []
         if welcome.chosen_world == self._session.world:
             shards.append(self._fetch(self._session.rank))

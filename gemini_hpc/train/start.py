@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.train.state import restore
 from gemini_hpc.train.state.torch_dtypes import dtype_name
 from gemini_hpc.train.state.tree import StateTree, box_of, local
@@ -143,7 +143,7 @@ def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int
         like = shape == tuple(parameter.shape) and bool(shape)
         device = local(parameter).device.type if like else "cpu"
         key = f"optimizer.0.model.{owner}.{name}"
-        rows.append(Row(key, dtype_name(dtype), shape, True, device, 0, f"model.{owner}", name, like))
+        rows.append(TensorRow(key, dtype_name(dtype), shape, True, device, 0, f"model.{owner}", name, like))
     restore.make_optimizer_state(tree, rows, _NONE)
 
 

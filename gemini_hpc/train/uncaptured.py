@@ -50,7 +50,7 @@ class Uncaptured:
         """Keep a sentence until the ranks next plan together, in each `step()` until they have a plan."""
         self._later.append(sentence)
 
-    def take(self) -> list[str]:
+    def take_sentences(self) -> list[str]:
         """Return and forget the sentences kept for later."""
         found, self._later = self._later, []
         return found

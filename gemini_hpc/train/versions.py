@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemini_hpc import clock
-from gemini_hpc.client.session import Session
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.moments import UNKNOWN, Moment
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.optimizer_gate import OptimizerGate
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
@@ -32,7 +32,7 @@ class Versions:
 
     def __init__(
         self,
-        session: Session,
+        session: RankSession,
         engine: SaveEngine,
         gate: OptimizerGate,
         tree: StateTree,
@@ -52,12 +52,12 @@ class Versions:
         self._unstepped = 0  # the previous version, if it has gradients and no optimizer step
         self._stillness = Stillness()
 
-    def take(self) -> None:
+    def capture_step(self) -> None:
         """Capture the version at `step()`, and end protection if the state cannot be captured. Never raises."""
         session = self._session
         if session.protected:
             try:
-                self._take()
+                self._capture_step()
             except (UnknownTypeError, UnsupportedStateError, StateChangedError) as error:
                 session.lose(str(error))
             except Exception as error:  # our own failure must not stop the training
@@ -100,7 +100,7 @@ class Versions:
         version, self._unstepped = self._unstepped, 0
         if version and not self._told_unstepped:
             self._told_unstepped = True
-            self._tell(
+            self._report_unsaved(
                 version,
                 " without an optimizer step since the last one: accumulated gradients are not captured, so this "
                 "version is not saved. Call step() once per optimizer step",
@@ -126,9 +126,9 @@ class Versions:
                 "protected. Let the step() of a torch.optim.Optimizer write the weights"
             )
         self._session.event("degraded", text)
-        self._tell(self._session.version, f": {text}")
+        self._report_unsaved(self._session.version, f": {text}")
 
-    def _tell(self, version: int, why: str) -> None:
+    def _report_unsaved(self, version: int, why: str) -> None:
         """Report why a version is not saved, together with the other ranks if they are about to plan.
 
         Args:
@@ -143,7 +143,7 @@ class Versions:
             session.find(text)
             session.say(f"rank {session.rank}: {text}")
 
-    def _take(self) -> None:
+    def _capture_step(self) -> None:
         session, engine = self._session, self._engine
         complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
         failure: Exception | None = None
@@ -159,7 +159,7 @@ class Versions:
             try:
                 ready = self.resumed or (complete and self._gate.stepped)
                 with self._meetings.watch("step()"):
-                    agreed = self._begin(leaves, odd, failure, ready=ready)
+                    agreed = self._begin_protection(leaves, odd, failure, ready=ready)
                 if not agreed:
                     return
             except Exception:
@@ -181,7 +181,7 @@ class Versions:
         if saves or owed:
             self._capture(capture, moment)
 
-    def _begin(
+    def _begin_protection(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
     ) -> bool:
         """Plan, start, and check that all ranks could start. Collective, until the ranks have one verdict.
@@ -209,7 +209,7 @@ class Versions:
         leaves, odd = self._tree.leaves()
         late, misfits = capture.bind(leaves)
         if misfits:
-            self._misfit(misfits)
+            self._skip_mismatched(misfits)
             return
         planning.fits()
         if late and "late" not in session.unsaved:
@@ -219,7 +219,7 @@ class Versions:
                 "they are copied at step()"
             )
         if engine.driver is not None:
-            engine.driver.settle()
+            engine.driver.flush_copy()
         if self._too_early():
             return
         defers = capture.defers if engine.driver is None else nothing_deferred
@@ -269,7 +269,7 @@ class Versions:
         session.note("skipped", session.version, "the version before this one is still on its way")
         return True
 
-    def _misfit(self, misfits: Mapping[str, str]) -> None:
+    def _skip_mismatched(self, misfits: Mapping[str, str]) -> None:
         """Skip versions while tensors differ from the plan, until the state is divided again.
 
         Args:
@@ -281,13 +281,13 @@ class Versions:
         session, planning = self._session, self._engine.planning
         why = next(iter(misfits.values()))
         planning.want((), (why,), agrees=self._engine.ranks_agree)
-        if planning.misfit(misfits):
+        if planning.record_mismatches(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count("skipped")
         session.event("skipped", f"rank {session.rank}: {why}")
         self._gate.forgone = session.version
 
-    def _ship(self, job: Job | None) -> None:
+    def _ship(self, job: CaptureJob | None) -> None:
         """Send this rank's part of the version over NCCL, at each `step()` since the ranks save.
 
         Only the first call in a `step()` counts.

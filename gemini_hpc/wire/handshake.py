@@ -93,7 +93,7 @@ class Envelope(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-class Session(msgspec.Struct, frozen=True):
+class LinkSession(msgspec.Struct, frozen=True):
     """An authenticated connection: the keys of both directions and the other end's description of itself."""
 
     send_key: bytes
@@ -139,7 +139,7 @@ def refusal(reason: str) -> bytes:
     return msgspec.msgpack.encode(Envelope(refusal=reason))
 
 
-class Client:
+class HandshakeClient:
     """The calling side of one handshake."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Client:
             raise HandshakeError(f"MUNGE: {exc}") from None
         return msgspec.msgpack.encode(Envelope(credential=credential))
 
-    def finish(self, data: bytes) -> Session:
+    def finish(self, data: bytes) -> LinkSession:
         """Return the session that the server's answer establishes.
 
         Raises:
@@ -215,7 +215,7 @@ class Client:
         if not version.OLDEST <= answer.chosen <= version.CURRENT:
             raise HandshakeError(version.mismatch(answer.chosen, answer.chosen))
         outward, inward = _keys(self._hello, answer.share)
-        return Session(
+        return LinkSession(
             send_key=outward,
             receive_key=inward,
             peer_uid=uid,
@@ -259,7 +259,7 @@ def receive(data: bytes) -> Greeting:
 
 def answer(
     greeting: Greeting, *, host: str, restart: int, instance: str, listening: str = "", lost: tuple[str, ...] = ()
-) -> tuple[bytes, Session]:
+) -> tuple[bytes, LinkSession]:
     """Return the server's answer to an accepted greeting, and its session.
 
     Args:
@@ -294,7 +294,7 @@ def answer(
     except munge.MungeError as exc:
         raise HandshakeError(f"MUNGE: {exc}") from None
     inward, outward = _keys(hello, reply.share)
-    session = Session(
+    session = LinkSession(
         send_key=outward,
         receive_key=inward,
         peer_uid=greeting.uid,

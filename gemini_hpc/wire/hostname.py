@@ -14,7 +14,7 @@ _MAX_BYTES = 4 << 20
 _NUMBERS = re.compile(r"[0-9A-Fa-fxX.]+")
 
 
-def odd(name: str) -> bool:
+def is_numeric_hostname(name: str) -> bool:
     """Return whether the resolver reads this host name as a number. Dotted addresses are not odd."""
     if not _NUMBERS.fullmatch(name):
         return False
@@ -57,7 +57,7 @@ def dialled(name: str) -> str:
     Raises:
         OSError: An odd name has no address.
     """
-    if not odd(name):
+    if not is_numeric_hostname(name):
         return name
     found = _addresses(name)
     if not found:
@@ -71,4 +71,4 @@ async def dialled_beside(name: str) -> str:
     Raises:
         OSError: An odd name has no address.
     """
-    return await asyncio.to_thread(dialled, name) if odd(name) else name
+    return await asyncio.to_thread(dialled, name) if is_numeric_hostname(name) else name

@@ -27,7 +27,7 @@ from gemini_hpc.wire.frames import (
     read_bare,
     read_exact,
 )
-from gemini_hpc.wire.handshake import Client, Greeting, HandshakeError, OtherView, Session
+from gemini_hpc.wire.handshake import Greeting, HandshakeClient, HandshakeError, LinkSession, OtherView
 from gemini_hpc.wire.message import Message
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -65,7 +65,7 @@ class Link:
         limit_bytes: Longest frame that is accepted; lower it if the other end only sends short messages.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: LinkSession) -> None:
         self._reader, self._writer = reader, writer
         self._out, self._in = Sealer(session.send_key), Sealer(session.receive_key)
         self.session = session
@@ -182,7 +182,7 @@ async def _read_bare(reader: asyncio.StreamReader) -> bytes:
 async def connect(
     address: str,
     port: int,
-    client: Client,
+    client: HandshakeClient,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
     opened: asyncio.Event | None = None,
 ) -> Link:
@@ -223,7 +223,7 @@ async def connect(
 async def connect_any(
     address: str,
     ports: Iterable[int],
-    client: Callable[[], Client],
+    client: Callable[[], HandshakeClient],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
     *,
     wordy: bool = False,
@@ -351,7 +351,7 @@ class BlockingLink:
     """
 
     def __init__(
-        self, sock: socket.socket, session: Session, out: Sealer | None = None, into: Sealer | None = None
+        self, sock: socket.socket, session: LinkSession, out: Sealer | None = None, into: Sealer | None = None
     ) -> None:
         """Create a link on an authenticated socket.
 
@@ -365,7 +365,9 @@ class BlockingLink:
         self._out, self._in = out or Sealer(session.send_key), into or Sealer(session.receive_key)
 
     @classmethod
-    def connect(cls, address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> BlockingLink:
+    def connect(
+        cls, address: str, port: int, client: HandshakeClient, timeout_s: float = HANDSHAKE_TIMEOUT_S
+    ) -> BlockingLink:
         """Dial and authenticate.
 
         Raises:
@@ -465,12 +467,12 @@ class BlockingLink:
         Raises:
             LinkClosed: The connection ended, or the message is of another kind.
         """
-        message = self.take()
+        message = self.receive_any()
         if not isinstance(message, kind):
             raise LinkClosed(f"wanted {kind.__name__}, got {type(message).__name__}")
         return message
 
-    def take(self) -> protocol.AnyMessage:
+    def receive_any(self) -> protocol.AnyMessage:
         """Return the next message of any kind.
 
         Raises:

@@ -23,7 +23,7 @@ MAX_CLIENTS = 1024
 _ACCEPT_PAUSE_S = 0.2
 
 
-class Client:
+class LocalClient:
     """A client's connection to the local socket."""
 
     def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
@@ -81,7 +81,7 @@ def _process(sock: socket.socket, pid: int) -> int:
 
 
 Reply = tuple[local.Message, list[int]]
-Handle = Callable[[Client, local.Request, list[int]], Awaitable[Reply]]
+Handle = Callable[[LocalClient, local.Request, list[int]], Awaitable[Reply]]
 
 
 class LocalServer:
@@ -92,7 +92,7 @@ class LocalServer:
         path: str,
         uid: int,
         handle: Handle,
-        gone: Callable[[Client], None],
+        gone: Callable[[LocalClient], None],
         complain: Callable[[str], None],
     ) -> None:
         """Create the server and listen.
@@ -107,7 +107,7 @@ class LocalServer:
                 agent.
         """
         self._path, self._uid, self._handle, self._gone, self._complain = path, uid, handle, gone, complain
-        self._clients: set[Client] = set()
+        self._clients: set[LocalClient] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._sock = self._bound()
@@ -161,13 +161,13 @@ class LocalServer:
                 sock.close()
                 self._complain(f"local client of uid {uid} turned away")
                 return
-            client = Client(sock, pid, uid)
+            client = LocalClient(sock, pid, uid)
             self._clients.add(client)
             task = asyncio.ensure_future(self._serve(client, sock))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, client: Client, sock: socket.socket) -> None:
+    async def _serve(self, client: LocalClient, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(sock, readable.set)
@@ -202,7 +202,7 @@ class LocalServer:
             self._clients.discard(client)
             self._gone(client)
 
-    async def _answer(self, client: Client, data: bytes, fds: list[int], flags: int) -> Reply:
+    async def _answer(self, client: LocalClient, data: bytes, fds: list[int], flags: int) -> Reply:
         if len(data) > local.MAX_PACKET_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             return self._refuse(
                 fds, f"a message has at most {local.MAX_PACKET_BYTES} bytes and {_MAX_FDS} descriptors"
@@ -243,7 +243,7 @@ class LocalServer:
                 finally:
                     loop.remove_writer(sock)
 
-    def drop(self, wanted: Callable[[Client], bool]) -> None:
+    def drop(self, wanted: Callable[[LocalClient], bool]) -> None:
         """Close every client for which `wanted` returns true."""
         for client in list(self._clients):
             if wanted(client):

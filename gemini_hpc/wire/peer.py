@@ -15,7 +15,7 @@ from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.domains import Separation
-from gemini_hpc.core.moments import UNCOUNTED, UNKNOWN, Mark, Moment, Report
+from gemini_hpc.core.moments import UNCOUNTED, UNKNOWN, Mark, Moment, MomentReport
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Attempt,
@@ -36,10 +36,10 @@ from gemini_hpc.core.numbers import (
     TierInterval,
     Version,
 )
-from gemini_hpc.core.placement import Order
+from gemini_hpc.core.placement import PlacementOrder
 from gemini_hpc.core.sequence import Closed, Closing, Series
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.standstill import Host, Standing
+from gemini_hpc.core.standstill import HangStanding, Host
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
@@ -317,7 +317,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     looked: bool = False
 
     def __post_init__(self) -> None:
-        if self.order and len(Order(self.order).ranks) != len(self.noderanks):
+        if self.order and len(PlacementOrder(self.order).ranks) != len(self.noderanks):
             raise ValueError(f"an order of {len(self.order)} node ranks for {len(self.noderanks)} nodes")
 
 
@@ -391,7 +391,7 @@ class VoteUp(Message, frozen=True, tag="vote"):
     degraded: bool
     kinds: int
     vote: msgspec.Raw
-    reports: tuple[Report, ...] = ()
+    reports: tuple[MomentReport, ...] = ()
 
 
 class DecisionDown(Message, frozen=True, tag="decision"):
@@ -452,7 +452,7 @@ class StandingUp(Message, frozen=True, tag="standing"):
 
     round: Round
     set: SetName
-    standing: Standing
+    standing: HangStanding
 
 
 class HungDown(Message, frozen=True, tag="hung"):
@@ -460,7 +460,7 @@ class HungDown(Message, frozen=True, tag="hung"):
 
     round: Round
     set: SetName
-    standing: Standing
+    standing: HangStanding
 
 
 # ---- a node that the job is to leave, along the tree ----------------------------------------------------

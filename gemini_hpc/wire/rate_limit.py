@@ -9,7 +9,7 @@ class RateLimit:
     """A token bucket that permits `burst` events at once and `per_s` events a second in the long run.
 
     Attributes:
-        missed: Number of refusals since the last `settle`.
+        missed: Number of refusals since the last `take_missed`.
     """
 
     def __init__(self, per_s: float, burst: float) -> None:
@@ -17,7 +17,7 @@ class RateLimit:
         self._tokens, self._at = burst, clock.monotonic()
         self.missed = 0
 
-    def take(self, count: float = 1.0) -> bool:
+    def take_tokens(self, count: float = 1.0) -> bool:
         """Return whether `count` more events may happen now, and count them."""
         self._fill()
         if self._tokens < count:
@@ -37,7 +37,7 @@ class RateLimit:
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
         self._at = now
 
-    def settle(self) -> int:
+    def take_missed(self) -> int:
         """Return the number of refusals so far and reset it."""
         missed, self.missed = self.missed, 0
         return missed

@@ -10,7 +10,7 @@ MAX_NAME = 32
 MAX_DETAIL = 320
 
 
-def tame(said: Any) -> Any:
+def sanitize(said: Any) -> Any:
     """Return text, or a nested structure, without control characters and line breaks.
 
     The text of agents comes from the job's owner and may be read on an operator's terminal.
@@ -18,8 +18,8 @@ def tame(said: Any) -> Any:
     if isinstance(said, str):
         return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
     if isinstance(said, dict):
-        return {tame(key): tame(value) for key, value in said.items()}
-    return [tame(item) for item in said] if isinstance(said, list) else said
+        return {sanitize(key): sanitize(value) for key, value in said.items()}
+    return [sanitize(item) for item in said] if isinstance(said, list) else said
 
 
 def bounded_event(event: EventRecord, host: str) -> EventRecord:

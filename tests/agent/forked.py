@@ -48,7 +48,7 @@ def start(request: Request) -> None:
             sys.exit(supervisor._attend(agent, mine))
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
         mine.sock.close()
-        worker_process.use(workers.Channel(mine.theirs))
+        worker_process.use(workers.SupervisorChannel(mine.theirs))
     settings = Settings(interface="lo", memory_floor_bytes=0, **request["settings"])
     sys.exit(run_agent(settings, uid=os.geteuid(), **request["agent"]))
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from gemini_hpc.wire import local
-from gemini_hpc.wire.local_server import Client, LocalServer, Reply
+from gemini_hpc.wire.local_server import LocalClient, LocalServer, Reply
 
 _CALL = (
     "import os, socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
@@ -23,9 +23,9 @@ _STAY = _CALL + "time.sleep(60)"
 
 
 async def main(path: str) -> None:
-    clients: list[Client] = []
+    clients: list[LocalClient] = []
 
-    async def handle(client: Client, request: local.Request, fds: list[int]) -> Reply:
+    async def handle(client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
         clients.append(client)
         return local.Verdict(), []
 

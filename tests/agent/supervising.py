@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from gemini_hpc.agent.tier.workers import Channel, Workers
+from gemini_hpc.agent.tier.workers import SupervisorChannel, Workers
 
 
 @contextmanager
-def supervisor(work: Callable[[int], int]) -> Iterator[tuple[Channel, Workers]]:
+def supervisor(work: Callable[[int], int]) -> Iterator[tuple[SupervisorChannel, Workers]]:
     """Serves in a thread of this process, which it would otherwise have to itself."""
     mine = Workers(work)
-    channel = Channel(mine.theirs)
+    channel = SupervisorChannel(mine.theirs)
 
     def serve() -> None:
         while mine.serve():

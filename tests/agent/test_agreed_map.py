@@ -38,17 +38,17 @@ class Host:
             self.tier, self.chosen = True, tier
         return heeded
 
-    async def left(self) -> round_plan.Left:
-        return round_plan.Left(self.after)
+    async def left(self) -> round_plan.PredecessorState:
+        return round_plan.PredecessorState(self.after)
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[version.Manifest, ...]:
+    ) -> tuple[version.VersionManifest, ...]:
         self.looks.append(launched)
         if not self.sees:
             raise TierFailed("not mounted")
         shards = tuple(Stored(rank, rank, 64, 64, "0" * 32) for rank in range(2))
-        return (version.Manifest(7, "default", Stamp(1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
+        return (version.VersionManifest(7, "default", Stamp(1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
 
     def send(self, host: str, message: Message) -> bool:
         self.sent.append((host, message))
@@ -102,7 +102,7 @@ def test_an_agent_with_another_map_keeps_everybody_from_having_one() -> None:
         host = Host("n1")
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1", "n2", "n3"), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         await asyncio.gather(*spawned)
         for child in ("n2", "n3"):
             rounds.on_message(child, peer.InventoryUp(1, (await Host(child).inventory(),)))
@@ -131,7 +131,7 @@ def test_a_round_that_cannot_see_the_tier_serves_no_launch() -> None:
             while spawned:
                 await spawned.pop(0)
 
-        rounds.begin("")
+        rounds.begin_round("")
         await settle()
         assert rounds.stage == "live" and host.lived == 1 and rounds.unseen == "not mounted"
         for number in (2, 3):
@@ -160,7 +160,7 @@ def test_where_nothing_was_ever_sealed_there_is_nothing_on_the_tier(unbroken: bo
         host.unbroken = unbroken
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         rounds.need(1, "7.0", again=False)
         while spawned:
             await spawned.pop(0)
@@ -185,7 +185,7 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
         host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", Stamp(1, 9)),), 1, "i")
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
         assert rounds.plan is not None and rounds.unseen and [s.keep for s in rounds.plan.sets] == [((1, 5),)]
@@ -193,7 +193,7 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
         if requeued:
             host.restart = 2
             rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
-            rounds.begin("")
+            rounds.begin_round("")
             while spawned:
                 await spawned.pop(0)
             assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
@@ -223,7 +223,7 @@ def test_what_an_incarnation_long_ago_has_left_is_not_the_newest(
         host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", Stamp(1, 5)),), 1, "i")
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
         assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [chosen]
@@ -240,7 +240,7 @@ def test_a_tier_that_the_program_chooses_is_looked_at_before_it_is_served() -> N
         host.tier, host.sees = False, True
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
         assert rounds.stage == "live" and not host.looks

@@ -19,7 +19,10 @@ def test_a_newer_version_that_is_not_sealed_does_not_free_the_sealed_one() -> No
             shard = await store.make("default", 0, 1, 0, size)
             shard.registered_round = 1
             shard.pair.complete(
-                shard.pair.begin(Stamp(1, version), None, frozenset(), voted=frozenset()), Stamp(1, version), "d", 1
+                shard.pair.begin_version(Stamp(1, version), None, frozenset(), voted=frozenset()),
+                Stamp(1, version),
+                "d",
+                1,
             )
 
     asyncio.run(shards())

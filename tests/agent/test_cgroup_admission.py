@@ -100,7 +100,7 @@ def test_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert [step for step in written if step[0] == "cgroup.subtree_control"] == controllers
     assert ("gemini-hpc/memory.max", str(100 * MIB + 3 * AGENT_ROOM_BYTES)) in written
     written.clear()
-    assert cgroup.admit(choice, 7, 4711, 50 * MIB) == (Group(2, (f"{tmp_path}/gemini-hpc/7",)), "")
+    assert cgroup.admit(choice, 7, 4711, 50 * MIB) == (AgentCgroup(2, (f"{tmp_path}/gemini-hpc/7",)), "")
     assert written[:3] == [(f"gemini-hpc/{at}", what) for at, what in controllers]
     assert ("gemini-hpc/7/memory.max", str(50 * MIB)) in written
     assert written[-1] == ("gemini-hpc/7/cgroup.procs", "4711"), "entered when its limits stand"
@@ -115,12 +115,12 @@ def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     former.mkdir()
     (former / "cgroup.procs").write_text(str(sleeper))
     os.kill(sleeper, signal.SIGSTOP)
-    known = ledger.Entry(7, 65534, 0, Group(1, (str(former),)))
+    known = ledger.LedgerEntry(7, 65534, 0, AgentCgroup(1, (str(former),)))
     with ledger.opened(str(tmp_path / "run")) as entries:
         entries.put(known)
-    now = Group(1, (str(top / "now.scope"),))
+    now = AgentCgroup(1, (str(top / "now.scope"),))
     monkeypatch.setattr(cgroup, "admit", lambda choice, job, pid, limit: (now, ""))
-    again = prolog.Incarnation(7, 65534, 1, 2, "n1", "n[1-2]", "", 0)
+    again = prolog.JobRun(7, 65534, 1, 2, "n1", "n[1-2]", "", 0)
     prolog._leave_slurmds_cgroup(again, str(tmp_path / "run"), Choice("systemd"), 100 * MIB, os.getpid())
     assert os.waitid(os.P_PID, sleeper, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, "ended"
     assert not former.exists()
@@ -221,7 +221,7 @@ def test_a_cgroup_that_is_there_gets_another_limit(monkeypatch: pytest.MonkeyPat
     """Requeued with more of the node; never below what is taken, for v2 would kill."""
     for name, text in (("memory.max", "900"), ("memory.current", "500")):
         (tmp_path / name).write_text(text)
-    group = Group(2, (str(tmp_path),))
+    group = AgentCgroup(2, (str(tmp_path),))
     for wanted, there in ((600, "600"), (550, "550"), (400, "550")):
         assert cgroup.resize(group, wanted) == ""
         assert (tmp_path / "memory.max").read_text() == there
@@ -230,12 +230,12 @@ def test_a_cgroup_that_is_there_gets_another_limit(monkeypatch: pytest.MonkeyPat
     scope.mkdir()
     for name, text in (("memory.max", "max"), ("memory.current", "0")):
         (scope / name).write_text(text)
-    assert cgroup.resize(Group(2, (str(scope),)), 300) == ""
+    assert cgroup.resize(AgentCgroup(2, (str(scope),)), 300) == ""
     assert "SetUnitProperties sba(sv) geminihpc-7-4711.scope true 1 MemoryMax t 300" in said_to.read_text()
     assert cgroup.resize(cgroup.NO_GROUP, 300) == ""
-    assert cgroup.resize(Group(2, (str(tmp_path / "gone"),)), 300) == "", "with its agent"
+    assert cgroup.resize(AgentCgroup(2, (str(tmp_path / "gone"),)), 300) == "", "with its agent"
     busctl(monkeypatch, tmp_path, "echo no such unit >&2; exit 1")
-    assert "its limit could not be set: busctl: no such unit" in cgroup.resize(Group(2, (str(scope),)), 400)
+    assert "its limit could not be set: busctl: no such unit" in cgroup.resize(AgentCgroup(2, (str(scope),)), 400)
 
 
 def test_no_agent_is_started_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

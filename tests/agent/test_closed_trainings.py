@@ -37,7 +37,7 @@ class Agent:
         return True
 
     def hear(self, host: str, message: Any) -> None:
-        self.trainings.heard(self.incarnation, host, message)
+        self.trainings.on_message(self.incarnation, host, message)
 
 
 def count(ranks: int, *, number: int = 3) -> peer.ClosedUp:

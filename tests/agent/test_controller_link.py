@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.agent import controller_link
 from gemini_hpc.agent.controller_link import ControllerLink
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.retention import _JUST_S, Retention
 from gemini_hpc.config import Settings
@@ -27,7 +27,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     membership.incarnation = incarnation
     listener: Any = SimpleNamespace(deaths_matter=lambda now: matters, finished=None)
     log: Any = lambda *_, **__: None  # noqa: E731
-    mine = ControllerLink(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
+    mine = ControllerLink(AgentIdentity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]
     mine.beat(0.0)
     assert [m.host for m in sent if isinstance(m, Report)] == hosts
@@ -40,7 +40,7 @@ def test_the_controller_hears_whether_the_training_has_finished() -> None:
     membership.incarnation = incarnation
     listener: Any = SimpleNamespace(deaths_matter=lambda now: False, finished=None, rescuing=False)
     log: Any = lambda *_, **__: None  # noqa: E731
-    mine = ControllerLink(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
+    mine = ControllerLink(AgentIdentity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
     for finished in (None, False, False, True, True, False):
         listener.finished = finished

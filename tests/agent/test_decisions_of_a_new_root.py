@@ -12,6 +12,6 @@ SEALED, BEGUN = Stamp(1, 8), Stamp(1, 9)
 def test_what_a_root_abandons_that_does_not_know_yet_what_is_sealed_counts() -> None:
     told: list[Decision] = []
     sealing = Voting(2, ("below",), lambda _: None, lambda word, degraded: told.append(word))
-    sealing.hear(Decision(SEALED), False)
-    sealing.hear(Decision(None, frozenset({SEALED, BEGUN})), False)
-    assert sealing.word == Decision(SEALED, frozenset({BEGUN})) == told[-1]
+    sealing.on_decision(Decision(SEALED), False)
+    sealing.on_decision(Decision(None, frozenset({SEALED, BEGUN})), False)
+    assert sealing.decision == Decision(SEALED, frozenset({BEGUN})) == told[-1]

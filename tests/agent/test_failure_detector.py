@@ -20,13 +20,13 @@ class Watch:
         self.links = [*HOSTS[1:]]
         for host in self.links:
             self.detector.partners.add(host)
-            assert self.detector.hear(host, 0.0) == []
+            assert self.detector.record_message(host, 0.0) == []
 
     def hear(self, at: float, *silent: str) -> None:
         """Of all but these."""
         for host in HOSTS[1:]:
             if host not in silent:
-                self.detector.hear(host, at)
+                self.detector.record_message(host, at)
 
     def probes(self, now: float) -> list[Probe]:
         found = self.detector.tick(now, self.links)
@@ -61,7 +61,7 @@ def test_who_is_heard_after_the_jobs_end_was_not_lost_before_it() -> None:
 
 def test_where_one_was_lost_before_the_jobs_end_another_loss_is_news() -> None:
     watch = Watch()
-    watch.detector.told("c", "b", alive=False, now=1.5)
+    watch.detector.on_report("c", "b", alive=False, now=1.5)
     watch.detector.job_ended(1.6)
     watch.hear(2.0, "b", "c")
     assert {probe.host for probe in watch.probes(3.0)} == {"c"}
@@ -72,7 +72,7 @@ def test_who_has_an_agent_already_is_expected() -> None:
     """A survivor that dies before it is in the next incarnation is missed there."""
     detector = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b", "c", "z"))
     detector.partners.update(HOSTS[1:])
-    detector.hear("c", 15.9)
+    detector.record_message("c", 15.9)
     assert detector.tick(11.0, ["c"]) == detector.tick(13.0, ["c"]) == detector.tick(16.0, ["c"]) == []
     assert detector.tick(16.1, ["c"]) == [Probe("b", ("c",), 1.0, 2.0)], "of d nobody knows when it comes"
     stopped = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b",))
@@ -84,7 +84,7 @@ def test_who_has_an_agent_already_is_expected() -> None:
 def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
     watch = Watch()
     watch.detector.partners.discard("b")
-    del watch.detector.heard["c"]
+    del watch.detector.last_heard["c"]
     watch.hear(1.9, "b", "c")
     watch.probes(1.9)
     watch.hear(3.8, "b", "c")
@@ -107,7 +107,7 @@ def test_whom_anybody_reaches_is_alive(mine: bool, theirs: list[bool | None]) ->
     watch = Watch()
     probe = watch.suspect("b")
     assert watch.detector.judge(probe, mine, theirs, 4.5) == []
-    assert not watch.detector.suspects and not watch.detector.dead and watch.detector.heard["b"] == 4.5
+    assert not watch.detector.suspects and not watch.detector.dead and watch.detector.last_heard["b"] == 4.5
     watch.hear(5.0, "b")
     assert watch.probes(5.0) == [], "as if it had been heard then"
 
@@ -150,67 +150,71 @@ def test_an_obituary_is_believed_unless_the_peer_was_just_heard() -> None:
     watch = Watch()
     detector = watch.detector
     watch.hear(5.0, "b", "c")
-    assert detector.told("d", "e", alive=False, now=5.0 + SILENCE_S / 2) == [] and not detector.dead
-    assert detector.told("d", "e", alive=False, now=6.1) != [], "silent for longer than half of what makes a suspect"
-    assert detector.hear("e", 6.1)
+    assert detector.on_report("d", "e", alive=False, now=5.0 + SILENCE_S / 2) == [] and not detector.dead
+    assert detector.on_report("d", "e", alive=False, now=6.1) != [], (
+        "silent for longer than half of what makes a suspect"
+    )
+    assert detector.record_message("e", 6.1)
     dead = [Liveness("b", alive=False), Dead("b", ("d",), known=False)]
-    assert detector.told("d", "b", alive=False, now=5.0) == dead
-    assert detector.told("c", "b", alive=False, now=5.0) == [], "it is known"
-    assert detector.told("c", "a", alive=False, now=5.0) == [], "this agent knows better"
-    assert detector.told("c", "x", alive=False, now=5.0) == [], "no host of this incarnation"
+    assert detector.on_report("d", "b", alive=False, now=5.0) == dead
+    assert detector.on_report("c", "b", alive=False, now=5.0) == [], "it is known"
+    assert detector.on_report("c", "a", alive=False, now=5.0) == [], "this agent knows better"
+    assert detector.on_report("c", "x", alive=False, now=5.0) == [], "no host of this incarnation"
     assert detector.dead == {"b"}
 
 
 def test_the_dead_come_back_and_all_are_told_once() -> None:
     for back in ("heard", "told"):
         detector = Watch().detector
-        detector.told("d", "b", alive=False, now=5.0)
+        detector.on_report("d", "b", alive=False, now=5.0)
         alive = [Liveness("b", alive=True)]
         if back == "heard":
-            assert detector.hear("b", 6.0) == alive and detector.hear("b", 6.1) == []
+            assert detector.record_message("b", 6.0) == alive and detector.record_message("b", 6.1) == []
         else:
-            assert detector.told("c", "b", alive=True, now=6.0) == alive
-            assert detector.told("d", "b", alive=True, now=6.0) == []
+            assert detector.on_report("c", "b", alive=True, now=6.0) == alive
+            assert detector.on_report("d", "b", alive=True, now=6.0) == []
         assert not detector.dead
 
 
 def test_who_was_cut_off_itself_looks_for_the_others_again() -> None:
     detector = Watch().detector
     for host in "bcdef":
-        detector.told("f" if host != "f" else "e", host, alive=False, now=5.0)
+        detector.on_report("f" if host != "f" else "e", host, alive=False, now=5.0)
     dead = set(detector.dead)
     assert len(dead) > 3
-    first, *doubts = detector.hear("b", 6.0)
+    first, *doubts = detector.record_message("b", 6.0)
     assert first == Liveness("b", alive=True) and doubts == [Doubt(host, SILENCE_S / 2) for host in "cde"]
     again, *more = detector.found("c", 6.1)
     assert again == Liveness("c", alive=True) and not {"d", "e"} & {
         doubt.host for doubt in more if isinstance(doubt, Doubt)
     }
-    assert detector.hear("d", 6.0 + SILENCE_S)[1:], "those that are dead still, after a while once more"
+    assert detector.record_message("d", 6.0 + SILENCE_S)[1:], "those that are dead still, after a while once more"
 
 
 @pytest.mark.parametrize("back", ["heard", "told"])
 def test_who_was_cut_off_is_not_believed_about_the_others(back: str) -> None:
     """b was in a part of the network of its own, and takes those for dead whom it could not reach."""
     detector = Watch().detector
-    detector.told("d", "b", alive=False, now=5.0)
-    assert detector.told("b", "e", alive=False, now=5.0) == [], "it counts as dead itself"
-    alive = detector.hear("b", 6.0) if back == "heard" else detector.told("c", "b", alive=True, now=6.0)
-    assert alive and detector.told("b", "e", alive=False, now=6.0) == [] and detector.dead == set()
-    assert detector.told("b", "e", alive=False, now=6.0 + BACK * SILENCE_S) != [], "it has been back for long"
+    detector.on_report("d", "b", alive=False, now=5.0)
+    assert detector.on_report("b", "e", alive=False, now=5.0) == [], "it counts as dead itself"
+    alive = (
+        detector.record_message("b", 6.0) if back == "heard" else detector.on_report("c", "b", alive=True, now=6.0)
+    )
+    assert alive and detector.on_report("b", "e", alive=False, now=6.0) == [] and detector.dead == set()
+    assert detector.on_report("b", "e", alive=False, now=6.0 + BACK * SILENCE_S) != [], "it has been back for long"
 
 
 def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() -> None:
     """Agents end one after the other when a job does: their epilogs may run seconds apart."""
     watch = Watch()
     detector, probe = watch.detector, watch.suspect("b")
-    detector.told("d", "c", alive=False, now=6.1)
+    detector.on_report("d", "c", alive=False, now=6.1)
     assert detector.leaves("b") == [] and detector.leaves("c") == [Liveness("c", alive=True)]
     assert detector.judge(probe, False, [False, False, False], 6.2) == []
-    assert detector.told("d", "b", alive=False, now=9.0) == [] and not detector.dead
+    assert detector.on_report("d", "b", alive=False, now=9.0) == [] and not detector.dead
     watch.hear(9.0, "b", "c")
     assert watch.probes(9.0) == [] and detector.silent(HOSTS[3:]) == set()
-    detector.hear("b", 10.0)
+    detector.record_message("b", 10.0)
     watch.hear(11.9, "b", "c")
     watch.probes(11.9)
     watch.hear(12.1, "b", "c")
@@ -220,7 +224,7 @@ def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() 
 def test_one_that_is_buried_while_it_is_probed_is_buried_once() -> None:
     watch = Watch()
     probe = watch.suspect("b")
-    assert watch.detector.told("c", "b", alive=False, now=4.0)
+    assert watch.detector.on_report("c", "b", alive=False, now=4.0)
     assert watch.detector.judge(probe, False, [False, False, False], 4.5) == [
         Dead("b", ("a", "c", "d", "e"), known=True)
     ], "more witnesses, and no news"
@@ -237,7 +241,7 @@ def test_whatever_comes(seed: int) -> None:
         host, before = rng.choice(HOSTS[1:]), set(detector.dead)
         kind = rng.choice(["hear", "tick", "tick", "judge", "told", "found"])
         if kind == "hear":
-            effects = detector.hear(host, now) if host != "b" else []
+            effects = detector.record_message(host, now) if host != "b" else []
         elif kind == "tick":
             effects = detector.tick(now, rng.sample(HOSTS[1:], 3))
         elif kind == "judge" and under_way:
@@ -247,7 +251,7 @@ def test_whatever_comes(seed: int) -> None:
         elif kind == "found" and host != "b" and host in detector.dead:
             effects = detector.found(host, now)
         else:
-            effects = detector.told("f", host, alive=rng.random() < 0.5, now=now)
+            effects = detector.on_report("f", host, alive=rng.random() < 0.5, now=now)
         for effect in effects:
             if isinstance(effect, Probe):
                 assert effect.host not in {probe.host for probe in under_way} | detector.dead

@@ -13,7 +13,7 @@ from gemini_hpc.agent.peers.failure_domains import FailureDomains
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.core.domains import MAX_SHARED, Separation, Shared
-from gemini_hpc.core.placement import AS_RANKED, Order
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 from gemini_hpc.wire import peer
 
 from .test_agreed_map import Host
@@ -25,7 +25,7 @@ def look(setting: str) -> tuple[dict[str, str], list[str]]:
     said: list[str] = []
     domains = FailureDomains(setting, said.append)
     for _ in range(2):
-        asyncio.run(domains.look(HOSTS))
+        asyncio.run(domains.read_domains(HOSTS))
     return dict(domains.by_host), said
 
 
@@ -72,7 +72,7 @@ def planned(domains: dict[str, str], replicas: int = 2) -> peer.PlanDown:
         host.wanted, host.replicas, host.domains = 4, replicas, domains
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", HOSTS, lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         await asyncio.gather(*spawned)
         for child in HOSTS[1:]:
             rounds.on_message(child, peer.InventoryUp(1, (await Host(child).inventory(),)))
@@ -119,5 +119,5 @@ def test_a_plan_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
 
 def test_an_order_of_other_nodes_is_not_used() -> None:
     here = Membership()
-    here.placed = Order((1, 0))
+    here.placed = PlacementOrder((1, 0))
     assert here.nodes == 1 and here.order is AS_RANKED

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from gemini_hpc.agent.controller_link import ControllerLink
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.controller import EventsUp
-from gemini_hpc.wire.handshake import Session
+from gemini_hpc.wire.handshake import LinkSession
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.link import Link, LinkClosed
 from gemini_hpc.wire.message import Message
@@ -36,7 +36,7 @@ async def linked() -> AsyncIterator[tuple[Link, Link]]:
     server = await asyncio.start_server(lambda *ends: accepted.put_nowait(ends), "127.0.0.1", 0)
     ends = [await asyncio.open_connection(*server.sockets[0].getsockname()), await accepted.get()]
     links = [
-        Link(*end, Session(mine, theirs, os.getuid(), host, "x", 0, "link", 1))
+        Link(*end, LinkSession(mine, theirs, os.getuid(), host, "x", 0, "link", 1))
         for end, mine, theirs, host in zip(ends, keys, keys[::-1], HOSTS[::-1], strict=True)
     ]
     try:
@@ -153,12 +153,12 @@ def test_the_controller_reads_the_last_that_an_agent_tells() -> None:
             listener: Any = SimpleNamespace(finished=None)
             log: Any = lambda *_, **__: None  # noqa: E731
             line = ControllerLink(
-                Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), Membership(), listener, log, log
+                AgentIdentity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), Membership(), listener, log, log
             )
             served = asyncio.ensure_future(line._serve(near))
             await turns()
             told = EventRecord(1.0, "released", "n1", 0, 5, "the training succeeded")
-            line.tell(told)
+            line.send_event(told)
             hangs_up = asyncio.ensure_future(line.hang_up())
             await turns()
             for _ in range(2):

@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from gemini_hpc.agent.inspect_part import Picture
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.inspect_part import InspectView
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
@@ -15,7 +15,7 @@ from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import inspect_document
 from gemini_hpc.wire import control_page, local
 from gemini_hpc.wire.inspect_schema import InspectPart, TrainingState
 
@@ -25,8 +25,8 @@ from .conftest import JOB, STEP, AgentProcess
 def state(training: Training) -> TrainingState:
     silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda _: None, sentences=lambda _: (), problem="")
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
-    identity, store = Identity(Settings(), JOB, 0, "n1", ""), Store(nothing)
-    made = Picture(
+    identity, store = AgentIdentity(Settings(), JOB, 0, "n1", ""), Store(nothing)
+    made = InspectView(
         identity,
         Membership(),
         [training],
@@ -45,7 +45,7 @@ def state(training: Training) -> TrainingState:
 def sealed(training: Training, version: int) -> None:
     training.page.set_state(control_page.STATE_PROTECTED)
     training.sealing = Voting(1, (), lambda _: None, lambda *_: None)
-    training.sealing.word = Decision(Stamp(1, version))
+    training.sealing.decision = Decision(Stamp(1, version))
 
 
 def part(training: Training, **more: Any) -> InspectPart:
@@ -60,9 +60,11 @@ def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
     try:
         sealed(training, 11)
         assert state(training).state == "protected"
-        training.complain("rank 0: version 13 cannot be sealed without rank 1's copy")
+        training.record_trouble("rank 0: version 13 cannot be sealed without rank 1's copy")
         assert (state(training).state, "without rank 1's copy" in state(training).note) == ("degraded", True)
-        document = picture(JOB, [part(training)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time())
+        document = inspect_document(
+            JOB, [part(training)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time()
+        )
         assert any("without rank 1's copy" in note for note in document["trainings"][0]["notes"])
         sealed(training, 14)
         assert state(training).state == "protected", "a newer version is sealed"
@@ -81,7 +83,7 @@ def test_a_round_that_does_not_end_is_the_state_of_the_job() -> None:
     training = Training("default")
     try:
         why = "recovery round 3 waits for the acknowledgement of n2"
-        document = picture(
+        document = inspect_document(
             JOB, [part(training, unprotected=why)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time()
         )
         assert document["state"] == "unprotected" and f"unprotected, because n1's {why}" in document["notes"]

@@ -114,12 +114,12 @@ class Net:
         for node in self.nodes:
             node.write()
         for node in reversed(self.nodes):
-            node.hangs.look(self.now)
+            node.hangs.check_progress(self.now)
         count = 0
         while self.sent:
             source, target, message = self.sent.popleft()
             node = next(node for node in self.nodes if node.name == target)
-            node.hangs.heard(node.incarnation, source, message)
+            node.hangs.on_message(node.incarnation, source, message)
             count += 1
         for work in self.work:
             with pytest.raises(StopIteration):
@@ -252,7 +252,7 @@ def test_the_whole_stack_is_kept_in_a_few_files(net: Net) -> None:
 def test_a_stack_that_cannot_be_kept_is_told_all_the_same(net: Net) -> None:
     hangs = net.nodes[1].hangs
     hangs._directory = str(net.directory / "none")
-    assert hangs._keep("default", "text") == "" and net.events[-1][1] == "error"
+    assert hangs._write_stack("default", "text") == "" and net.events[-1][1] == "error"
 
 
 @pytest.mark.parametrize("state", [control_page.STATE_ARMING, control_page.STATE_FROZEN])
@@ -309,9 +309,9 @@ def test_messages_of_strangers_and_other_rounds(net: Net) -> None:
     for node in net.nodes:
         node.training.hung = ""
     last = net.nodes[2]
-    last.hangs.heard(last.incarnation, "n1", peer.HungDown(3, "default", standing))
-    last.hangs.heard(last.incarnation, "n2", peer.HungDown(2, "default", standing))
-    last.hangs.heard(last.incarnation, "n2", peer.HungDown(3, "another", standing))
+    last.hangs.on_message(last.incarnation, "n1", peer.HungDown(3, "default", standing))
+    last.hangs.on_message(last.incarnation, "n2", peer.HungDown(2, "default", standing))
+    last.hangs.on_message(last.incarnation, "n2", peer.HungDown(3, "another", standing))
     assert not last.training.hung
-    last.hangs.heard(last.incarnation, "n2", peer.HungDown(3, "default", standing))
+    last.hangs.on_message(last.incarnation, "n2", peer.HungDown(3, "default", standing))
     assert last.training.hung

@@ -12,7 +12,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.keeps import NamedVersions
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
@@ -71,18 +71,18 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
 
     async def work() -> None:
         agent, mesh = await attached(tmp_path, closed=closed)
-        mesh.detector.heard["n2"] = clock.monotonic()
+        mesh.detector.last_heard["n2"] = clock.monotonic()
         mesh.detector.suspects.add("n2")
         reply = agent._epilog(local.Epilog(77, 0, "0"))
         assert isinstance(reply, local.Ok) and reply.state == "detached"
         for what in meanwhile:
-            agent._good_end.look()
+            agent._good_end.check_doubt()
             assert not agent._retention.over.is_set()
             if what == "left":
                 mesh.detector.leaves("n2")
             elif what == "heard":
                 mesh.detector.suspects.clear()
-                mesh.detector.hear("n2", clock.monotonic())
+                mesh.detector.record_message("n2", clock.monotonic())
             elif what == "dead":
                 mesh.detector.dead.add("n2")
             elif what == "pending":
@@ -92,8 +92,8 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
             else:
                 monkeypatch.setattr(Training, "sealed", Stamp(1, 1))
                 monkeypatch.setattr(Saver, "tier", str(tmp_path))
-                monkeypatch.setattr(Keeps, "of_set", lambda keeps, name: ("best",))
-        agent._good_end.look()
+                monkeypatch.setattr(NamedVersions, "of_set", lambda keeps, name: ("best",))
+        agent._good_end.check_doubt()
         assert agent._retention.over.is_set() is freed
         assert ("n1" in mesh.left) is freed, "the others are told, where all is freed"
         mesh.close()

@@ -61,7 +61,7 @@ class Agent:
         if message == SEAL:
             self.sealed()
         else:
-            self.spares.told(self.incarnation, host, message)
+            self.spares.on_message(self.incarnation, host, message)
 
     def sealed(self) -> None:
         """The root's decision, or what comes of it down here."""

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.tier import worker_process, workers
-from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import version
 from gemini_hpc.wire.stored import NodeFile
 from tests.agent.supervising import supervisor
 from tests.tier import slots
 
-ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
+ROWS = (TensorRow("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = Stamp(2, 7)
 Told = tuple[tuple[NodeFile, ...], str]
 
@@ -37,20 +37,20 @@ class Node:
         self.store = Store(self.budget)
         membership = Membership()
         membership.noderanks, membership.detached = {"n0": 0, "n1": 1}, False
-        identity = Identity(Settings(), 7, 0, "n1", "")
+        identity = AgentIdentity(Settings(), 7, 0, "n1", "")
         self.saver = NodeWriter(identity, membership, self.store, asyncio.ensure_future)
 
     async def hold(self, rank: int, home: int, stamp: Stamp = STAMP) -> Shard:
         made = slots.make(rank, 2, ROWS, [(0, (32 * rank, 0), (32, 16))], stamp=stamp)
         shard = await self.store.make("default", rank, 2, home, len(made.memory))
-        index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+        index = shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
         with shard.memory[index].view() as view:
             view[:] = made.view
         shard.pair.complete(index, stamp, made.digest(), made.used)
         return shard
 
     def want(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> bool:
-        what = Wanted("default", stamp, attempt, homes)
+        what = WantedVersion("default", stamp, attempt, homes)
         return self.saver.wanted(what, self.tier, lambda files, reason: self.told.append((files, reason)))
 
     async def save(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> Told:

@@ -12,7 +12,7 @@ import pytest
 
 from gemini_hpc.devcluster import cgroups
 from gemini_hpc.node import oom
-from gemini_hpc.node.cgroup import Group
+from gemini_hpc.node.cgroup import AgentCgroup
 
 SUPERVISOR = """
 import os
@@ -81,7 +81,13 @@ def test_agents_with_copies_come_last(top: Path) -> None:
     try:
         for holder in holders:
             assert holder.stdout is not None and holder.stdout.readline() == "there\n"
-        oom.rank([Group(1, (str(top / "7"),)), Group(1, (str(top / "8"),)), Group(1, (str(top / "gone"),))])
+        oom.rank(
+            [
+                AgentCgroup(1, (str(top / "7"),)),
+                AgentCgroup(1, (str(top / "8"),)),
+                AgentCgroup(1, (str(top / "gone"),)),
+            ]
+        )
         found = [score(holder.pid) for holder in holders]
         assert found == [oom.WITH_COPIES, oom.WITHOUT_COPIES, oom.SUPERVISOR]
     finally:

@@ -18,16 +18,16 @@ from gemini_hpc.core.placement import AS_RANKED
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest, Row
-from gemini_hpc.format.slot_header import Layout, parse_header
+from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
+from gemini_hpc.format.slot_header import SlotLayout, parse_header
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.message import Message
 
 HOSTS = {f"n{k + 1}": k for k in range(4)}
 SMALL = b"generators"
-_ROW = Row("w", "uint8", (256,), True, "cpu")
-DIRECTORY = shard_manifest.pack(Manifest(2, 4, (_ROW,), shard_manifest.place((_ROW,), [(0, (128,), (64,))])))
-LAYOUT = Layout.plan(len(DIRECTORY), 64, 4096)
+_ROW = TensorRow("w", "uint8", (256,), True, "cpu")
+DIRECTORY = shard_manifest.pack(ShardManifest(2, 4, (_ROW,), shard_manifest.place((_ROW,), [(0, (128,), (64,))])))
+LAYOUT = SlotLayout.plan(len(DIRECTORY), 64, 4096)
 AREAS = LAYOUT.manifest_bytes, LAYOUT.tensor_bytes, LAYOUT.small_capacity
 KEY = xxhash.xxh3_128(DIRECTORY).hexdigest()
 
@@ -64,7 +64,7 @@ def outline(version: int = 7, **changes: Any) -> peer.Outline:
 
 def test_a_slot_is_filled_but_for_its_tensors() -> None:
     outlines = kept(Here())
-    outlines.heard("n3", outline())
+    outlines.on_outline("n3", outline())
     found = outlines.find("default", 2, Stamp(3, 7))
     assert found is not None and not found.digest
     slot = bytearray(LAYOUT.total)
@@ -78,10 +78,10 @@ def test_a_slot_is_filled_but_for_its_tensors() -> None:
 def test_the_directory_comes_once_and_the_digest_later() -> None:
     outlines = kept(Here())
     for version in (7, 8, 9, 10):
-        outlines.heard("n3", outline(version, directory=DIRECTORY if version == 7 else b""))
+        outlines.on_outline("n3", outline(version, directory=DIRECTORY if version == 7 else b""))
     assert outlines.find("default", 2, Stamp(3, 7)) is None, "only the newest"
-    outlines.heard("n3", peer.OutlineDigest(5, "default", 2, Stamp(3, 9), "a" * 32))
-    outlines.heard("n4", peer.OutlineDigest(5, "default", 2, Stamp(3, 10), "b" * 32))
+    outlines.on_outline("n3", peer.OutlineDigest(5, "default", 2, Stamp(3, 9), "a" * 32))
+    outlines.on_outline("n4", peer.OutlineDigest(5, "default", 2, Stamp(3, 10), "b" * 32))
     digests = [outlines.find("default", 2, Stamp(3, v)) for v in (8, 9, 10)]
     assert [k and k.digest for k in digests] == ["", "a" * 32, ""], "its home alone knows it"
 
@@ -100,7 +100,7 @@ def test_the_directory_comes_once_and_the_digest_later() -> None:
 )
 def test_what_is_not_kept(host: str, changes: dict[str, Any]) -> None:
     outlines = kept(Here())
-    outlines.heard(host, outline(**changes))
+    outlines.on_outline(host, outline(**changes))
     assert outlines.find("default", 2, Stamp(3, 7)) is None and not outlines.orphans({"n3", "n4"})
 
 
@@ -117,7 +117,7 @@ def test_what_is_not_kept(host: str, changes: dict[str, Any]) -> None:
 )
 def test_what_does_not_fit_together_fills_nothing(changes: dict[str, Any]) -> None:
     outlines = kept(Here())
-    outlines.heard("n3", outline(**changes))
+    outlines.on_outline("n3", outline(**changes))
     found = outlines.find("default", 2, Stamp(3, 7))
     assert found is not None
     with pytest.raises(ValueError, match=r"."):
@@ -146,7 +146,7 @@ def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
 
 def test_orphans_are_shards_whose_holders_are_all_dead() -> None:
     outlines = kept(Here())
-    outlines.heard("n3", outline())
+    outlines.on_outline("n3", outline())
     assert not outlines.orphans({"n3"}) and not outlines.orphans({"n2", "n4"})
     assert outlines.orphans({"n3", "n4"}) == [("default", 2)]
 

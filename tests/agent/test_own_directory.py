@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 def held(path: Path) -> OwnDirectory:
     mine = OwnDirectory(str(path), os.getuid())
-    assert mine.hold()
+    assert mine.lock_directory()
     return mine
 
 
@@ -44,11 +44,11 @@ def replaced(path: Path, mode: int = 0o700) -> Path:
 
 def test_it_is_where_it_was(path: Path) -> None:
     mine = held(path)
-    assert mine.look() == "here"
+    assert mine.check_directory() == "here"
     (path / own_directory.SOCKET).unlink()
-    assert mine.look() == "silent"
+    assert mine.check_directory() == "silent"
     path.rename(path.with_name("before"))
-    assert mine.look() == "gone"
+    assert mine.check_directory() == "gone"
 
 
 def test_another_one_in_its_place_is_moved_into_with_the_files(path: Path) -> None:
@@ -58,12 +58,14 @@ def test_another_one_in_its_place_is_moved_into_with_the_files(path: Path) -> No
     os.mkfifo(path / "pipe")
     (path / "link").symlink_to("/etc/passwd")
     replaced(path)
-    assert mine.look() == "moved"
+    assert mine.check_directory() == "moved"
     assert {entry.name: entry.read_text() for entry in path.iterdir()} == {
         "state": "agreed",
         own_directory.SOCKET: "",
     }
-    assert mine.look() == "here" and not OwnDirectory(str(path), os.getuid()).hold(), "it is the one agent here, too"
+    assert mine.check_directory() == "here" and not OwnDirectory(str(path), os.getuid()).lock_directory(), (
+        "it is the one agent here, too"
+    )
 
 
 @pytest.mark.parametrize("kind", ["of all", "of another agent", "a link", "a file"])
@@ -72,11 +74,11 @@ def test_what_is_not_the_jobs_directory_is_not_moved_into(path: Path, kind: str)
     before = replaced(path, 0o755 if kind == "of all" else 0o700)
     other = OwnDirectory(str(path), os.getuid())
     if kind == "of another agent":
-        assert other.hold()
+        assert other.lock_directory()
     elif kind != "of all":
         path.rmdir()
         path.symlink_to(before) if kind == "a link" else path.touch()
-    assert mine.look() == "gone"
+    assert mine.check_directory() == "gone"
 
 
 @pytest.mark.parametrize(("source", "found"), [("somebody", "gone"), (mounts.SOURCE, "moved")])
@@ -92,7 +94,7 @@ def test_only_what_root_has_mounted_is_moved_into(
     asked = list[int]()
     with monkeypatch.context() as patched:
         patched.setattr(own_directory.os, "fstat", lambda fd: asked.append(fd) or os.stat(fd))
-        assert mine.look() == found
+        assert mine.check_directory() == found
     assert bool(asked) is (found == "moved")
 
 
@@ -102,7 +104,7 @@ def test_what_is_mounted_in_the_sockets_place_is_not_asked(path: Path, monkeypat
     (path / own_directory.SOCKET).mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(own_directory.os, "stat", lambda *_, **__: pytest.fail("it is asked what it is"))
-        assert mine.look() == "here"
+        assert mine.check_directory() == "here"
 
 
 @pytest.mark.parametrize(("source", "found"), [("somebody", "gone"), (mounts.SOURCE, "moved")])
@@ -114,7 +116,7 @@ def test_where_a_process_sees_no_mounts_of_its_descriptors_the_list_decides(
     monkeypatch.setattr(mounts, "listed", lambda: [mounts.Mount(1, "/", "ext4", "/dev/sda"), over])
     mine = held(path)
     replaced(path)
-    assert mine.look() == found
+    assert mine.check_directory() == found
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Kernel:
     def happened(self) -> bool:
         return self._pid in self.ended
 
-    def told(self) -> str:
+    def describe_kill(self) -> str:
         return "out of memory: the limit here is 4 GiB"
 
 
@@ -65,8 +65,8 @@ def ends(launches: Any, monkeypatch: pytest.MonkeyPatch) -> PlainEnds:
 def test_the_kernel_has_ended_a_rank(ends: PlainEnds, launches: Launches) -> None:
     ranks = [client(pid) for pid in range(5)]
     for rank, one in enumerate(ranks[:4]):
-        ends.begin(one, "7.0", rank)
-    ends.begin(ranks[4], "8.0+1", 4)
+        ends.record_rank(one, "7.0", rank)
+    ends.record_rank(ranks[4], "8.0+1", 4)
     for rank, one in enumerate(ranks):  # 3 has closed its checkpointer before; 4 has a launcher
         ends.gone(one, success=rank == 3)
         ends.gone(one, success=False)
@@ -78,7 +78,7 @@ def test_the_kernel_has_ended_a_rank(ends: PlainEnds, launches: Launches) -> Non
 def test_a_rank_tells_of_its_exception(ends: PlainEnds, launches: Launches) -> None:
     one = client(0)
     ends.raised(one, "ValueError at t.py:3", 7)
-    ends.begin(one, "7.0", 2)
+    ends.record_rank(one, "7.0", 2)
     ends.raised(one, "ValueError at t.py:3", 7)
     ends.gone(one, success=False)
     [(_, end)] = launches.told

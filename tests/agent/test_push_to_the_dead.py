@@ -13,7 +13,7 @@ from typing import Any
 
 from gemini_hpc.agent.transfer import push_sender
 from gemini_hpc.agent.transfer.push_sender import Channel
-from gemini_hpc.wire.handshake import Session
+from gemini_hpc.wire.handshake import LinkSession
 from gemini_hpc.wire.link import BlockingLink
 
 SIZE = 64 << 20  # more than the socket takes of a peer that reads nothing

@@ -10,7 +10,7 @@ import pytest
 
 from gemini_hpc.config import Settings
 from gemini_hpc.node import job_steps, ledger, reaper, stale_jobs
-from gemini_hpc.node.ledger import Entry
+from gemini_hpc.node.ledger import LedgerEntry
 
 SETTINGS = Settings(retention_s=10.0, held_retention_s=1000.0, tier_flush_s=0.0, attach_timeout_s=1.0)
 SILENT_S, ANSWERING_S = reaper.due_s(SETTINGS)
@@ -36,18 +36,18 @@ class Node:
         with ledger.opened(self.settings.run_dir) as entries:
             entries.started(JOB, 65534, 0)
 
-    def _kill(self, entry: Entry, inside: list[int]) -> None:
+    def _kill(self, entry: LedgerEntry, inside: list[int]) -> None:
         self.killed += 1
         self.inside = []
 
-    def entry(self) -> Entry | None:
+    def entry(self) -> LedgerEntry | None:
         with ledger.opened(self.settings.run_dir) as entries:
             return entries.get(JOB)
 
     def after(self, seconds: float) -> float | None:
         """A look so much later."""
         self.now_s += seconds
-        return reaper.look(self.settings)
+        return reaper.check_entries(self.settings)
 
     def ended(self) -> None:
         with ledger.opened(self.settings.run_dir) as entries:

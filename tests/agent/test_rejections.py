@@ -12,7 +12,7 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.pledges import Pledged, Pledges, Wish
 from gemini_hpc.agent.replicas.rejections import MOST, Rejections
-from gemini_hpc.agent.tier.keeps import MAX_WISHES, Keeps
+from gemini_hpc.agent.tier.keeps import MAX_WISHES, NamedVersions
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.wire import peer
@@ -33,7 +33,9 @@ class Agent:
         mesh: Any = SimpleNamespace(send=self.send)
         membership = Membership()
         membership.incarnation = Incarnation(Attach(7, 0, "n[0-2]", "n1", 2), View(("n0", "n1", "n2")), mesh, rounds)
-        self.keeps = Keeps(membership, pledges, self.rejections, cast(Any, self.tier), self.log, wanted=lambda: None)
+        self.keeps = NamedVersions(
+            membership, pledges, self.rejections, cast(Any, self.tier), self.log, wanted=lambda: None
+        )
 
     def send(self, host: str, message: Any) -> bool:
         self.sent.append((host, message))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.agent.retention import Held, decide
+from gemini_hpc.agent.retention import MemoryFacts, decide
 
-KEPT = Held(ended_s=60.0, kept_s=600.0, unsaved_s=30.0)
+KEPT = MemoryFacts(ended_s=60.0, kept_s=600.0, unsaved_s=30.0)
 SHORT, FAR_BELOW = "free memory has fallen below the floor", "free memory has fallen far below the floor"
 
 

@@ -18,8 +18,8 @@ from gemini_hpc.agent.peers import incarnation
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.tier import flush, salvage, salvage_rules
-from gemini_hpc.agent.tier.flush import Flush
-from gemini_hpc.agent.tier.node_writer import Told, Wanted
+from gemini_hpc.agent.tier.flush import FlushRequests
+from gemini_hpc.agent.tier.node_writer import Told, WantedVersion
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import SlotPair, Stamp
@@ -89,7 +89,7 @@ class Agent:
         mine, n = self.position[node], len(net.hosts)
         self.store: list[Any] = [self._shard((mine - step) % n) for step in range(net.m)]
         self.dead: set[str] = set()
-        self.heard = dict.fromkeys(net.hosts, clock.monotonic())
+        self.last_heard = dict.fromkeys(net.hosts, clock.monotonic())
         self.saved: dict[str, tuple[Stamp, float]] = {}
         self.last = True
         self.unable = ""
@@ -103,7 +103,7 @@ class Agent:
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
         self.salvage = Salvage(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)
-        self.flush = Flush(12, self.membership, me.sets, me, self.salvage, me.spawn)
+        self.flush = FlushRequests(12, self.membership, me.sets, me, self.salvage, me.spawn)
 
     @property
     def saver(self) -> Agent:
@@ -111,7 +111,7 @@ class Agent:
 
     def _shard(self, rank: int) -> Any:
         pair = SlotPair()
-        pair.complete(pair.begin(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
+        pair.complete(pair.begin_version(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
         return SimpleNamespace(set="default", rank=rank, world=len(self.net.hosts), home=rank, pair=pair)
 
     def knows_nothing(self) -> None:
@@ -133,7 +133,7 @@ class Agent:
         def arrive() -> None:
             if self.net.alive(self.node, host):
                 other = self.net.agents[host]
-                other.heard[self.node] = clock.monotonic()
+                other.last_heard[self.node] = clock.monotonic()
                 other.salvage.on_message(self.node, message)
 
         asyncio.get_running_loop().call_later(0.001, arrive)
@@ -142,7 +142,7 @@ class Agent:
     async def reach(self, host: str, timeout_s: float) -> bool:
         await asyncio.sleep(0.001 if self.net.alive(self.node, host) else timeout_s)
         if self.net.alive(self.node, host):
-            self.heard[host] = clock.monotonic()
+            self.last_heard[host] = clock.monotonic()
         return self.net.alive(self.node, host)
 
     def due(self, *, last: bool = False) -> bool:
@@ -162,7 +162,7 @@ class Agent:
     def cancel(self) -> None:
         pass
 
-    def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
+    def wanted(self, what: WantedVersion, tier: str, told: Told) -> bool:
         assert what.homes is not None
         self.wrote.append(set(what.homes))
         if self.unable:
@@ -173,7 +173,7 @@ class Agent:
         asyncio.get_running_loop().call_later(0.02, told, tuple(files), "")
         return True
 
-    async def settle(self, stalled_s: float) -> None:
+    async def wait_idle(self, stalled_s: float) -> None:
         pass
 
     async def stored(self, without: Any, within_s: float) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def test_a_version_that_a_training_has_rejected_is_not_saved() -> None:
     async def test(net: Network) -> None:
         net.rejected.add(SEALED)
         net.lose("c")
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await net.over()
         assert not net.published and not net.tier
         assert all(agent.salvage.saved for agent in net.agents.values()), "nobody waits for it"
@@ -225,7 +225,7 @@ def test_whoever_is_lost_and_whoever_begins(gone: str, begins: str) -> None:
     async def test(net: Network) -> None:
         net.lose(gone)
         assert net.agents[begins].due() and net.agents[begins].due(last=True)
-        net.agents[begins].salvage.begin()
+        net.agents[begins].salvage.begin_try()
         await net.over()
         leader = "b" if gone == "a" else "a"
         assert net.published == [(leader, FILES)]
@@ -240,7 +240,7 @@ def test_all_begin_at_once() -> None:
     async def test(net: Network) -> None:
         net.lose("a")
         for agent in net.agents.values():
-            agent.salvage.begin()
+            agent.salvage.begin_try()
         await net.over()
         assert net.published == [("b", FILES)]
 
@@ -253,12 +253,12 @@ def test_the_same_leader_tries_again() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
         net.tier_down = True
-        net.agents["c"].salvage.begin()
+        net.agents["c"].salvage.begin_try()
         await net.over()
         assert not net.published and all(a.saver.last for a in net.agents.values()), "nobody may leave"
         assert not net.agents["c"].due() and net.agents["c"].due(last=True)
         net.tier_down = False
-        net.agents["c"].salvage.begin(last=True)
+        net.agents["c"].salvage.begin_try(last=True)
         await net.over()
         assert net.published == [("a", FILES)]
 
@@ -269,9 +269,9 @@ def test_the_same_leader_tries_again() -> None:
 def test_a_follower_that_begins_while_the_leader_does(late_s: float) -> None:
     async def test(net: Network) -> None:
         net.lose("d")
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await asyncio.sleep(late_s)
-        net.agents["c"].salvage.begin()
+        net.agents["c"].salvage.begin_try()
         await net.over()
         assert net.published == [("a", FILES)] and all(a.salvage.saved for a in net.agents.values())
 
@@ -285,7 +285,7 @@ def test_of_two_leaders_one_yields() -> None:
         net.lose("d")
         net.cut.add(frozenset("ab"))
         for agent in net.agents.values():
-            agent.salvage.begin()
+            agent.salvage.begin_try()
         await asyncio.sleep(0.3)
         net.cut.clear()
         await net.over()
@@ -301,7 +301,7 @@ def test_the_leader_is_lost_too() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         for agent in net.agents.values():
-            agent.salvage.begin()
+            agent.salvage.begin_try()
         await asyncio.sleep(0.01)
         net.lose("a", known=False)
         await net.over()
@@ -316,7 +316,7 @@ def test_who_cannot_write_is_left_out() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         net.agents["b"].unable = "/tier: permission denied"
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await net.over()
         assert net.published == [("a", FILES)]
 
@@ -327,7 +327,7 @@ def test_what_is_gone_is_told_and_nobody_says_that_it_is_saved() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
         net.lose("c")
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await net.over()
         assert not net.published and not any(a.salvage.saved for a in net.agents.values())
         [said] = [event for event in net.agents["a"].events if event.startswith("not saved")]
@@ -341,7 +341,7 @@ def test_where_nothing_is_known_nothing_is_called_saved() -> None:
         net.lose("d")
         for agent in net.agents.values():
             agent.sets.clear()
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await net.over()
         assert not any(agent.salvage.saved for agent in net.agents.values())
 
@@ -352,11 +352,11 @@ def test_one_that_missed_the_end_hears_of_it_and_is_quiet() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         net.cut.update(frozenset(("c", other)) for other in "ab")
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await net.over()
         net.cut.clear()
         before = sum(net.sent.values())
-        net.agents["c"].salvage.begin()
+        net.agents["c"].salvage.begin_try()
         await net.over()
         assert net.agents["c"].salvage.saved and not net.agents["c"].saver.last
         assert sum(net.sent.values()) - before < 10
@@ -368,7 +368,7 @@ def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there
     async def test(net: Network) -> None:
         agent = net.agents["b"]
         assert not agent.due(last=True)
-        agent.heard["a"] -= 5
+        agent.last_heard["a"] -= 5
         assert agent.due(last=True)
         agent.saver.last = False  # all is saved, so it may leave
         assert not agent.due(last=True)
@@ -379,7 +379,7 @@ def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there
 def test_the_job_comes_back_in_the_middle() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
-        net.agents["a"].salvage.begin()
+        net.agents["a"].salvage.begin_try()
         await asyncio.sleep(0.01)
         for agent in net.agents.values():
             agent.salvage.reset()
@@ -440,7 +440,7 @@ def test_whoever_is_asked_by_hand(gone: str, asked: str) -> None:
 def test_by_hand_while_it_is_under_way() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
-        net.agents["d"].salvage.begin()
+        net.agents["d"].salvage.begin_try()
         words = await asyncio.gather(*(by_hand(net, host) for host in "acd"))
         assert {word.stamp for word in words} == {SEALED} and not any(word.reason for word in words)
         assert len(net.published) == 1
@@ -534,7 +534,7 @@ def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         while not net.published and clock.monotonic() < deadline:
             for agent in net.agents.values():
                 if agent.due():
-                    agent.salvage.begin()
+                    agent.salvage.begin_try()
             await asyncio.sleep(0.01)
         assert net.published
 
@@ -547,7 +547,7 @@ def test_gaps_between_tries_grow_to_a_quarter_of_an_hour() -> None:
         net.tier_down = True
         gaps = []
         for _ in range(7):
-            net.agents["a"].salvage.begin()
+            net.agents["a"].salvage.begin_try()
             gaps.append(round(net.agents["a"].salvage._decides.again_at - clock.monotonic()))
             await net.over()
         assert gaps == [60, 120, 240, 480, 900, 900, 900]

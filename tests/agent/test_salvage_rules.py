@@ -132,9 +132,9 @@ class World:
         )
         assert agent.leads or not leads, "who has yielded does no more of it"
 
-    def facts(self, host: str) -> events.Facts:
+    def facts(self, host: str) -> events.SalvageFacts:
         held = tuple(peer.Held(SET, home, home, SEALED) for home in HAS[host])
-        return events.Facts(
+        return events.SalvageFacts(
             hosts=HOSTS,
             dead={"c"},
             heard=dict.fromkeys(HOSTS, self.now),

@@ -25,7 +25,7 @@ def test_the_program_hears_of_what_has_lasted_and_of_its_end() -> None:
     assert "not saved to the tier: n1: /tier" in note and "is full" in note and troubles.note("other") == ""
     troubles.met("default", FULL.format(9), "n2")
     assert troubles.note("default") == "", "once"
-    troubles.over("default")
+    troubles.record_success("default")
     assert troubles.note("default") == "versions are saved to the tier again" and troubles.text("default") == ""
     assert troubles.met("default", FULL.format(10)), "anew"
 
@@ -34,7 +34,7 @@ def test_one_failure_between_two_saves_is_not_for_the_program() -> None:
     troubles = SaveFailures()
     for version in range(5):
         troubles.met("default", f"rank 0 no longer holds version {version}")
-        troubles.over("default")
+        troubles.record_success("default")
     assert troubles.note("default") == ""
 
 

@@ -18,7 +18,7 @@ from gemini_hpc.wire.stored import NodeFile, Stored
 from .every_state import every_state
 
 SET, ROUND, WORLD, DIGEST = "default", 3, 2, "0" * 32
-FACTS = events.Facts(
+FACTS = events.SaveFacts(
     here=(0, ROUND),
     leads=True,
     parent=None,
@@ -39,7 +39,7 @@ FACTS = events.Facts(
 )
 
 
-def sealed(version: int, **others: object) -> events.Facts:
+def sealed(version: int, **others: object) -> events.SaveFacts:
     return replace(FACTS, sealed={SET: (Stamp(1, version), WORLD)}, **others)  # type: ignore[arg-type]
 
 
@@ -212,7 +212,7 @@ def test_in_every_order_of_events_all_are_answered_and_let_go(may: list[str], le
 # ---- one by one ----------------------------------------------------------------------------------------
 
 
-def begun(version: int = 5, **others: object) -> tuple[SaveRules, events.Order, events.Facts]:
+def begun(version: int = 5, **others: object) -> tuple[SaveRules, events.Order, events.SaveFacts]:
     """A save is under way since 0."""
     saves, facts = SaveRules(), sealed(version, **others)
     [clean] = saves.step(events.Ask(1, SET), facts, 0.0)
@@ -241,7 +241,7 @@ def test_when_a_version_is_due(at: float, before_end_s: float, ends_in_s: float,
     assert [type(effect) for effect in found] == ([events.Order] if begins else [])
 
 
-def saved(saves: SaveRules, order: events.Order, facts: events.Facts, until: float) -> None:
+def saved(saves: SaveRules, order: events.Order, facts: events.SaveFacts, until: float) -> None:
     for node in range(WORLD):
         for effect in saves.step(up(order, node), facts, until):
             if isinstance(effect, events.Publish):

@@ -65,7 +65,7 @@ class World:
         while time.monotonic() < end:
             if self.refuses:
                 self.controller.refused_at = time.monotonic()
-            fence.look(time.monotonic())
+            fence.check_alone(time.monotonic())
             await asyncio.sleep(0.01)
         return bool(self.rank.signals)
 

@@ -14,7 +14,7 @@ from gemini_hpc.agent import sick_nodes
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.sick_nodes import SickNodes
 from gemini_hpc.core.culprits import Cause
-from gemini_hpc.core.standstill import Place, Standing
+from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import peer
 
 NAMES = ("n1", "n2", "n3")
@@ -65,7 +65,7 @@ class Net:
     def carry(self) -> None:
         while self.sent:
             source, target, message = self.sent.popleft()
-            self.agents[target].heard(self.incarnations[target], source, message)
+            self.agents[target].on_message(self.incarnations[target], source, message)
 
     def settle(self) -> None:
         """A moment passes."""
@@ -148,7 +148,7 @@ def test_hangs_count(net: Net) -> None:
         return Place(version, launched, 5, rank, NAMES[rank], "allreduce_", runs)
 
     def hung(least: Place, most: Place) -> None:
-        standing = Standing(3, 3, 60.0, 0.0, 600.0, 1.0, least, most, True)
+        standing = HangStanding(3, 3, 60.0, 0.0, 600.0, 1.0, least, most, True)
         net.agents["n1"].hung(net.incarnations["n1"], standing)
         net.agents["n1"].hung(net.incarnations["n1"], standing)  # it is said each second
         net.settle()
@@ -171,11 +171,11 @@ def test_a_red_node_is_sick_at_once(net: Net) -> None:
 def test_strangers_are_not_heard(net: Net) -> None:
     first = peer.FailedFirst("7.0", 0, "n2", 1, Cause.CRASHED)
     ended = peer.RankEnded("7.0", 0, "n2", 1, Cause.CRASHED)
-    net.agents["n1"].heard(net.incarnations["n1"], "n2", first)  # not from below
-    net.agents["n2"].heard(net.incarnations["n2"], "n1", ended)  # not from above
-    net.agents["n1"].heard(net.incarnations["n1"], "n3", ended)  # no child
-    net.agents["n1"].heard(net.incarnations["n1"], "n2", peer.RankEnded("7.0", 0, "n9", 1, Cause.CRASHED))
-    net.agents["n1"].heard(net.incarnations["n1"], "n3", peer.Unhealthy("n3", 2, "Xid 79"))
+    net.agents["n1"].on_message(net.incarnations["n1"], "n2", first)  # not from below
+    net.agents["n2"].on_message(net.incarnations["n2"], "n1", ended)  # not from above
+    net.agents["n1"].on_message(net.incarnations["n1"], "n3", ended)  # no child
+    net.agents["n1"].on_message(net.incarnations["n1"], "n2", peer.RankEnded("7.0", 0, "n9", 1, Cause.CRASHED))
+    net.agents["n1"].on_message(net.incarnations["n1"], "n3", peer.Unhealthy("n3", 2, "Xid 79"))
     net.settle()
     assert not net.found
     assert not net.events and net.agents["n1"]._tally.count("n2") == 0

@@ -90,7 +90,7 @@ def test_nobody_hears_of_an_incarnation_before_the_file_says_it(
     async def enter() -> None:
         agent = Agent(Settings(), job=77, uid=os.getuid(), node="n1", directory=str(tmp_path), again=False)
         monkeypatch.setattr(agent.controller_link, "register", lambda: said.append(file.read()))
-        monkeypatch.setattr(agent.controller_link, "tell", lambda *_: said.append(file.read()))
+        monkeypatch.setattr(agent.controller_link, "send_event", lambda *_: said.append(file.read()))
         monkeypatch.setattr(agent, "_log", lambda *_, **__: said.append(file.read()))
         await agent.attach(ATTACH)
         agent.trainings.close()

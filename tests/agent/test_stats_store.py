@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gemini_hpc.agent import stats_store
-from gemini_hpc.agent.stats_store import Series, StatsStore
+from gemini_hpc.agent.stats_store import OverheadSeries, StatsStore
 from gemini_hpc.wire import local
 from gemini_hpc.wire.inspect_schema import RecordAsk
 from gemini_hpc.wire.traffic import MAX_CHUNKS, MAX_OPS, Chunk, Operation, TimelineState, TrafficState
@@ -49,7 +49,7 @@ def test_the_newest_is_shown_and_every_overhead_joins_the_series() -> None:
 def test_a_new_process_of_a_rank_begins_without_a_summary_but_with_what_was_kept() -> None:
     kept = StatsStore()
     kept.traffic("a", 0, told())
-    kept.keep("a", 0, KEY, b"profile")
+    kept.store_data("a", 0, KEY, b"profile")
     kept.begun("a", 0)
     kept.begun("a", 5)
     assert kept.states("a", {0}) == ()
@@ -61,18 +61,18 @@ def test_a_new_process_of_a_rank_begins_without_a_summary_but_with_what_was_kept
 def test_another_key_drops_what_was_kept() -> None:
     kept = StatsStore()
     assert kept.recall("a", 0, KEY) is None
-    kept.keep("a", 0, KEY, b"profile")
+    kept.store_data("a", 0, KEY, b"profile")
     assert kept.recall("a", 1, KEY) is None and kept.recall("b", 0, KEY) is None
     assert kept.recall("a", 0, KEY) == b"profile" == kept.recall("a", 0, KEY)
     assert kept.recall("a", 0, OTHER) is None
     assert kept.recall("a", 0, KEY) is None, "for another model or other hosts: it is of no use any more"
-    kept.keep("a", 0, KEY, b"1")
-    kept.keep("a", 0, OTHER, b"2")
+    kept.store_data("a", 0, KEY, b"1")
+    kept.store_data("a", 0, OTHER, b"2")
     assert kept.recall("a", 0, OTHER) == b"2" and kept.recall("a", 0, KEY) is None
 
 
 def test_the_series_is_bounded_and_keeps_its_ends() -> None:
-    series = Series()
+    series = OverheadSeries()
     for n in range(100_000):
         series.add(float(n), 0.1, 1)
         assert len(series) <= stats_store.MAX_POINTS
@@ -86,7 +86,7 @@ def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytes
     monkeypatch.setattr(stats_store, "MAX_TOTAL_BYTES", 1 << 20)
     kept = StatsStore()
     for rank in range(200):
-        kept.keep("a", rank, KEY, b"x" * local.MAX_KEPT_BYTES)
+        kept.store_data("a", rank, KEY, b"x" * local.MAX_KEPT_BYTES)
         kept.traffic("a", 0, told(float(rank)))
         assert kept._bytes == sum(r.size_bytes for r in kept._ranks.values()) <= 1 << 20
     assert kept.recall("a", 0, KEY) is not None, "it told something all the time"
@@ -95,7 +95,7 @@ def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytes
 
 def test_a_rank_has_a_size() -> None:
     kept = StatsStore()
-    kept.keep("a", 0, KEY, b"x" * local.MAX_KEPT_BYTES)
+    kept.store_data("a", 0, KEY, b"x" * local.MAX_KEPT_BYTES)
     kept.timeline("a", 0, LARGEST)
     for n in range(1000):
         kept.traffic("a", 0, told(float(n)))

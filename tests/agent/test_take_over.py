@@ -10,13 +10,13 @@ import msgspec
 
 from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
-from gemini_hpc.agent.peers.round_plan import Left, take_over
+from gemini_hpc.agent.peers.round_plan import PredecessorState, take_over
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import holders
 from gemini_hpc.core.recovery_plan import first_epoch
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Rejection, Stored
 
@@ -30,7 +30,7 @@ def copy(rank: int, stamp: Stamp, world: int = 3) -> Copy:
     return Copy("default", rank, world, rank, 8192, 5000, stamp, f"{rank}@{stamp}")
 
 
-def left(stamps: Iterable[Stamp] = (OLD, NEW), hosts: Iterable[str] = HOSTS) -> Left:
+def left(stamps: Iterable[Stamp] = (OLD, NEW), hosts: Iterable[str] = HOSTS) -> PredecessorState:
     """Of a job on n0 to n2 with two replicas: what agents on these hosts hold."""
     ranks = {host: rank for rank, host in enumerate(HOSTS)}
     records = [
@@ -46,7 +46,7 @@ def left(stamps: Iterable[Stamp] = (OLD, NEW), hosts: Iterable[str] = HOSTS) -> 
         )
         for host in hosts
     ]
-    return Left(17, tuple(records))
+    return PredecessorState(17, tuple(records))
 
 
 def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) -> peer.PlanDown:
@@ -54,14 +54,16 @@ def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) 
     return peer.PlanDown(1, "", first_epoch(0), ranks, "", {}, (), (), rejected=rejected)
 
 
-def taken(found: Left, hosts: tuple[str, ...] = HOSTS, plan: peer.PlanDown | None = None) -> peer.PlanDown:
+def taken(
+    found: PredecessorState, hosts: tuple[str, ...] = HOSTS, plan: peer.PlanDown | None = None
+) -> peer.PlanDown:
     options: dict[str, Any] = {"restart": 0, "job": 18, "noderanks": None, "parity": 0, "by_host": {}}
     return take_over(plan or empty(hosts), found, hosts, 2, nodes=len(hosts), **options)
 
 
-def manifest(stamp: Stamp) -> Manifest:
+def manifest(stamp: Stamp) -> VersionManifest:
     shards = tuple(Stored(rank, rank, 8192, 5000, "0" * 32) for rank in range(3))
-    return Manifest(17, "default", stamp, 3, 0.0, (NodeFile("node-0000.h5", 64, shards),))
+    return VersionManifest(17, "default", stamp, 3, 0.0, (NodeFile("node-0000.h5", 64, shards),))
 
 
 def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
@@ -98,7 +100,7 @@ def test_what_was_found_bad_is_not_taken() -> None:
     theirs = left()
     bad = Rejection("default", NEW, NEW, "NaN")
     records = tuple(msgspec.structs.replace(r, rejected=(bad,)) for r in theirs.records)
-    assert taken(Left(17, records)).sets[0].chosen == Stamp(0, 7), "by the predecessor"
+    assert taken(PredecessorState(17, records)).sets[0].chosen == Stamp(0, 7), "by the predecessor"
     mine = empty(rejected=(Rejection("default", Stamp(0, 8), Stamp(1, 9), "NaN"),))
     plan = taken(theirs, plan=mine)
     assert plan.sets[0].chosen == Stamp(0, 7) and plan.heritage is not None
@@ -106,9 +108,9 @@ def test_what_was_found_bad_is_not_taken() -> None:
 
 
 def test_the_tier_where_it_is_newer() -> None:
-    older = taken(Left(17, left().records, (manifest(OLD),)))
+    older = taken(PredecessorState(17, left().records, (manifest(OLD),)))
     assert not older.sets[0].stored and older.sets[0].chosen == Stamp(0, 8)
-    newer = taken(Left(17, left().records, (manifest(Stamp(131, 2)),)))
+    newer = taken(PredecessorState(17, left().records, (manifest(Stamp(131, 2)),)))
     (found,) = newer.sets
     assert found.stored and found.chosen == found.sealed == Stamp(0, 2) and newer.heritage is not None
     assert newer.heritage.origin("default", Stamp(0, 2)) == Stamp(131, 2)
@@ -121,17 +123,17 @@ class Heir(Host):
 
     after = 17
 
-    def __init__(self, name: str, found: Left, stored: list[Manifest] | None = None) -> None:
+    def __init__(self, name: str, found: PredecessorState, stored: list[VersionManifest] | None = None) -> None:
         super().__init__(name)
         self.found, self.manifests, self.asked = found, stored, 0
 
-    async def left(self) -> Left:
+    async def left(self) -> PredecessorState:
         self.asked += 1
         return self.found
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         assert before, "a job that has just begun has nothing of its own there"
         if self.manifests is None:
             raise TierFailed("not mounted")
@@ -142,7 +144,7 @@ def first_round(host: Heir) -> peer.PlanDown:
     async def run() -> peer.PlanDown:
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n0", ("n0",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin("")
+        rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
         assert rounds.plan is not None and rounds.stage == "live"
@@ -160,12 +162,12 @@ def test_the_first_round_asks_the_predecessor() -> None:
 
 def test_a_tier_that_cannot_be_seen_is_waited_for_unless_memory_serves() -> None:
     assert first_round(Heir("n0", left())).sets[0].chosen == Stamp(0, 8)
-    plan = first_round(Heir("n0", Left(17, why="nobody")))
+    plan = first_round(Heir("n0", PredecessorState(17, why="nobody")))
     assert plan.unseen == "not mounted" and plan.heritage is not None and plan.heritage.lost == "nobody"
 
 
 def test_versions_that_cannot_be_read_are_passed_over() -> None:
-    host = Heir("n0", Left(17), [manifest(NEW), manifest(OLD)])
+    host = Heir("n0", PredecessorState(17), [manifest(NEW), manifest(OLD)])
     host.older = peer.InventoryRecord(
         "n0", {"n0": 0}, 0, 1, (), (), 1, "i", unreadable=(("default", Stamp(0, 8)),), unbroken=True
     )

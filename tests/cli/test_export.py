@@ -29,12 +29,12 @@ from gemini_hpc.cli import main
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest
-from gemini_hpc.format.slot_header import Layout, pack_header
+from gemini_hpc.format.shard_manifest import ShardManifest
+from gemini_hpc.format.slot_header import SlotLayout, pack_header
 from gemini_hpc.mpi.arrays import Arrays, Part
 from gemini_hpc.slurm import client as slurm_client
 from gemini_hpc.tier import nodefile, publish, version
-from gemini_hpc.tier.shards import Shard
+from gemini_hpc.tier.shards import ParsedSlot
 from gemini_hpc.train.state import encode, full_state
 from gemini_hpc.train.state.tree import Stateful, StateTree
 
@@ -46,19 +46,19 @@ Told = pytest.CaptureFixture[str]
 # ---- versions, made by hand ----------------------------------------------------------------------------
 
 
-def shard(manifest: Manifest, fill: Callable[[memoryview], object], small: bytes, stamp: Stamp) -> Shard:
+def shard(manifest: ShardManifest, fill: Callable[[memoryview], object], small: bytes, stamp: Stamp) -> ParsedSlot:
     """A complete slot. fill: writes its tensor area."""
     packed = shard_manifest.pack(manifest)
-    layout = Layout.plan(len(packed), manifest.tensor_bytes(), len(small))
+    layout = SlotLayout.plan(len(packed), manifest.tensor_bytes(), len(small))
     memory = memoryview(bytearray(layout.total))
     memory[:4096] = pack_header(layout, len(small), stamp, manifest.rank, manifest.world)
     memory[layout.manifest_offset : layout.manifest_offset + len(packed)] = packed
     fill(memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
     memory[layout.small_offset : layout.small_offset + len(small)] = small
-    return Shard.parse(memory, len(memory))
+    return ParsedSlot.parse(memory, len(memory))
 
 
-def store(tier: Path, shards: list[Shard], job: int = 7, set_name: str = "default") -> Path:
+def store(tier: Path, shards: list[ParsedSlot], job: int = 7, set_name: str = "default") -> Path:
     """A whole version of these ranks, each on a node of its own."""
     stamp = shards[0].header.stamp
     tier.mkdir(exist_ok=True)
@@ -67,17 +67,19 @@ def store(tier: Path, shards: list[Shard], job: int = 7, set_name: str = "defaul
     for rank, one in enumerate(shards):
         kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
         files.append(nodefile.write(where, version.node_file(rank), kept, lambda count: None))
-    manifest = version.Manifest(job, set_name, stamp, len(shards), 1e9, tuple(files))
+    manifest = version.VersionManifest(job, set_name, stamp, len(shards), 1e9, tuple(files))
     Path(where, version.MANIFEST).write_bytes(version.pack(manifest))
     return Path(where)
 
 
-def train(tree: StateTree) -> Shard:
+def train(tree: StateTree) -> ParsedSlot:
     """What one process alone leaves of a training, as its checkpointer captures it."""
     leaves, odd = tree.leaves()
     described = [tree.describe(leaf, 1)[0] for leaf in leaves]
     boxes = [(number, (0,) * len(row.shape), row.shape) for number, row in enumerate(described)]
-    manifest = Manifest(0, 1, tuple(described), shard_manifest.place(tuple(described), boxes), dict(tree.aliases))
+    manifest = ShardManifest(
+        0, 1, tuple(described), shard_manifest.place(tuple(described), boxes), dict(tree.aliases)
+    )
 
     def fill(area: memoryview) -> None:
         for piece in manifest.pieces:
@@ -103,7 +105,7 @@ def version_of(
     tree = StateTree(net, [torch.optim.SGD(net.parameters(), lr=0.1)], stateful or {}, {})
     one = train(tree)
     one.view[:4096] = pack_header(one.header.layout, one.header.small_bytes, Stamp(1, number), 0, 1)
-    return store(tier, [Shard.parse(one.view, len(one.view))], set_name=set_name)
+    return store(tier, [ParsedSlot.parse(one.view, len(one.view))], set_name=set_name)
 
 
 def export(*argv: object) -> int:
@@ -131,7 +133,7 @@ def load_dcp(path: Path) -> dict[str, torch.Tensor]:
 # ---- what is written -----------------------------------------------------------------------------------
 
 
-def mpi(rank: int, given: Mapping[str, Any], world: int = 2) -> Shard:
+def mpi(rank: int, given: Mapping[str, Any], world: int = 2) -> ParsedSlot:
     arrays = Arrays(given, rank, world)
     return shard(arrays.manifest, arrays.store, b"", Stamp(1, 4))
 
@@ -186,7 +188,7 @@ VALUES: list[tuple[Any, Any]] = [  # as captured, as exported
     ([1, b"a"], [1, [97]]), ((1, (2,)), (1, (2,))), (torch.Size([2, 3]), (2, 3)), (range(1, 7, 2), [1, 3, 5]),
     (deque([1, 2], 3), [1, 2]), ({"a": {1: 2}}, {"a": {1: 2}}), (OrderedDict(a=1), {"a": 1}),
     (Counter("aab"), {"a": 2, "b": 1}), (Namespace(lr=0.5), {"lr": 0.5}), ({3, 1}, [1, 3]), (frozenset({"a"}), ["a"]),
-    (encode.Part(torch.ones(2), (4,), "(Shard(dim=0),)"), ([1.0, 1.0], (4,), "(Shard(dim=0),)")),
+    (encode.DTensorPart(torch.ones(2), (4,), "(Shard(dim=0),)"), ([1.0, 1.0], (4,), "(Shard(dim=0),)")),
     (torch.float32, torch.float32), (torch.device("cpu"), torch.device("cpu")),
     (datetime.datetime(2026, 2, 3, 4, tzinfo=UTC), "2026-02-03T04:00:00+00:00"), (DAY, "2026-02-03"),
     (datetime.timedelta(seconds=90), 90.0), (torch.ones(2), [1.0, 1.0]),

@@ -19,7 +19,7 @@ from waiting import until
 
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.controller.probe import Look, Target
+from gemini_hpc.controller.probe import ProbeResult, Target
 from gemini_hpc.devcluster import Cluster
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
@@ -181,22 +181,22 @@ def site(make_site: Callable[..., Site]) -> Site:
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Look]:
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeResult]:
     """What the controller's probes see, by address; of nodes that are not in it, that they answer."""
-    found: dict[str, Look] = {}
-    alive = Look(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS)
+    found: dict[str, ProbeResult] = {}
+    alive = ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS)
 
-    async def look(target: Target) -> Look:
+    async def look(target: Target) -> ProbeResult:
         await asyncio.sleep(0.01)
         return found.get(target.address, alive)
 
-    async def looks(targets: dict[str, Target]) -> dict[str, Look]:
+    async def looks(targets: dict[str, Target]) -> dict[str, ProbeResult]:
         return {n: await look(t) for n, t in targets.items()}
 
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         return {n: found.get(n, alive).slurmd for n in targets}
 
-    monkeypatch.setattr(probe, "look", look)
+    monkeypatch.setattr(probe, "probe_node", look)
     monkeypatch.setattr(probe, "looks", looks)
     monkeypatch.setattr(probe, "reached", reached)
     return found

@@ -17,7 +17,7 @@ from contextlib import suppress
 from gemini_hpc.config import load
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, inspect_schema, peer
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
 from gemini_hpc.wire.ports import candidates
 
@@ -127,7 +127,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def dial(host: str) -> Link:
-    client = Client(
+    client = HandshakeClient(
         purpose="control",
         cluster=SETTINGS.cluster_name,
         job=JOB,

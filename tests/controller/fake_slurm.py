@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from gemini_hpc.slurm.api import SlurmApi
-from gemini_hpc.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 
 
 class UnforeseenError(Exception):
@@ -32,7 +32,7 @@ class FakeSlurm(SlurmApi):
     async def raw_id(self, task: str) -> int:
         _unforeseen("raw_id")
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         _unforeseen("rows")
 
     async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
@@ -47,13 +47,13 @@ class FakeSlurm(SlurmApi):
     async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         _unforeseen("owners")
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         _unforeseen("attached")
 
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
         _unforeseen("free_soonest")
 
-    async def config(self) -> Config:
+    async def config(self) -> SlurmConfig:
         _unforeseen("config")
 
     async def accounting(self) -> bool:
@@ -95,8 +95,8 @@ class FakeSlurm(SlurmApi):
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
         _unforeseen("detach_reservation")
 
-    async def hold(self, job: Job, why: str) -> None:
-        _unforeseen("hold")
+    async def hold_job(self, job: Job, why: str) -> None:
+        _unforeseen("hold_job")
 
     async def requeue(self, job: Job) -> None:
         _unforeseen("requeue")

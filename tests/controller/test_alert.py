@@ -29,7 +29,7 @@ def tell(tmp_path: Path, path: Path | str, *what: tuple[str, int, str, str], wai
     async def work() -> None:
         alerts = Alerts(Settings(alert_program=str(path)), journal)
         for one in what:
-            alerts.tell(*one)
+            alerts.send_alert(*one)
         deadline = time.monotonic() + wait_s
         while alerts._tasks and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from gemini_hpc.controller.planned_drains import LOOK_S, DrainWatch
-from gemini_hpc.controller.registry import Agent, Stored, Track
+from gemini_hpc.controller.registry import ConnectedAgent, StoredJob, Track
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.facts import Job, Node
 from gemini_hpc.slurm.text import parse_node
@@ -28,13 +28,13 @@ class Scene(FakeSlurm):
         self.asked: list[list[str]] = []
         self.now, self.dumb = 0.0, False
         self.sent: list[tuple[str, Draining]] = []
-        stored = Stored(raw_id=7, user_id=5001, allocations={0: ["n1", "n3"], 1: ["n1", "n2"]})
+        stored = StoredJob(raw_id=7, user_id=5001, allocations={0: ["n1", "n3"], 1: ["n1", "n2"]})
         self.track = Track(stored, str(path))
         self.track.job = cast(Job, SimpleNamespace(restarts=1, partition="long"))
         self.partitions_are = {"main": "DRAIN", "long": "UP"}
         for host, restart in (("n1", 1), ("n2", 1), ("n3", 0)):
             link = SimpleNamespace(closed=False, send=lambda message, host=host: self.sent.append((host, message)))
-            self.track.agents[host] = Agent(cast(Any, link), host, 7, "x", restart=restart)
+            self.track.agents[host] = ConnectedAgent(cast(Any, link), host, 7, "x", restart=restart)
         self.watch = DrainWatch(self, clock=lambda: self.now)
 
     async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
@@ -50,7 +50,7 @@ class Scene(FakeSlurm):
     def look(self, *, after: float = LOOK_S) -> list[tuple[str, tuple[str, ...]]]:
         self.now += after
         self.sent.clear()
-        asyncio.run(self.watch.look([self.track]))
+        asyncio.run(self.watch.report_drains([self.track]))
         return [(host, message.hosts) for host, message in self.sent]
 
 

@@ -88,13 +88,13 @@ def test_budgets_are_per_user_and_forgotten_when_full(monkeypatch: pytest.Monkey
     now = 100.0
     monkeypatch.setattr(clock, "monotonic", lambda: now)
     budget = PerUser(per_s=1.0, burst=10.0)
-    assert [budget.take(1, 4) for _ in range(4)] == [True, True, False, False]
-    assert budget.take(2, 10) and not budget.take(2)
+    assert [budget.take_tokens(1, 4) for _ in range(4)] == [True, True, False, False]
+    assert budget.take_tokens(2, 10) and not budget.take_tokens(2)
     now += 5
-    assert budget.take(1, 7) and not budget.take(1)
+    assert budget.take_tokens(1, 7) and not budget.take_tokens(1)
     now += 100
     for uid in range(5000):
-        assert budget.take(uid)
+        assert budget.take_tokens(uid)
         now += 1
     assert len(budget._buckets) <= 1100
 

@@ -78,11 +78,11 @@ def test_one_after_the_other_until_one_has_done_it(
 
 def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("abc", {"b": to("a"), "c": to("b")})
-    with pytest.raises(ask.AskError, match="job 7: a has to do it, but does not answer"):
+    with pytest.raises(ask.QueryError, match="job 7: a has to do it, but does not answer"):
         flushed(world, monkeypatch)
     assert world.asked == ["a", "b", "c"]
     world = World("abc", {})
-    with pytest.raises(ask.AskError, match="job 7: no agent answers"):
+    with pytest.raises(ask.QueryError, match="job 7: no agent answers"):
         flushed(world, monkeypatch)
     assert world.asked == ["a", "b", "c"]
 
@@ -93,9 +93,9 @@ def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatc
     assert flushed(world, monkeypatch) == [DONE]
     assert world.asked == ["b", "c"]
     monkeypatch.setattr(ask, "_AGAIN_S", 0.01)
-    with pytest.raises(ask.AskError, match="no nodes now, and the controller hears from none of its agents"):
+    with pytest.raises(ask.QueryError, match="no nodes now, and the controller hears from none of its agents"):
         flushed(World("", {}, known=""), monkeypatch)
-    with pytest.raises(ask.AskError, match="only the controller knows its former nodes: ctl:1: Connection refused"):
+    with pytest.raises(ask.QueryError, match="only the controller knows its former nodes: ctl:1: Connection refused"):
         flushed(World("", {}), monkeypatch)
 
 
@@ -106,7 +106,7 @@ def test_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("", {}, known="a")
     monkeypatch.setattr(world, "addresses", silent)
     monkeypatch.setattr(World, "allocation", lambda *_: asyncio.sleep(0, (SimpleNamespace(user_id=1000), {})))
-    with pytest.raises(ask.AskError, match="Slurm does not answer: timed out"):
+    with pytest.raises(ask.QueryError, match="Slurm does not answer: timed out"):
         flushed(world, monkeypatch)
 
 
@@ -158,6 +158,6 @@ def test_a_watch_outlives_a_line_that_the_controller_has_closed(monkeypatch: pyt
             pass
 
     monkeypatch.setattr(ask, "ControllerLine", Line)
-    source = inspect._Source(Settings(), 7)
+    source = inspect._AnswerSource(Settings(), 7)
     assert [source.document()["asked"] for _ in range(3)] == ["controller"] * 3
     assert made == [7, 7, 7]

@@ -61,7 +61,7 @@ def test_given_back(
     monkeypatch.setattr(probe, "reached", reached)
     slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
     journal.write("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal).look
+    look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal).check_fenced
 
     async def many() -> None:
         for _ in range(12):
@@ -78,7 +78,7 @@ def test_given_back(
 
 def test_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal).look())
+    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal).check_fenced())
     assert not slurm.resumed
     journal.close()
 
@@ -102,7 +102,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     monkeypatch.setattr(probe, "reached", reached)
     slurm, journal = ScriptedSlurm(REASON, NEW, keeps=True), Journal(str(tmp_path / "journal"))
     journal.write("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal).look
+    look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal).check_fenced
 
     async def many() -> None:
         for _ in range(12):

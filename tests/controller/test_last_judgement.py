@@ -17,11 +17,11 @@ from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
-from gemini_hpc.controller.probe import Look
+from gemini_hpc.controller.probe import ProbeResult
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable
-from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 from gemini_hpc.wire.controller import Report
 
 from .test_takeover import JOB, HalfDone
@@ -29,7 +29,7 @@ from .test_takeover import JOB, HalfDone
 pytestmark = pytest.mark.slow
 
 OTHER = dataclasses.replace(JOB, raw_id=JOB.raw_id + 1, nodes=("m1", "m2", "m3"))
-SILENT, ALIVE = (Look(port, port, port) for port in (Port.SILENT, Port.ANSWERS))
+SILENT, ALIVE = (ProbeResult(port, port, port) for port in (Port.SILENT, Port.ANSWERS))
 
 
 class TwoJobs(HalfDone):
@@ -94,7 +94,7 @@ class TwoJobs(HalfDone):
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
         return list(names)
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
 
@@ -136,7 +136,7 @@ class Controller:
 
 
 def test_a_node_that_comes_back_while_others_are_reserved_is_not_set_down(
-    tmp_path: Path, found: dict[str, Look]
+    tmp_path: Path, found: dict[str, ProbeResult]
 ) -> None:
     slurm, found["n2"] = TwoJobs(), SILENT
 
@@ -157,17 +157,17 @@ def test_a_node_that_comes_back_while_others_are_reserved_is_not_set_down(
 
 
 def test_a_second_node_that_is_found_dead_while_others_are_reserved(
-    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, found: dict[str, ProbeResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had been reported, too, and left to Slurm: its kernel lived then. It is set DOWN as a survivor that has
     died, once, and the recovery goes on."""
     slurm = TwoJobs()
-    found |= {"n2": SILENT, "n3": Look(Port.REFUSES, Port.REFUSES, Port.REFUSES)}
+    found |= {"n2": SILENT, "n3": ProbeResult(Port.REFUSES, Port.REFUSES, Port.REFUSES)}
 
-    async def slow(targets: dict[str, probe.Target]) -> dict[str, Look]:
+    async def slow(targets: dict[str, probe.Target]) -> dict[str, ProbeResult]:
         found["n3"] = SILENT
         await asyncio.sleep(0.5)
-        return {n: await probe.look(t) for n, t in targets.items()}
+        return {n: await probe.probe_node(t) for n, t in targets.items()}
 
     monkeypatch.setattr(probe, "looks", slow)
 
@@ -185,7 +185,7 @@ def test_a_second_node_that_is_found_dead_while_others_are_reserved(
 
 
 def test_a_second_node_that_comes_back_while_the_first_is_set_down_is_a_survivor_again(
-    tmp_path: Path, found: dict[str, Look]
+    tmp_path: Path, found: dict[str, ProbeResult]
 ) -> None:
     slurm = TwoJobs()
     found |= {"n2": SILENT, "n3": SILENT}
@@ -209,7 +209,9 @@ def test_a_second_node_that_comes_back_while_the_first_is_set_down_is_a_survivor
     asyncio.run(work())
 
 
-def test_a_survivor_is_looked_at_once_more_before_it_is_set_down(tmp_path: Path, found: dict[str, Look]) -> None:
+def test_a_survivor_is_looked_at_once_more_before_it_is_set_down(
+    tmp_path: Path, found: dict[str, ProbeResult]
+) -> None:
     """It has been silent, and is back when Slurm has said what it knows of it."""
     slurm, found["n2"] = TwoJobs(), SILENT
     judged = list[set[str]]()
@@ -232,7 +234,7 @@ def test_a_survivor_is_looked_at_once_more_before_it_is_set_down(tmp_path: Path,
     asyncio.run(work())
 
 
-def test_a_confirmed_node_that_stays_dead_is_set_down(tmp_path: Path, found: dict[str, Look]) -> None:
+def test_a_confirmed_node_that_stays_dead_is_set_down(tmp_path: Path, found: dict[str, ProbeResult]) -> None:
     slurm, found["n2"] = TwoJobs(), SILENT
 
     async def work() -> None:
@@ -245,7 +247,9 @@ def test_a_confirmed_node_that_stays_dead_is_set_down(tmp_path: Path, found: dic
     asyncio.run(work())
 
 
-def test_nodes_that_are_confirmed_and_not_yet_down_count_as_silent(tmp_path: Path, found: dict[str, Look]) -> None:
+def test_nodes_that_are_confirmed_and_not_yet_down_count_as_silent(
+    tmp_path: Path, found: dict[str, ProbeResult]
+) -> None:
     """While one recovery reserves, another one's node falls silent: both are more than the budget has room for."""
     slurm = TwoJobs()
     found |= {"n2": SILENT, "m2": SILENT}
@@ -270,7 +274,7 @@ def test_nodes_that_are_confirmed_and_not_yet_down_count_as_silent(tmp_path: Pat
     asyncio.run(work())
 
 
-def test_a_node_that_is_being_set_down_counts_once(tmp_path: Path, found: dict[str, Look]) -> None:
+def test_a_node_that_is_being_set_down_counts_once(tmp_path: Path, found: dict[str, ProbeResult]) -> None:
     slurm, found["n2"] = TwoJobs(), SILENT
     counted: list[tuple[set[str], int]] = []
 
@@ -289,9 +293,9 @@ def test_a_node_that_is_being_set_down_counts_once(tmp_path: Path, found: dict[s
     assert counted == [({"x"}, 1)]
 
 
-@pytest.mark.parametrize("sight", [SILENT, Look(Port.UNKNOWN, Port.UNKNOWN, Port.UNKNOWN)])
+@pytest.mark.parametrize("sight", [SILENT, ProbeResult(Port.UNKNOWN, Port.UNKNOWN, Port.UNKNOWN)])
 def test_who_cannot_reach_nodes_whose_agents_speak_fences_nobody(
-    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch, sight: Look
+    tmp_path: Path, found: dict[str, ProbeResult], monkeypatch: pytest.MonkeyPatch, sight: ProbeResult
 ) -> None:
     """What agents send comes in, and no connect of the controller's gets out."""
     slurm, found["n2"] = TwoJobs(), SILENT
@@ -312,7 +316,7 @@ def test_who_cannot_reach_nodes_whose_agents_speak_fences_nobody(
 
 
 def test_a_slurm_that_is_silent_while_nodes_are_reserved_is_asked_again(
-    tmp_path: Path, found: dict[str, Look]
+    tmp_path: Path, found: dict[str, ProbeResult]
 ) -> None:
     slurm, found["n2"] = TwoJobs(), SILENT
 
@@ -330,9 +334,9 @@ def test_a_slurm_that_is_silent_while_nodes_are_reserved_is_asked_again(
     asyncio.run(work())
 
 
-def test_slurm_may_send_a_job_back_faster_than_we_do(tmp_path: Path, found: dict[str, Look]) -> None:
+def test_slurm_may_send_a_job_back_faster_than_we_do(tmp_path: Path, found: dict[str, ProbeResult]) -> None:
     """The batch host has booted, and its registration comes between our last look at the job and our requeue."""
-    slurm, found["n2"] = TwoJobs(), Look(Port.ANSWERS, Port.SILENT, Port.ANSWERS)
+    slurm, found["n2"] = TwoJobs(), ProbeResult(Port.ANSWERS, Port.SILENT, Port.ANSWERS)
     slurm.all["n2"] = dataclasses.replace(slurm.all["n2"], slurmd_start=time.time(), flags=frozenset())
 
     async def work() -> None:
@@ -350,7 +354,7 @@ def test_slurm_may_send_a_job_back_faster_than_we_do(tmp_path: Path, found: dict
 
 
 def test_a_slurm_that_stays_silent_is_waited_for_from_the_journal(
-    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, found: dict[str, ProbeResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gemini_hpc.controller.recovery.RESERVE_S", 0.0)
     slurm, found["n2"] = TwoJobs(), SILENT

@@ -13,7 +13,7 @@ from gemini_hpc.cli.inspect import render
 from gemini_hpc.query import figures, past
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord
-from gemini_hpc.wire.sanitize import MAX_DETAIL, tame
+from gemini_hpc.wire.sanitize import MAX_DETAIL, sanitize
 
 from .test_inspect_document import SLURM, pairs
 
@@ -40,8 +40,8 @@ NIGHT = [
 
 
 def shown(events: list[EventRecord], slurm: dict[str, str]) -> tuple[dict[str, Any], str]:
-    d = picture(7, [], events, slurm, ("n1",), "controller", NOW)
-    return d, render(tame(d), 80)
+    d = inspect_document(7, [], events, slurm, ("n1",), "controller", NOW)
+    return d, render(sanitize(d), 80)
 
 
 def test_a_job_that_died_at_night() -> None:
@@ -72,7 +72,7 @@ def test_a_job_that_lives_has_not_ended() -> None:
 
 
 def test_copies_that_are_still_kept_are_shown() -> None:
-    d = picture(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
+    d = inspect_document(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
     assert d["state"] == "ended" and len(d["nodes"]) == 4 and d["trainings"]
 
 
@@ -158,7 +158,7 @@ def test_a_row_of_a_living_job() -> None:
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "UNKNOWN"])
 def test_what_the_controller_writes_is_what_is_read(state: str) -> None:
     for code in ("1:0", "", "x", "0:15"):
-        events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.told(state, code))]
+        events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.describe_end(state, code))]
         how = past.ending(events, FORGOTTEN)
         assert how is not None and how.state == state and how.exit_code == (code if ":" in code else "")
 
@@ -180,7 +180,7 @@ def test_an_agents_events_are_its_owners_word() -> None:
     large = EventRecord(NOW - 2, "resumed", "n1", 1, 3, '{"rank": ' + "9" * 200 + "}")
     long = EventRecord(NOW - 3, "degraded", "n1", 1, 3, "x" * 1000)
     parts[0] = msgspec.structs.replace(parts[0], events=(forged, large, long))
-    d = picture(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
+    d = inspect_document(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
     assert d["ended"]["state"] == "FAILED"
     assert max(len(e["detail"]) for e in d["events"]) <= MAX_DETAIL
-    assert render(tame(d), 80)
+    assert render(sanitize(d), 80)

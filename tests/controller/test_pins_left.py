@@ -18,7 +18,7 @@ from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry
-from gemini_hpc.slurm.facts import Job, Row
+from gemini_hpc.slurm.facts import Job, WatchedJob
 
 from .fake_slurm import FakeSlurm
 from .scontrol_line import parse_job
@@ -43,8 +43,8 @@ class Waits(FakeSlurm):
     async def job(self, raw_id: int) -> Job:
         return self.current
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
-        return {FIRST.raw_id: Row(FIRST.raw_id, self.current.state, FIRST.user_id, self.current.nodes)}
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+        return {FIRST.raw_id: WatchedJob(FIRST.raw_id, self.current.state, FIRST.user_id, self.current.nodes)}
 
     async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)} in {reservation or 'none'}")
@@ -71,7 +71,7 @@ def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) 
     async def work() -> None:
         for pause_s in (0.0, wait_s, 0.0, 0.0):
             await asyncio.sleep(pause_s)
-            await watcher.look()
+            await watcher.poll_jobs()
 
     asyncio.run(work())
     return slurm.done

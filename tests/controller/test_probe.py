@@ -14,8 +14,8 @@ import pytest
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.controller.probe import Look, Seen, Target
-from gemini_hpc.controller.reach import Reach
+from gemini_hpc.controller.probe import ProbeHistory, ProbeResult, Target
+from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.slurm.text import parse_node
 
@@ -61,7 +61,7 @@ def test_only_the_silence_of_the_other_side_is_silence(monkeypatch: pytest.Monke
         error, port = case
         fails_with(monkeypatch, {V4: error})
         assert asyncio.run(probe.probe(V4, 7)) is port, case
-        found = asyncio.run(probe.look(Target(V4, 7, (8,), range(9, 12))))
+        found = asyncio.run(probe.probe_node(Target(V4, 7, (8,), range(9, 12))))
         assert {found.slurmd, found.agent, found.kernel} == {port}, case
 
 
@@ -73,7 +73,7 @@ def test_a_connect_that_takes_too_long_is_silence(monkeypatch: pytest.MonkeyPatc
 def test_a_name_that_does_not_resolve_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     resolves(monkeypatch)
     assert asyncio.run(probe.probe("n2", 7)) is Port.UNKNOWN
-    found = asyncio.run(probe.look(Target("n2", 7, (8,), range(9, 12))))
+    found = asyncio.run(probe.probe_node(Target("n2", 7, (8,), range(9, 12))))
     assert {found.slurmd, found.agent, found.kernel} == {Port.UNKNOWN}
 
 
@@ -83,11 +83,11 @@ def test_a_slow_resolver_takes_nothing_from_the_time_of_the_connect(monkeypatch:
     resolves(monkeypatch, "127.0.0.1", after_s=2 * probe.CONNECT_TIMEOUT_S)
     monkeypatch.setattr(probe, "ANSWER_TIMEOUT_S", 0.1)
     assert asyncio.run(probe.probe("n2", port)) is Port.HANGS
-    found = asyncio.run(probe.look(Target("n2", port, (port,), range(port, port + 1))))
+    found = asyncio.run(probe.probe_node(Target("n2", port, (port,), range(port, port + 1))))
     assert found.slurmd is Port.HANGS and found.after_s >= 2 * probe.CONNECT_TIMEOUT_S
     server.close()
-    seen = Seen()
-    seen.add(Look(Port.SILENT, Port.SILENT, Port.SILENT, 0.8), time.monotonic() - 1.0)
+    seen = ProbeHistory()
+    seen.add(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT, 0.8), time.monotonic() - 1.0)
     assert 0.1 < seen.silent_s < 0.8, "nobody was asked before the name was resolved"
 
 
@@ -108,8 +108,8 @@ def test_each_address_of_a_node_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_nobody_was_asked_silence_is_counted_anew() -> None:
-    silent, unknown = (Look(p, p, p) for p in (Port.SILENT, Port.UNKNOWN))
-    seen, now = Seen(), time.monotonic()
+    silent, unknown = (ProbeResult(p, p, p) for p in (Port.SILENT, Port.UNKNOWN))
+    seen, now = ProbeHistory(), time.monotonic()
     seen.add(silent, now - 6)
     assert seen.silent_s >= 6 and seen.agent_silent_s >= 6
     seen.add(unknown, now - 3)
@@ -117,7 +117,7 @@ def test_where_nobody_was_asked_silence_is_counted_anew() -> None:
     assert {seen.found(what) for what in probe.PORTS} == {Port.UNKNOWN}
     seen.add(silent, now - 1)
     assert 1 <= seen.silent_s < 3 and {seen.found(what) for what in probe.PORTS} == {Port.SILENT}
-    seen.add(Look(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
+    seen.add(ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
     seen.add(unknown, now)
     assert seen.found("slurmd") is Port.ANSWERS, "a sign of life is a veto for a while"
 
@@ -137,15 +137,15 @@ def test_before_somebody_is_fenced_nodes_that_agents_vouch_for_are_probed(
     monkeypatch.setattr(probe, "reached", reached)
 
     async def work() -> None:
-        reach = Reach(Settings(), registry)
-        await reach.look(nodes, {"n9"}, nodes)
+        reach = Reachability(Settings(), registry)
+        await reach.probe_members(nodes, {"n9"}, nodes)
         assert (reach.reached, reach.asked) == (19, 19)
-        await reach.look(nodes, {"n9"}, nodes, sure=True)
+        await reach.probe_members(nodes, {"n9"}, nodes, sure=True)
         # A kernel that accepts is reached, whatever its slurmd does.
         sure = (1 if port in (Port.SILENT, Port.UNKNOWN) else 19, 19)
         assert (reach.reached, reach.asked) == sure
         for again in (False, True):
-            await reach.look(nodes, {"n9"}, nodes, sure=again)
+            await reach.probe_members(nodes, {"n9"}, nodes, sure=again)
         assert (reach.reached, reach.asked) == sure and asked == [1, 5], "good for a moment"
 
     asyncio.run(work())

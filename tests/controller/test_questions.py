@@ -42,7 +42,7 @@ def answer(path: Path, read: Callable[[int], Awaitable[Job]], uid: int) -> tuple
     """To this user about job 7, which the controller knows for alice's."""
     registry, logs = Registry(str(path)), EventLogs(str(path))
     registry.track(ALICES)
-    logs.begin(7, 5001)
+    logs.claim_log(7, 5001)
     logs.add(7, [EventRecord(time.time(), "degraded", "n1", 0, 0, "a secret")])
     operators: Any = Nobody()
 
@@ -76,7 +76,7 @@ def test_jobs_counts_what_came_back_and_tells_of_what_was_sealed(tmp_path: Path)
     suspected = [("n1", "detected", "n2 is silent; witnesses n1"), ("n2", "detected", ""), ("n2", "dismissed", "")]
     lost = [("n2", "detected", ""), ("n2", "confirmed", ""), ("", "running", "restart 1 on n1")]
     for job, told, sealed in ((7, [*suspected, *lost], 40), (8, suspected, 0)):
-        logs.begin(job, 5001)
+        logs.claim_log(job, 5001)
         ends = [("n1", "detached", "exit code 1")]
         logs.add(job, [EventRecord(now, name, host, 0, sealed, text) for host, name, text in [*told, *ends]])
     operators: Any = Nobody()

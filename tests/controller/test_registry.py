@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.controller.registry import Agent, Registry, Stored, Track
+from gemini_hpc.controller.registry import ConnectedAgent, Registry, StoredJob, Track
 from gemini_hpc.wire.controller import Registration
 
 from .test_takeover import JOB
 
 
-def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = False) -> Agent:
+def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = False) -> ConnectedAgent:
     asked: list[object] = []
     heard = time.monotonic() - heard_s
     link: Any = SimpleNamespace(closed=closed, last_heard=heard, send=asked.append, asked=asked)
-    return Agent(link, host, 7, "x", verified)
+    return ConnectedAgent(link, host, 7, "x", verified)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_agent_vouches_for_its_node_from_there_only(
 ) -> None:
     """Another user's agent could say from a login node that a dead node lives, and have a job wait for it."""
     registry = Registry(str(tmp_path))
-    track = registry.jobs[7] = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    track = registry.jobs[7] = Track(StoredJob(7, 5001), str(tmp_path / "7.job"))
     one = track.agents["n1"] = agent("n1", **known)
     assert registry.vouched("n1") is vouched
     assert len(one.link.asked) == asked  # type: ignore[attr-defined]
@@ -61,12 +61,12 @@ def test_an_agent_vouches_for_its_node_from_there_only(
 def test_a_training_has_finished_where_all_agents_say_so(
     tmp_path: Path, words: list[bool | None], finished: bool | None
 ) -> None:
-    track = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    track = Track(StoredJob(7, 5001), str(tmp_path / "7.job"))
     for number, word in enumerate(words):
         one = track.agents[f"n{number}"] = agent(f"n{number}", verified=True, closed=number == 0)
-        one.take(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
+        one.apply_registration(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
     former = track.agents["n9"] = agent("n9", verified=True)
-    former.take(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
+    former.apply_registration(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
     assert track.finished(1) is finished
     track.job = dataclasses.replace(JOB, nodes=("n1", "n3"))
     assert track.lacks(1, "n2") is bool(finished), "it runs on with --no-kill, and nobody looks at the node again"
@@ -87,9 +87,9 @@ def test_a_node_that_a_spare_has_replaced_has_not_to_finish(tmp_path: Path, word
 def test_what_an_agent_says_again_counts() -> None:
     one = agent("n1", verified=True)
     for rescuing in (False, True, False):
-        one.take(Registration(7, 1, "n1", (), 2, 17000, "x", "attached", rescuing=rescuing))
+        one.apply_registration(Registration(7, 1, "n1", (), 2, 17000, "x", "attached", rescuing=rescuing))
         assert one.rescuing is rescuing
-    one.take(Registration(7, 1, "n1", (), 2, 0, "x", "attached"))
+    one.apply_registration(Registration(7, 1, "n1", (), 2, 0, "x", "attached"))
     assert one.port == 17000
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from gemini_hpc.controller import probe, requeue, tasks
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.controller.probe import Look, Seen, Target
+from gemini_hpc.controller.probe import ProbeHistory, ProbeResult, Target
 from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Fence, Survivors
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable
-from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 from gemini_hpc.slurm.text import parse_node
 
 from .fake_slurm import FakeSlurm
@@ -92,10 +92,10 @@ class ScriptedSlurm(FakeSlurm):
         self.current = dataclasses.replace(self.current, reservation="")
         self.done.append("detach")
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         self.current = dataclasses.replace(self.current, reason="JobHeldUser")
         self.done.append(f"hold {why}")
 
@@ -149,9 +149,9 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Port]:
     """What slurmd's port of each node does; the agent's is silent, and the kernel lives where slurmd's is not."""
     found: dict[str, Port] = {}
 
-    async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
+    async def looks(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
         of = {n: found.get(n, Port.ANSWERS) for n in targets}
-        return {n: Look(port, Port.SILENT, port) for n, port in of.items()}
+        return {n: ProbeResult(port, Port.SILENT, port) for n, port in of.items()}
 
     monkeypatch.setattr(probe, "looks", looks)
     for name, value in (("PINNED_S", 0.6), ("REACHABLE_S", 0.6), ("HELD_GRACE_S", 0.2), ("SURVEY_S", 0.05)):
@@ -202,12 +202,12 @@ def test_a_job_whose_recoveries_lead_nowhere_is_held(monkeypatch: pytest.MonkeyP
     slurm, said, before = ScriptedSlurm(), list[str](), list[int]()
     unreachable = [SlurmUnreachable("no answer")]
 
-    async def hold(job: Job, why: str) -> None:
+    async def hold_job(job: Job, why: str) -> None:
         if unreachable:
             raise unreachable.pop()
-        await ScriptedSlurm.hold(slurm, job, why)
+        await ScriptedSlurm.hold_job(slurm, job, why)
 
-    monkeypatch.setattr(slurm, "hold", hold)
+    monkeypatch.setattr(slurm, "hold_job", hold_job)
 
     async def work() -> None:
         made = make(slurm, said)
@@ -225,7 +225,7 @@ def test_a_survivor_that_dies_is_left_out(ports: dict[str, Port]) -> None:
     ports["n3"] = Port.SILENT
     fenced: list[str] = []
 
-    async def fence(host: str, seen: Seen) -> bool:
+    async def fence(host: str, seen: ProbeHistory) -> bool:
         assert seen.silent_s >= 0.1
         fenced.append(host)
         return True
@@ -379,7 +379,7 @@ def test_one_missed_probe_after_a_long_wait_fences_nobody(ports: dict[str, Port]
     """However long the job has been pending: nothing but the judgement, on a silence of its own, may fence."""
     asked: list[float] = []
 
-    async def fence(host: str, seen: Seen) -> bool:
+    async def fence(host: str, seen: ProbeHistory) -> bool:
         asked.append(seen.silent_s)
         return False
 
@@ -402,7 +402,7 @@ def test_one_missed_probe_after_a_long_wait_fences_nobody(ports: dict[str, Port]
 def test_a_survivor_whose_kernel_lives_is_left_out_and_never_judged_dead(ports: dict[str, Port], port: Port) -> None:
     ports["n3"] = port
 
-    async def fence(host: str, seen: Seen) -> bool:
+    async def fence(host: str, seen: ProbeHistory) -> bool:
         raise AssertionError("there is nothing to judge: the kernel answers")
 
     slurm = ScriptedSlurm(starts=lambda s: "pin n1 held" in s.done and time.monotonic() - began > 0.5)
@@ -420,7 +420,7 @@ def test_a_survey_that_dies_is_told_and_started_again(
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
     good, calls = probe.looks, list[int]()
 
-    async def faulty(targets: Mapping[str, Target]) -> dict[str, Look]:
+    async def faulty(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
         calls.append(1)
         if len(calls) in (2, 3):
             raise ValueError("a fault of ours")
@@ -434,7 +434,7 @@ def test_a_survey_that_dies_is_told_and_started_again(
 
 def test_a_question_that_the_double_does_not_know_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     class Poor(ScriptedSlurm):
-        async def attached(self, reservation: str) -> list[Row]:
+        async def attached(self, reservation: str) -> list[WatchedJob]:
             return await FakeSlurm.attached(self, reservation)
 
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)

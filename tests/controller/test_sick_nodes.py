@@ -11,7 +11,7 @@ from typing import Any
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons, read
-from gemini_hpc.controller.sick_nodes import Case, SickNodes, why_not
+from gemini_hpc.controller.sick_nodes import RedNodeCase, SickNodeDrains, why_not
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.slurm.text import parse_node
@@ -24,7 +24,7 @@ def node(state: str, name: str = "n2") -> Node:
     return parse_node(f"NodeName={name} NodeAddr={name} CPUTot=4 State={state}")
 
 
-CASE = Case(node=node("ALLOCATED"), allowed=4, drained=0)
+CASE = RedNodeCase(node=node("ALLOCATED"), allowed=4, drained=0)
 
 
 def test_the_judgement() -> None:
@@ -51,7 +51,7 @@ class Scene(FakeSlurm):
         self.said: list[tuple[str, str, str]] = []
         self.alerts: list[tuple[str, str]] = []
         self.journal = Journal(str(path / "journal.jsonl"))
-        self.sick = SickNodes(
+        self.sick = SickNodeDrains(
             Settings(**settings),
             self,
             self.journal,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.agent.replicas.pace import Pace
+from gemini_hpc.agent.replicas.pace import VersionGaps
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import Document, picture
+from gemini_hpc.query.inspect_document import Document, inspect_document
 from gemini_hpc.query.stall import Stall, stall
 from gemini_hpc.wire.inspect_schema import InspectPart, PaceState, TrainingState
 
@@ -25,7 +25,7 @@ class Clock:
 
 def test_the_pace_of_a_launch() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = VersionGaps(clock)
     assert pace.state() is None
     for version, gap_s in ((1, 0.0), (2, 1.0), (2, 0.5), (3, 0.5), (4, 9.0), (5, 1.0)):
         clock.t += gap_s
@@ -83,7 +83,7 @@ def shown(
         dead=(),
     )
     parts = [part, msgspec.structs.replace(part, host="n2")]
-    return picture(7, parts, [], SLURM | (slurm or {}), (), "controller", NOW)
+    return inspect_document(7, parts, [], SLURM | (slurm or {}), (), "controller", NOW)
 
 
 def test_a_stalled_training_in_the_picture() -> None:

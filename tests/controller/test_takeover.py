@@ -19,14 +19,14 @@ from gemini_hpc.controller.fencing import REASON, Port
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import LOCK, LockTakenError, Primary, take_lock
-from gemini_hpc.controller.probe import Look
+from gemini_hpc.controller.probe import ProbeResult
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.controller.server import Controller
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 from gemini_hpc.slurm.text import parse_node
 from gemini_hpc.wire.controller import Report
 
@@ -61,8 +61,8 @@ class HalfDone(FakeSlurm):
     async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         return {n: {(JOB.user_id, JOB.raw_id), *self.strangers} for n in names}
 
-    async def config(self) -> Config:
-        return Config((("ctl", "ctl"),), "/x", self.boot, {})
+    async def config(self) -> SlurmConfig:
+        return SlurmConfig((("ctl", "ctl"),), "/x", self.boot, {})
 
     async def reservations(self) -> list[Reservation]:
         return []
@@ -107,9 +107,9 @@ def take_over(slurm: HalfDone, path: Path, **settings: float) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def seen(found: dict[str, Look]) -> dict[str, Look]:
+def seen(found: dict[str, ProbeResult]) -> dict[str, ProbeResult]:
     """n2 is silent in every way, the others answer."""
-    found["n2"] = Look(Port.SILENT, Port.SILENT, Port.SILENT)
+    found["n2"] = ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT)
     return found
 
 
@@ -119,14 +119,14 @@ def test_a_dead_one_is_finished_and_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("port", [Port.ANSWERS, Port.REFUSES, Port.HANGS])
-def test_one_with_a_sign_of_life_is_given_back(tmp_path: Path, seen: dict[str, Look], port: Port) -> None:
+def test_one_with_a_sign_of_life_is_given_back(tmp_path: Path, seen: dict[str, ProbeResult], port: Port) -> None:
     """slurmd that is just being started anew, or a kernel that accepts, is no death."""
-    seen["n2"] = Look(port, Port.SILENT, port)
+    seen["n2"] = ProbeResult(port, Port.SILENT, port)
     assert take_over(HalfDone(), tmp_path) == ["resume n2"]
 
 
-def test_a_living_kernel_is_enough(tmp_path: Path, seen: dict[str, Look]) -> None:
-    seen["n2"] = Look(Port.SILENT, Port.SILENT, Port.REFUSES)
+def test_a_living_kernel_is_enough(tmp_path: Path, seen: dict[str, ProbeResult]) -> None:
+    seen["n2"] = ProbeResult(Port.SILENT, Port.SILENT, Port.REFUSES)
     assert take_over(HalfDone(), tmp_path) == ["resume n2"]
 
 
@@ -266,7 +266,7 @@ class Reserving(HalfDone):
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
         return list(names)
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
 
@@ -328,7 +328,7 @@ async def held_ahead(home: Recoveries, slurm: Reserving) -> None:
 
 @pytest.mark.parametrize("unanswered", [False, True])
 def test_what_was_held_ahead_is_let_go_of_where_nothing_comes_of_it(
-    tmp_path: Path, seen: dict[str, Look], unanswered: bool
+    tmp_path: Path, seen: dict[str, ProbeResult], unanswered: bool
 ) -> None:
     """Also where `scontrol create` had no answer, and took effect."""
 
@@ -421,7 +421,7 @@ def test_a_takeover_that_slurm_always_refuses_is_given_up_and_told(
     async def work() -> None:
         slurm, calls, told = Reserving(), list[int](), list[tuple[str, int]]()
         home = make(tmp_path, slurm)
-        monkeypatch.setattr(home.alerts, "tell", lambda kind, job, host, text: told.append((kind, job)))
+        monkeypatch.setattr(home.alerts, "send_alert", lambda kind, job, host, text: told.append((kind, job)))
         opened(home)
         home.journal.write(KEY, "reserve", "after", name=NAME)
         home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)

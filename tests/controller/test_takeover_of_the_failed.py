@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gemini_hpc.controller import recoveries
-from gemini_hpc.controller.probe import Look
-from gemini_hpc.controller.registry import Agent
+from gemini_hpc.controller.probe import ProbeResult
+from gemini_hpc.controller.registry import ConnectedAgent
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.wire.controller import Registration
 
@@ -41,7 +41,7 @@ class Failed(Waiting):
     ids=["just now", "long ago", "and the node is not DOWN any more"],
 )
 def test_it_is_sent_back(
-    tmp_path: Path, found: dict[str, Look], noted: bool, node: str, ago_s: float, done: list[str]
+    tmp_path: Path, found: dict[str, ProbeResult], noted: bool, node: str, ago_s: float, done: list[str]
 ) -> None:
     async def work() -> None:
         slurm = Failed(node, ago_s)
@@ -65,7 +65,7 @@ def test_it_is_sent_back(
     ids=["its training had not finished", "it had", "no agent calls"],
 )
 def test_one_that_is_completed_is_sent_back_on_its_agents_word(
-    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch, word: bool | None, done: list[str]
+    tmp_path: Path, found: dict[str, ProbeResult], monkeypatch: pytest.MonkeyPatch, word: bool | None, done: list[str]
 ) -> None:
     monkeypatch.setattr(recoveries, "SPEAK_S", 0.6)
 
@@ -78,8 +78,8 @@ def test_one_that_is_completed_is_sent_back_on_its_agents_word(
         await asyncio.sleep(0.1)
         if word is not None:  # it calls a moment after the controller has begun
             link: Any = SimpleNamespace(closed=False, last_heard=0.0, send=lambda message: None)
-            agent = home.registry.jobs[JOB.raw_id].agents["n1"] = Agent(link, "n1", JOB.raw_id, "x")
-            agent.take(Registration(JOB.raw_id, 0, "n1", (), 2, 17000, "x", "detached", finished=word))
+            agent = home.registry.jobs[JOB.raw_id].agents["n1"] = ConnectedAgent(link, "n1", JOB.raw_id, "x")
+            agent.apply_registration(Registration(JOB.raw_id, 0, "n1", (), 2, 17000, "x", "detached", finished=word))
         await until(lambda: not home.active(JOB.raw_id))
         home.cancel()
         assert slurm.done == done and not slurm.held and not home.journal.left_open()

@@ -11,7 +11,7 @@ import pytest
 
 from gemini_hpc.controller import probe, tasks
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.controller.probe import Look, Seen, Series, Target
+from gemini_hpc.controller.probe import ProbeHistory, ProbeResult, RepeatedProbe, Target
 
 
 def test_a_task_that_dies_is_told_and_started_again_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_a_task_that_dies_is_told_and_started_again_at_a_bounded_rate(monkeypatc
         if len(starts) < 6:
             raise ValueError(f"fault {len(starts)}")
 
-    asyncio.run(tasks.keep("work", work, told.append))
+    asyncio.run(tasks.supervise("work", work, told.append))
     assert told == ["work: ValueError"] * 5
     pauses = [b - a for a, b in pairwise(starts)]
     assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.1, 0.1), strict=True))
@@ -44,7 +44,7 @@ def test_a_death_that_cannot_be_told_ends_nothing(
     def full(why: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    asyncio.run(tasks.keep("work", work, full))
+    asyncio.run(tasks.supervise("work", work, full))
     assert len(starts) == 4 and caplog.text.count("event=task-death-not-told detail=work: ValueError") == 3
 
 
@@ -86,19 +86,19 @@ def test_a_fault_on_the_way_out_is_no_reason_to_begin_again() -> None:
 def test_probes_that_die_are_told_and_what_nobody_looks_at_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silence that grows by itself while nobody probes would fence a node that has come back."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(Seen, "STALE_S", 0.3)
+    monkeypatch.setattr(ProbeHistory, "STALE_S", 0.3)
     calls, told = list[int](), list[str]()
 
-    async def faulty(target: Target) -> Look:
+    async def faulty(target: Target) -> ProbeResult:
         calls.append(1)
         if len(calls) > 3:
             raise OSError("a fault of ours")
-        return Look(Port.SILENT, Port.SILENT, Port.SILENT)
+        return ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT)
 
-    monkeypatch.setattr(probe, "look", faulty)
+    monkeypatch.setattr(probe, "probe_node", faulty)
 
     async def run() -> tuple[float, float]:
-        series = Series(Target("n1", 1, (2,), range(3, 5)), told.append)
+        series = RepeatedProbe(Target("n1", 1, (2,), range(3, 5)), told.append)
         while len(calls) < 3:
             await asyncio.sleep(0.01)
         seen = series.silent_s
@@ -113,27 +113,27 @@ def test_probes_that_die_are_told_and_what_nobody_looks_at_is_not_silent(monkeyp
 
 def test_what_counts_as_a_sign_of_life() -> None:
     for port in (Port.ANSWERS, Port.REFUSES, Port.HANGS):
-        seen = Seen()
+        seen = ProbeHistory()
         now = time.monotonic()
-        seen.add(Look(Port.SILENT, Port.SILENT, Port.SILENT), now - 5)
+        seen.add(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT), now - 5)
         assert seen.silent_s >= 5
-        seen.add(Look(Port.SILENT, Port.SILENT, port), now)
+        seen.add(ProbeResult(Port.SILENT, Port.SILENT, port), now)
         assert seen.silent_s == 0.0 and seen.found("kernel") is port
         assert seen.slurmd_silent_s >= 5 and seen.found("slurmd") is Port.SILENT
-    assert Seen().silent_s == 0.0
+    assert ProbeHistory().silent_s == 0.0
 
 
 def test_what_has_been_silent_long_enough_does_not_answer_any_more() -> None:
     """A survivor that has just died is judged by its silence, not by what it said before."""
-    seen, now = Seen(confirm_s=0.05), time.monotonic()
-    seen.add(Look(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
+    seen, now = ProbeHistory(confirm_s=0.05), time.monotonic()
+    seen.add(ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
     assert seen.found("slurmd") is Port.ANSWERS
     time.sleep(0.02)
-    seen.add(Look(Port.SILENT, Port.SILENT, Port.SILENT), time.monotonic())
+    seen.add(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT), time.monotonic())
     time.sleep(0.06)
     assert seen.silent_s >= 0.05 and {seen.found(what) for what in probe.PORTS} == {Port.SILENT}
 
 
 def test_a_kernel_refuses_where_nobody_listens() -> None:
-    found = asyncio.run(probe.look(Target("127.0.0.1", 61000, (61001,), range(61002, 61064))))
+    found = asyncio.run(probe.probe_node(Target("127.0.0.1", 61000, (61001,), range(61002, 61064))))
     assert {found.slurmd, found.agent, found.kernel} == {Port.REFUSES}

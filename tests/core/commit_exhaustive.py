@@ -317,7 +317,7 @@ def _versions(stamps: frozenset[Stamp], above: int) -> Versions:
 def _begin(pair: Pair, version: int, sealed: int, abandoned: Versions, voted: Versions) -> Pair | None:
     production = _production(pair)
     try:
-        production.begin(Stamp(0, version), Stamp(0, sealed), _stamps(abandoned), voted=_stamps(voted))
+        production.begin_version(Stamp(0, version), Stamp(0, sealed), _stamps(abandoned), voted=_stamps(voted))
     except Refused:
         return None
     return _model(production)
@@ -362,7 +362,7 @@ def _ask_root(ballots: tuple[Ballot, ...]) -> Decision:
     root = Root(["root", "others"])
     root.update("root", _vote(ballots[0]))
     root.update("others", merge(map(_vote, ballots[1:])))
-    return root.word()
+    return root.decision()
 
 
 def _normal(state: State) -> State:

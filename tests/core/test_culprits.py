@@ -3,10 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.culprits import MOST_HOSTS, MOST_KEYS, SICK, Blame, Cause, Ends, Failure, Key, Tally
+from gemini_hpc.core.culprits import MOST_HOSTS, MOST_KEYS, SICK, Blame, Cause, Ends, Key, RankFailure, Tally
 
 failures = st.frozensets(
-    st.builds(Failure, st.sampled_from(Cause), st.sampled_from(["n1", "n2", "n3"]), st.integers(0, 3)), max_size=12
+    st.builds(RankFailure, st.sampled_from(Cause), st.sampled_from(["n1", "n2", "n3"]), st.integers(0, 3)),
+    max_size=12,
 )
 
 
@@ -22,18 +23,18 @@ def test_who_failed_first() -> None:
         ({"n1": Cause.RAISED, "n2": Cause.RAISED, "n3": Cause.CRASHED}, "n3"),
         ({}, None),
     ):
-        found = Ends().join(Failure(cause, host, rank) for rank, (host, cause) in enumerate(ends.items())).first
+        found = Ends().join(RankFailure(cause, host, rank) for rank, (host, cause) in enumerate(ends.items())).first
         assert (found.host if found is not None else None) == first, ends
 
 
 def test_several_ranks_of_one_node() -> None:
-    ends = Ends().join([Failure(Cause.CRASHED, "n1", 3), Failure(Cause.CRASHED, "n1", 2)])
-    assert ends.first == Failure(Cause.CRASHED, "n1", 2)
+    ends = Ends().join([RankFailure(Cause.CRASHED, "n1", 3), RankFailure(Cause.CRASHED, "n1", 2)])
+    assert ends.first == RankFailure(Cause.CRASHED, "n1", 2)
 
 
 @given(failures, failures, failures)
 def test_in_whatever_order_it_is_heard_the_same_is_known(
-    a: frozenset[Failure], b: frozenset[Failure], c: frozenset[Failure]
+    a: frozenset[RankFailure], b: frozenset[RankFailure], c: frozenset[RankFailure]
 ) -> None:
     assert Ends().join(a).join(b).join(c) == Ends().join(c).join(a).join(b) == Ends().join(a | b | c)
     assert Ends().join(a).join(a) == Ends().join(a)
@@ -41,7 +42,7 @@ def test_in_whatever_order_it_is_heard_the_same_is_known(
 
 
 @given(failures)
-def test_what_is_forgotten_decides_nothing(found: frozenset[Failure]) -> None:
+def test_what_is_forgotten_decides_nothing(found: frozenset[RankFailure]) -> None:
     worst = max((f.cause for f in found), default=Cause.CONSEQUENCE)
     hosts = {f.host for f in found if f.cause is worst}
     first = Ends().join(found).first

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.format.shard_manifest import Manifest, Piece, Row, pack, place, unpack
+from gemini_hpc.format.shard_manifest import Piece, ShardManifest, TensorRow, pack, place, unpack
 
-ROW = Row("model.w", "float32", (4, 3), True, "cpu")
-GOOD = Manifest(0, 1, (ROW,), (Piece(0, (2, 0), (2, 3), 64),))
+ROW = TensorRow("model.w", "float32", (4, 3), True, "cpu")
+GOOD = ShardManifest(0, 1, (ROW,), (Piece(0, (2, 0), (2, 3), 64),))
 
 
 def test_round_trip() -> None:
@@ -31,7 +31,7 @@ def test_pieces_outside_are_refused() -> None:
         (Piece(0, (0, 0), (1, 3), -64), ROW),
         (Piece(0, (0, 0), (1, 3), 0), msgspec.structs.replace(ROW, dtype="object")),
     ):
-        assert "manifest" in refusal(ValueError, unpack, pack(Manifest(0, 1, (row,), (piece,))), 128), piece
+        assert "manifest" in refusal(ValueError, unpack, pack(ShardManifest(0, 1, (row,), (piece,))), 128), piece
 
 
 @given(st.binary(max_size=100))
@@ -42,6 +42,10 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 
 def test_places_are_aligned_and_apart() -> None:
-    rows = (ROW, Row("model.b", "bfloat16", (5,), True, "cpu"), Row("model.s", "float32", (), True, "cpu"))
+    rows = (
+        ROW,
+        TensorRow("model.b", "bfloat16", (5,), True, "cpu"),
+        TensorRow("model.s", "float32", (), True, "cpu"),
+    )
     pieces = place(rows, [(0, (0, 0), (4, 3)), (1, (0,), (5,)), (0, (0, 0), (0, 3)), (2, (), ())])
     assert [p.at for p in pieces] == [0, 64, 128]

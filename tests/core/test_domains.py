@@ -13,7 +13,7 @@ from refusals import refusal
 
 from gemini_hpc.core import domains, placement
 from gemini_hpc.core.domains import Shared, arrange, fatal, separation
-from gemini_hpc.core.placement import AS_RANKED, Order
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 
 small = st.integers(2, 8).flatmap(
     lambda N: st.tuples(
@@ -23,7 +23,7 @@ small = st.integers(2, 8).flatmap(
 paths = st.lists(st.sampled_from(["", "s.a", "s.b", "t.c", "t.d", "t.e"]), min_size=2, max_size=40)
 
 
-def pairs(found: Order, of: list[str], m: int) -> int:
+def pairs(found: PlacementOrder, of: list[str], m: int) -> int:
     """Pairs of nodes that are in one group and one domain."""
     ranks = [found.rank(position) for position in range(len(of))]
     return sum(
@@ -85,14 +85,14 @@ def test_no_other_order_has_fewer_pairs(case: tuple[list[str], int]) -> None:
 @settings(max_examples=60, deadline=None)
 def test_as_many_domains_can_be_lost_as_in_any_order(case: tuple[list[str], int]) -> None:
     of, m = case
-    least = min(len(fatal(of, m, Order(ranks))) for ranks in permutations(range(len(of))))
+    least = min(len(fatal(of, m, PlacementOrder(ranks))) for ranks in permutations(range(len(of))))
     assert len(fatal(of, m, arrange(of, m))) == least
 
 
 def test_two_racks_of_two() -> None:
-    assert arrange(["rack1", "rack1", "rack2", "rack2"], 2) == Order((0, 2, 1, 3))
+    assert arrange(["rack1", "rack1", "rack2", "rack2"], 2) == PlacementOrder((0, 2, 1, 3))
     assert fatal(["rack1", "rack1", "rack2", "rack2"], 2) == {"rack1", "rack2"}
-    assert fatal(["rack1", "rack1", "rack2", "rack2"], 2, Order((0, 2, 1, 3))) == set()
+    assert fatal(["rack1", "rack1", "rack2", "rack2"], 2, PlacementOrder((0, 2, 1, 3))) == set()
 
 
 def test_ranks_keep_their_places_where_nothing_is_better() -> None:
@@ -160,9 +160,9 @@ def test_a_hundred_thousand_nodes(m: int) -> None:
 
 def test_what_is_no_order_is_refused() -> None:
     for ranks in ((0, 0), (1, 2), (-1, 0)):
-        assert "an order of 2 node ranks has" in refusal(ValueError, Order, ranks), ranks
+        assert "an order of 2 node ranks has" in refusal(ValueError, PlacementOrder, ranks), ranks
 
 
 def test_an_order_is_of_so_many_nodes() -> None:
     with pytest.raises(ValueError, match="an order of 2 node ranks for 4 nodes"):
-        placement.holders(0, 4, 2, Order((1, 0)))
+        placement.holders(0, 4, 2, PlacementOrder((1, 0)))

@@ -17,8 +17,8 @@ import os, signal, sys
 from gemini_hpc import lines
 {before}
 for _ in range(3):
-    lines.tell("a node is dead")
-lines.settle()
+    lines.write_line("a node is dead")
+lines.flush_streams()
 print("trained")
 """
 BROKEN = {
@@ -53,11 +53,11 @@ def test_one_behind_the_other(capfd: pytest.CaptureFixture[str], monkeypatch: py
     with os.fdopen(os.dup(2), "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         stream.write("of the script\n")  # in its buffer
-        lines.tell("of ours \u2713 \ud800")
+        lines.write_line("of ours \u2713 \ud800")
     assert capfd.readouterr().err == "of the script\ngemini-hpc: of ours \u2713 \\ud800\n"
 
 
 def test_signals_are_blocked_as_before() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    lines.tell("nothing")
+    lines.write_line("nothing")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

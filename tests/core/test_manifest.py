@@ -10,16 +10,16 @@ from gemini_hpc.format.slot_header import (
     MAGIC,
     PAGE_BYTES,
     TENSOR_ALIGN_BYTES,
-    Layout,
+    SlotLayout,
     pack_header,
     parse_header,
 )
 
-layouts = st.builds(Layout.plan, st.integers(0, 1 << 20), st.integers(0, 1 << 45), st.integers(0, 1 << 24))
+layouts = st.builds(SlotLayout.plan, st.integers(0, 1 << 20), st.integers(0, 1 << 45), st.integers(0, 1 << 24))
 
 
 @given(layouts)
-def test_areas_follow_each_other_aligned(layout: Layout) -> None:
+def test_areas_follow_each_other_aligned(layout: SlotLayout) -> None:
     assert layout.manifest_offset == HEADER_BYTES
     assert layout.manifest_offset + layout.manifest_bytes <= layout.tensor_offset
     assert layout.tensor_offset + layout.tensor_bytes <= layout.small_offset
@@ -29,7 +29,7 @@ def test_areas_follow_each_other_aligned(layout: Layout) -> None:
 
 
 @given(layouts, st.data())
-def test_header_round_trip(layout: Layout, data: st.DataObject) -> None:
+def test_header_round_trip(layout: SlotLayout, data: st.DataObject) -> None:
     small = data.draw(st.integers(0, layout.small_capacity))
     stamp = Stamp(data.draw(st.integers(0, 1 << 32)), data.draw(st.integers(0, 1 << 40)))
     world = data.draw(st.integers(1, 10_000))
@@ -44,7 +44,7 @@ def test_header_round_trip(layout: Layout, data: st.DataObject) -> None:
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_damaged_header_is_never_taken_for_another_layout(position: int, change: int) -> None:
     """A flipped byte is refused unless it lies in a number that any value is right for: stamp, rank, fill level."""
-    layout = Layout.plan(1000, 1 << 20, 5000)
+    layout = SlotLayout.plan(1000, 1 << 20, 5000)
     good = pack_header(layout, 17, Stamp(1, 2), 3, 4)
     bad = bytearray(good)
     bad[position] ^= change
@@ -68,7 +68,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 
 def test_what_cannot_be_is_refused_when_packed() -> None:
-    layout = Layout.plan(10, 10, 10)
+    layout = SlotLayout.plan(10, 10, 10)
     for small, stamp, rank, world in [
         (11, Stamp(0, 0), 0, 1),
         (-1, Stamp(0, 0), 0, 1),
@@ -79,6 +79,6 @@ def test_what_cannot_be_is_refused_when_packed() -> None:
         with pytest.raises(ValueError, match="slot header"):
             pack_header(layout, small, stamp, rank, world)
     with pytest.raises(ValueError, match="tensor area of -1 bytes"):
-        Layout.plan(1, -1, 1)
+        SlotLayout.plan(1, -1, 1)
     with pytest.raises(ValueError, match="states a slot of"):
         parse_header(pack_header(layout, 0, Stamp(0, 0), 0, 1), layout.total + 4096)

@@ -10,7 +10,7 @@ from gemini_hpc.core.moments import (
     MODULUS,
     UNKNOWN,
     Moment,
-    Report,
+    MomentReport,
     add,
     describe_difference,
     is_common,
@@ -79,12 +79,12 @@ def test_a_version_that_ranks_do_not_mean_alike_is_void() -> None:
     root, seven, eight = Root("ab"), Stamp(0, 7), Stamp(0, 8)
     for member, vote in zip("ab", votes(7, 5, MODULUS - 4), strict=True):
         root.update(member, vote, 2)
-    assert root.word() == Decision(None, frozenset({seven}), seven)
+    assert root.decision() == Decision(None, frozenset({seven}), seven)
     root.explain("they differ")
-    assert root.word().why == "they differ"
+    assert root.decision().why == "they differ"
     for member, vote in zip("ab", votes(8, 5, MODULUS - 5), strict=True):
         root.update(member, vote, 2)
-    assert root.word() == Decision(eight), "ranks that agree again are protected again"
+    assert root.decision() == Decision(eight), "ranks that agree again are protected again"
 
 
 def test_each_shard_counts_once() -> None:
@@ -99,7 +99,7 @@ def test_a_void_version_is_abandoned_before_its_copies_are_there() -> None:
     root, seven = Root(["job"]), Stamp(0, 7)
     homes = [pair(7, 5), pair(7, 6)]
     root.update("job", vote_of([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2)
-    assert root.word() == Decision(None, frozenset({seven}), seven)
+    assert root.decision() == Decision(None, frozenset({seven}), seven)
 
 
 def test_agents_of_an_earlier_release_are_believed() -> None:
@@ -135,7 +135,7 @@ def test_a_version_that_ranks_do_not_mean_alike_is_not_resumed() -> None:
 
 
 def told(*operations: int, usual: int = 3) -> str:
-    return describe_difference(8, [Report(rank, n, usual) for rank, n in enumerate(operations)])
+    return describe_difference(8, [MomentReport(rank, n, usual) for rank, n in enumerate(operations)])
 
 
 def test_the_sentence_names_the_rank_and_its_calls() -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.core import gf256, parity, placement, redundancy
-from gemini_hpc.core.parity import Fold
+from gemini_hpc.core.parity import ParityTerm
 from gemini_hpc.core.redundancy import Redundancy
 
 sizes = st.integers(1, 40_000)
 
 
-def folded(into: bytearray, folds: list[Fold], shards: dict[int, bytes], parities: dict[int, bytes]) -> bytes:
+def folded(into: bytearray, folds: list[ParityTerm], shards: dict[int, bytes], parities: dict[int, bytes]) -> bytes:
     for fold in folds:
         source = (parities if fold.parity else shards)[fold.rank]
         for index, byte in enumerate(source[fold.start : fold.end]):
@@ -177,7 +177,7 @@ def test_as_many_nodes_of_each_group_may_be_lost(N: int, data: st.DataObject) ->
     assert here.survives(lost) == all(len(group & lost) <= here.tolerates for group in groups)
     for node in range(N):
         assert here.holders(node) == (node,) and {node, *here.receivers(node)} == groups[node] == here.peers(node)
-    order = placement.Order(tuple(data.draw(st.permutations(range(N)))))
+    order = placement.PlacementOrder(tuple(data.draw(st.permutations(range(N)))))
     there = parity.targets(range(N), (here._replace(order=order).group(node) for node in range(N)))
     assert all(set(found) == set(here._replace(order=order).receivers(rank)) for rank, found in enumerate(there))
 

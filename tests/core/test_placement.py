@@ -11,7 +11,7 @@ from refusals import refusal
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.placement import (
-    Order,
+    PlacementOrder,
     beyond,
     group_of,
     groups,
@@ -64,7 +64,7 @@ def test_probability_is_what_counting_gives() -> None:
 @given(sizes, st.data())
 def test_in_another_order_the_same_holds_under_other_names(size: tuple[int, int], data: st.DataObject) -> None:
     N, m = size
-    order = Order(tuple(data.draw(st.permutations(range(N)))))
+    order = PlacementOrder(tuple(data.draw(st.permutations(range(N)))))
     for position in range(N):
         node = order.rank(position)
         assert order.position(node, N) == position

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.placement import AS_RANKED, Order, holders, survivable
-from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, first_epoch, inherited, plan
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder, holders, survivable
+from gemini_hpc.core.recovery_plan import Inventory, TrainingPlan, choose, first_epoch, inherited, plan
 from gemini_hpc.core.slots import Stamp
 
 HOSTS = ["n0", "n1", "n2", "n3"]
@@ -26,7 +26,7 @@ def job(
     m: int = 2,
     stamps: tuple[Stamp, ...] = (FIVE,),
     sealed: Stamp | None = FIVE,
-    order: Order = AS_RANKED,
+    order: PlacementOrder = AS_RANKED,
 ) -> dict[str, Inventory]:
     """One rank per node, all copies in place."""
     noderanks = {f"n{node}": node for node in range(N)}
@@ -48,7 +48,7 @@ def without(inventory: Inventory, rank: int, stamp: Stamp) -> Inventory:
     return replace(inventory, copies=tuple(c for c in inventory.copies if (c.rank, c.stamp) != (rank, stamp)))
 
 
-def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int = 2) -> SetPlan:
+def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int = 2) -> TrainingPlan:
     found = plan(inventories, hosts, m).set_plan("")
     assert found is not None
     return found
@@ -309,7 +309,7 @@ def test_what_is_inherited_is_below_all_that_a_job_makes() -> None:
 # ---- failure domains --------------------------------------------------------------------------------------
 
 RACKS = {"n0": "rack0", "n1": "rack0", "n2": "rack1", "n3": "rack1"}
-APART = Order((0, 2, 1, 3))
+APART = PlacementOrder((0, 2, 1, 3))
 
 
 def test_a_first_plan_keeps_racks_apart_and_leaves_ranks_alone() -> None:
@@ -380,7 +380,7 @@ def test_an_order_that_cannot_be_counts_as_none() -> None:
 )
 def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, set[int], int]) -> None:
     ranks, m, failed, N = case
-    order = Order(tuple(ranks))
+    order = PlacementOrder(tuple(ranks))
     inventories = {host: i for host, i in job(N, m, order=order).items() if int(host[1:]) not in failed}
     hosts = [*inventories, *(f"r{k}" for k in failed)]
     made = plan(inventories, hosts, m)

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from gemini_hpc.core import parity, placement
 from gemini_hpc.core.copy import Copy, Member
-from gemini_hpc.core.recovery_plan import Inventory, SetPlan, plan
+from gemini_hpc.core.recovery_plan import Inventory, TrainingPlan, plan
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 
@@ -55,7 +55,7 @@ def job(
     }
 
 
-def planned(inventories: dict[str, Inventory], hosts: list[str], n: int, blocks: int = 1) -> SetPlan:
+def planned(inventories: dict[str, Inventory], hosts: list[str], n: int, blocks: int = 1) -> TrainingPlan:
     found = plan(inventories, hosts, n, parity=blocks).set_plan("")
     assert found is not None
     return found

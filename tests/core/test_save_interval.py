@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.core import schedule
-from gemini_hpc.core.save_interval import LARGEST_J, Controller, Frequency, Need, choose
+from gemini_hpc.core.save_interval import LARGEST_J, Frequency, Need, OverheadController, choose
 from gemini_hpc.core.spans import Window, timeline
 
 
@@ -175,7 +175,7 @@ def test_the_closed_form_is_what_the_plan_says(
 
 
 def run(
-    controller: Controller, truth: Linear, cycles: int, noise: Callable[[], float] = lambda: 0.0
+    controller: OverheadController, truth: Linear, cycles: int, noise: Callable[[], float] = lambda: 0.0
 ) -> list[Frequency]:
     """The frequencies that it went through."""
     seen = [controller.frequency]
@@ -194,7 +194,7 @@ def overhead(frequency: Frequency, truth: Linear, iteration_s: float) -> float:
 def test_without_noise_it_finds_the_smallest(truth: Linear, hope: float, iteration_s: float, spread: bool) -> None:
     """The plan knows nothing of fixed_s and only of a part of what is to be sent."""
     planned = Linear(truth.send_s * hope, truth.before_s, truth.idle_s)
-    controller = Controller(planned.signed, iteration_s, spread=spread)
+    controller = OverheadController(planned.signed, iteration_s, spread=spread)
     seen = run(controller, truth, 1200)
     best = choose(truth, iteration_s, spread=spread)
     last = seen[-1]
@@ -230,7 +230,7 @@ def test_under_noise_it_settles_near_the_smallest(
     generator = random.Random(seed)
     iteration_s = 1.0
     planned = Linear(truth.send_s * hope, truth.before_s, truth.idle_s)
-    controller = Controller(planned.signed, iteration_s, spread=spread)
+    controller = OverheadController(planned.signed, iteration_s, spread=spread)
     seen = run(controller, truth, 3000, lambda: noises[shape](generator, size))
     best = choose(truth, iteration_s, spread=spread)
     last = seen[-1]
@@ -249,7 +249,7 @@ def test_it_does_not_creep_up_in_many_small_steps() -> None:
         for seed in range(8):
             generator = random.Random(seed)
             truth = Linear(send_s=0.0, before_s=0.0, idle_s=1.0, fixed_s=0.5)
-            controller = Controller(Linear(0.0, 0.0, 1.0).signed, 1.0)
+            controller = OverheadController(Linear(0.0, 0.0, 1.0).signed, 1.0)
             changes += len(run(controller, truth, 4500, partial(noises[shape], generator, 0.5))) - 1
         assert changes <= 8 * 7, shape
 
@@ -259,7 +259,7 @@ def test_noise_alone_raises_nothing() -> None:
         for size in (0.001, 0.01, 0.1, 1.0):
             generator = random.Random(3)
             truth = Linear(send_s=1.0, before_s=1.0, idle_s=1.0)
-            controller = Controller(truth.signed, 1.0)
+            controller = OverheadController(truth.signed, 1.0)
             noise = partial(noises[shape], generator, size)
             assert run(controller, truth, 10_000, noise) == [choose(truth, 1.0)], (shape, size)
 
@@ -267,16 +267,16 @@ def test_noise_alone_raises_nothing() -> None:
 def test_what_can_be_spread_is_spread_and_what_cannot_is_amortized() -> None:
     hope = Linear(send_s=1.0, before_s=1.0, idle_s=1.0)
     more = Linear(send_s=1.5, before_s=1.0, idle_s=1.0)
-    controller = Controller(hope.signed, 1.0)
+    controller = OverheadController(hope.signed, 1.0)
     assert [(frequency.j, frequency.s) for frequency in run(controller, more, 100)] == [(1, 1), (2, 2)]
     stall = Linear(send_s=1.0, before_s=1.0, idle_s=1.0, fixed_s=0.25)
-    controller = Controller(hope.signed, 1.0)
+    controller = OverheadController(hope.signed, 1.0)
     assert [(frequency.j, frequency.s) for frequency in run(controller, stall, 100)] == [(1, 1), (2, 2), (25, 1)]
 
 
 def test_a_forced_j_is_never_changed() -> None:
     truth = Linear(send_s=5.0, before_s=1.0, idle_s=1.0, fixed_s=0.1)
-    controller = Controller(Linear(1.0, 1.0, 1.0).signed, 1.0, forced=4)
+    controller = OverheadController(Linear(1.0, 1.0, 1.0).signed, 1.0, forced=4)
     seen = run(controller, truth, 500)
     assert {frequency.j for frequency in seen} == {4}
     assert (seen[-1].s, seen[-1].within) == (4, False)
@@ -286,8 +286,8 @@ class TestReplan:
     hope = Linear(send_s=1.0, before_s=1.0, idle_s=1.0)
     stall = Linear(send_s=1.0, before_s=1.0, idle_s=1.0, fixed_s=0.25)
 
-    def settled(self) -> Controller:
-        controller = Controller(self.hope.signed, 1.0)
+    def settled(self) -> OverheadController:
+        controller = OverheadController(self.hope.signed, 1.0)
         assert run(controller, self.stall, 100)[-1].j == 25
         return controller
 
@@ -307,7 +307,7 @@ class TestReplan:
 
     def test_also_what_was_to_be_sent_beyond_the_plan(self) -> None:
         hope = Linear(send_s=1.0, before_s=0.0, idle_s=0.0)
-        controller = Controller(hope.signed, 1.0)
+        controller = OverheadController(hope.signed, 1.0)
         assert run(controller, Linear(2.0, 0.0, 0.0), 100)[-1].j == 200
         run(controller, hope, 200)
         assert controller.frequency.j == 200
@@ -321,19 +321,19 @@ class TestReplan:
         assert run(controller, other, 200) == [found]
 
     def test_a_capture_is_planned_with_and_not_learnt(self) -> None:
-        controller = Controller(self.hope.signed, 1.0, own_s=0.25)
+        controller = OverheadController(self.hope.signed, 1.0, own_s=0.25)
         assert controller.frequency.j == 25
         assert len(run(controller, self.stall, 200)) == 1
         assert controller.replan(self.hope.signed, 1.0, 0.5).j == 50
         assert controller.replan(self.hope.signed, 1.0, 0.0).j == 1, "it has become small again"
 
     def test_what_else_a_version_costs_is_learnt_beside_it(self) -> None:
-        controller = Controller(self.hope.signed, 1.0, own_s=0.25)
+        controller = OverheadController(self.hope.signed, 1.0, own_s=0.25)
         both = Linear(send_s=1.0, before_s=1.0, idle_s=1.0, fixed_s=0.5)
         assert run(controller, both, 200)[-1].j == 50
 
     def test_a_j_smaller_by_one_is_not_worth_a_change(self) -> None:
-        controller = Controller(Linear(5.0, 1.0, 1.0).signed, 1.0)
+        controller = OverheadController(Linear(5.0, 1.0, 1.0).signed, 1.0)
         assert controller.frequency.j == 5
         kept = controller.replan(Linear(4.0, 1.0, 1.0).signed, 1.0)
         assert (kept.j, kept.s) == (5, 4)
@@ -344,7 +344,7 @@ class TestReplan:
     def test_after_any_plans_j_is_at_most_one_above_the_smallest(
         self, plans: list[Linear], iteration_s: float
     ) -> None:
-        controller = Controller(plans[0].signed, iteration_s)
+        controller = OverheadController(plans[0].signed, iteration_s)
         for plan in plans:
             controller.replan(plan.signed, iteration_s)
             found = run(controller, plan, 100)[-1]

@@ -24,7 +24,7 @@ def pair_of(*contents: tuple[str, Stamp] | None) -> SlotPair:
 
 def begin(pair: SlotPair, stamp: Stamp, sealed: Stamp | None = None, abandoned: frozenset[Stamp] = NONE) -> int:
     """As an agent does it that has voted for everything that is complete."""
-    return pair.begin(stamp, sealed, abandoned, voted=pair.complete_stamps())
+    return pair.begin_version(stamp, sealed, abandoned, voted=pair.complete_stamps())
 
 
 def test_a_life_of_three_versions() -> None:
@@ -58,10 +58,10 @@ def test_an_abandoned_version_gives_way_and_the_older_one_stays() -> None:
 
 def test_what_was_never_voted_for_gives_way_if_the_other_is_sealed() -> None:
     pair = pair_of(("complete", v(4)), ("complete", v(5)))
-    assert pair.begin(v(6), v(4), NONE, voted=frozenset({v(4)})) == 1
+    assert pair.begin_version(v(6), v(4), NONE, voted=frozenset({v(4)})) == 1
     pair = pair_of(("complete", v(4)), ("complete", v(5)))
     with pytest.raises(Refused):
-        pair.begin(v(6), None, NONE, voted=NONE)
+        pair.begin_version(v(6), None, NONE, voted=NONE)
 
 
 def test_the_same_writer_refills_its_own_slot() -> None:
@@ -130,7 +130,7 @@ def test_whatever_is_asked(
     pair = pair_of(*(None if state == "empty" else (state, held) for state, held in contents))
     before = copy.deepcopy(pair)
     try:
-        index = pair.begin(stamp, sealed, abandoned, voted=voted)
+        index = pair.begin_version(stamp, sealed, abandoned, voted=voted)
     except Refused as refused:
         assert pair == before
         assert refused.reason

@@ -49,11 +49,11 @@ def pairs(draw: st.DrawFn) -> SlotPair:
 def test_a_version_is_sealed_when_the_last_member_has_it() -> None:
     root = Root(["a", "b"])
     root.update("a", vote_of([holding(4, 5)]))
-    assert root.word() == Decision()  # b is silent, not gone (R3)
+    assert root.decision() == Decision()  # b is silent, not gone (R3)
     root.update("b", vote_of([holding(4, filling=5), holding(4, 5)]))
-    assert root.word() == Decision(v(4))
+    assert root.decision() == Decision(v(4))
     root.update("b", vote_of([holding(4, 5), holding(4, 5)]))
-    assert root.word() == Decision(v(5))
+    assert root.decision() == Decision(v(5))
 
 
 def test_what_one_has_skipped_is_abandoned_for_all() -> None:
@@ -64,26 +64,26 @@ def test_what_one_has_skipped_is_abandoned_for_all() -> None:
     root = Root(["a", "b"])
     root.update("a", a)
     root.update("b", b)
-    assert root.word() == Decision(v(4), frozenset({v(5)}))
+    assert root.decision() == Decision(v(4), frozenset({v(5)}))
     root.update("b", vote_of([holding(4, 5)]))  # an old vote that comes late
-    assert root.word() == Decision(v(4), frozenset({v(5)}))
+    assert root.decision() == Decision(v(4), frozenset({v(5)}))
     root.update("a", vote_of([holding(4, 6)]))
     root.update("b", vote_of([holding(4, 6)]))
-    assert root.word() == Decision(v(6))
+    assert root.decision() == Decision(v(6))
 
 
 def test_a_late_copy_is_waited_for() -> None:
     root = Root(["a", "b"])
     root.update("a", vote_of([holding(4, 5)]))
     root.update("b", vote_of([holding(4, filling=5)]))
-    assert root.word() == Decision(v(4))
+    assert root.decision() == Decision(v(4))
 
 
 def test_a_restarted_root_takes_up_where_its_page_stands() -> None:
     root = Root(["a", "b"], sealed=v(7))
     root.update("a", vote_of([holding(6, 7)]))
     root.update("b", vote_of([holding(7, filling=8)]))
-    assert root.word() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
+    assert root.decision() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
 
 
 def test_nothing_is_sealed_over_the_head_of_a_shard_to_come() -> None:
@@ -131,7 +131,7 @@ def test_the_tree_gives_what_the_root_alone_would(agents: list[SlotPair], fanout
     flat = Root(range(n))
     for position, pair in enumerate(agents):
         flat.update(position, vote_of([pair]))
-    assert root.word() == flat.word()
+    assert root.decision() == flat.decision()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(pairs(), min_size=1, max_size=2)), max_size=12))
@@ -141,7 +141,7 @@ def test_decisions_stand(votes: list[tuple[int, list[SlotPair]]]) -> None:
     abandoned: set[Stamp] = set()
     for member, held in votes:
         root.update(member, vote_of(held))
-        word = root.word()
+        word = root.decision()
         if word.sealed is not None:
             sealed.append(word.sealed)
         abandoned |= word.abandoned
@@ -157,7 +157,7 @@ def test_the_order_of_votes_does_not_matter(held: list[list[SlotPair]]) -> None:
         for member in order:
             root.update(member, vote_of(held[member]))
             root.update(member, vote_of(held[member]))
-        words.add((root.word().sealed, root.word().abandoned))
+        words.add((root.decision().sealed, root.decision().abandoned))
     assert len(words) == 1
 
 

@@ -18,7 +18,7 @@ from leaks.cluster import nothing_left
 from leaks.machine import MARK
 
 from gemini_hpc.devcluster import Cluster
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
 
@@ -43,12 +43,12 @@ class Trace:
 
     @classmethod
     def of(cls, name: str) -> Trace:
-        found = (namespaces(process.pid) for process in members(Layout(name)))
+        found = (namespaces(process.pid) for process in members(ClusterFiles(name)))
         # nsenter waits for its command in the pid namespace of the machine.
         return cls(name, frozenset[str]().union(*found) - namespaces("self"), frozenset(links()))
 
     def assert_gone(self) -> None:
-        layout = Layout(self.name)
+        layout = ClusterFiles(self.name)
         assert not layout.directory.exists()
         assert not layout.lock.exists()
         assert members(layout) == []
@@ -115,7 +115,7 @@ def killed_up(name: str, milestone: str, profile: str = "fast") -> None:
         [*command, "--profile", profile], cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 20
-    while not (Layout(name).directory / milestone).exists():
+    while not (ClusterFiles(name).directory / milestone).exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.0005)
     process.kill()
@@ -146,4 +146,4 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A name for a cluster that the test starts itself; it is taken down in any case."""
     chosen = f"{PREFIX}-x"
     yield chosen
-    down(Layout(chosen))
+    down(ClusterFiles(chosen))

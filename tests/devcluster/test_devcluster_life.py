@@ -14,7 +14,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import down, members
 
@@ -79,7 +79,7 @@ def test_a_cluster_whose_init_was_killed_can_be_started_again(name: str) -> None
     trace = Trace.of(name)
     os.kill(cluster.status().outer_pid, signal.SIGKILL)
     until(lambda: not names()[name], 10)
-    assert members(Layout(name)) == []
+    assert members(ClusterFiles(name)) == []
     again = Cluster.up(name, nodes=2, site=False, controller=False)
     assert again.run(["srun", "-N2", "true"]).returncode == 0
     again.down()
@@ -106,13 +106,13 @@ def test_a_cluster_that_is_not_complete_dies_with_the_tool(name: str) -> None:
     cases: list[str] = ["outer.json", "etc/slurm/plugstack.conf", "nodes/n1.boot_id", "nodes/n2.json"]
     for milestone in cases:
         killed_up(name, milestone)
-        until(lambda: not members(Layout(name)), 10, what=f"killed at {milestone}")
-        down(Layout(name))
+        until(lambda: not members(ClusterFiles(name)), 10, what=f"killed at {milestone}")
+        down(ClusterFiles(name))
 
 
 def test_the_recorded_pid_of_somebody_else_is_left_alone(name: str) -> None:
     with subprocess.Popen(["sleep", "60"]) as bystander:
-        layout = Layout(name)
+        layout = ClusterFiles(name)
         layout.directory.mkdir(parents=True)
         layout.outer.write_text(f'{{"pid":{bystander.pid},"start":1}}')
         assert tool("down", "--name", name).returncode == 0

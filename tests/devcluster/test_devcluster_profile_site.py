@@ -13,7 +13,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError, cgroups, network
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.profiles import PROFILES
 from gemini_hpc.devcluster.requirements import ACCOUNTING_PROGRAMS, PROGRAMS, check, program
 from gemini_hpc.devcluster.teardown import members
@@ -211,7 +211,7 @@ def test_a_cluster_whose_init_was_killed_leaves_no_database(name: str) -> None:
     cluster = Cluster.up(name, nodes=1, profile="site", site=False, controller=False)
     trace = Trace.of(name)
     os.kill(cluster.status().outer_pid, signal.SIGKILL)
-    until(lambda: not members(Layout(name)), 10)
+    until(lambda: not members(ClusterFiles(name)), 10)
     assert tool("down", "--name", name).returncode == 0
     trace.assert_gone()
 
@@ -226,7 +226,7 @@ def test_missing_packages_are_named_for_this_profile_only(
     wanted = r"slurmdbd, sacctmgr, mariadbd not found \(profile site\).*mariadb-server-core slurm-client slurmdbd$"
     with pytest.raises(DevclusterError, match=wanted):
         Cluster.up(name, nodes=1, profile="site")
-    assert not Layout(name).directory.exists()
+    assert not ClusterFiles(name).directory.exists()
     # The server that Debian's mariadb-server would start on this machine is not asked for.
     assert "mariadb-server" not in ACCOUNTING_PROGRAMS.values()
 

@@ -16,9 +16,9 @@ import pytest
 
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor import report
-from gemini_hpc.doctor.configuration import Configuration, Release
+from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.examine import CHECKS, examine
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Unavailable
 
 pytestmark = pytest.mark.slow
@@ -204,7 +204,7 @@ FACTS = {
     "configuration": Configuration(
         {"SLURM_VERSION": "22.05.8", "StateSaveLocation": "/nowhere", "SLURM_CONF": "/x/y"}
     ),
-    "release": Release(22, 5, 8),
+    "release": SlurmRelease(22, 5, 8),
     "nodes": {},
     "reservations": [],
     "queue": {},
@@ -212,7 +212,7 @@ FACTS = {
 }
 
 
-class Lacking(Facts):
+class Lacking(HostFacts):
     """A host of all kinds, of which one thing is not known, or nothing can be told."""
 
     def __init__(self, *missing: str) -> None:
@@ -241,7 +241,7 @@ def test_each_fact_missing(uid: int) -> None:
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/etc/x"), OSError(107, "gone")])
 def test_a_file_that_is_not_there_is_no_defect(error: OSError) -> None:
-    def look(_: Facts) -> Any:
+    def look(_: HostFacts) -> Any:
         raise error
 
     checks = (type(CHECKS[0])("a.b", "x", frozenset(("node", "login", "controller")), look),)

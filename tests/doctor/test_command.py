@@ -15,8 +15,8 @@ from gemini_hpc.cli.main import main
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
-from gemini_hpc.doctor.configuration import Configuration, Release
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok
 from gemini_hpc.doctor.leftovers import age_s
 from gemini_hpc.doctor.network import Range, free_of, listeners
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 
-class Told(Facts):
+class Told(HostFacts):
     """Facts with a configuration as a later release, or another site, would print it."""
 
     def __init__(self, **values: str) -> None:
@@ -51,17 +51,17 @@ def test_one_check_never_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(examine, "CHECK_TIMEOUT_S", 0.3)
     released = threading.Event()
 
-    def breaks(_: Facts) -> Outcome:
+    def breaks(_: HostFacts) -> Outcome:
         raise RecursionError("odd output")
 
-    def hangs(_: Facts) -> Outcome:
+    def hangs(_: HostFacts) -> Outcome:
         released.wait(60)
         return ok("too late")
 
-    def closed(_: Facts) -> Outcome:
+    def closed(_: HostFacts) -> Outcome:
         raise PermissionError(13, "Permission denied", "/etc/secret")
 
-    def cannot(_: Facts) -> Outcome:
+    def cannot(_: HostFacts) -> Outcome:
         raise Unavailable("only root can see it")
 
     looks = {
@@ -135,9 +135,9 @@ def test_later_releases_configuration() -> None:
     )
     assert conf.all("Prolog") == ["/a", "/b"] and conf.all("Epilog") == []
     assert conf.number("UnkillableStepTimeout") == 60 and conf.number("None") is None
-    assert Release.parse("slurm 25.11.3") == Release(25, 11, 3) and str(Release(25, 5, 0)) == "25.05.0"
+    assert SlurmRelease.parse("slurm 25.11.3") == SlurmRelease(25, 11, 3) and str(SlurmRelease(25, 5, 0)) == "25.05.0"
     with pytest.raises(Unavailable):
-        Release.parse("slurm of my own")
+        SlurmRelease.parse("slurm of my own")
     assert parse_ping("Slurmctld(primary) at a is DOWN\nSlurmctld(backup1) at b is UP\n") == [
         ("a", False),
         ("b", True),

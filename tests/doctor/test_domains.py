@@ -11,11 +11,11 @@ import pytest
 from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor.examine import examine
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Finding
 
 
-class Told(Facts):
+class Told(HostFacts):
     """Node n1."""
 
     own_node: Any = SimpleNamespace(name="n1")

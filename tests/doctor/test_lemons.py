@@ -9,11 +9,11 @@ import msgspec
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.lemons import FILE, Lemons
 from gemini_hpc.doctor.examine import examine
-from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Finding
 
 
-class Told(Facts):
+class Told(HostFacts):
     def __init__(self, state_dir: Path) -> None:
         super().__init__("/nonexistent/gemini.toml", "controller")
         self._known["settings"] = Settings(state_dir=str(state_dir))

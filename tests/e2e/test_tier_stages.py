@@ -90,10 +90,10 @@ class Drained:
             return self.newest()
         return stamp
 
-    def check(self, stamp: Stamp, manifest: version.Manifest) -> None:
+    def check(self, stamp: Stamp, manifest: version.VersionManifest) -> None:
         where = self.directory / version.name(stamp)
         for name, stored in manifest.shards().values():
-            with nodefile.Reader(str(where / name)) as reader:
+            with nodefile.NodeFileReader(str(where / name)) as reader:
                 reader.read(stored, memoryview(bytearray(stored.used)))
         with h5py.File(where / "index.h5") as index:
             field = index["tensors/field"][:]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from refusals import refusal
 
-from gemini_hpc.forecast.figures import FIGURES, Row
-from gemini_hpc.forecast.schemes import Scheme, Training, gemini, highfreq, ours, ours_spare, reft, strawman
+from gemini_hpc.forecast.figures import FIGURES, FigureRow
+from gemini_hpc.forecast.schemes import Scheme, TrainingFigures, gemini, highfreq, ours, ours_spare, reft, strawman
 
 
-def rows(name: str) -> dict[str, Row]:
+def rows(name: str) -> dict[str, FigureRow]:
     return {row.what: row for row in FIGURES[name]().rows}
 
 
@@ -43,7 +43,7 @@ def test_figure_8_of_reft() -> None:
 
 
 def test_gemini_wastes_93_seconds() -> None:
-    t = Training()
+    t = TrainingFigures()
     assert gemini(t).wasted_s - gemini(t).read_s == 1.5 * 62
     assert highfreq(t).every_s == 9 * 62
     assert highfreq(t).wasted_s == pytest.approx(1242, abs=2)
@@ -52,14 +52,17 @@ def test_gemini_wastes_93_seconds() -> None:
 
 def test_reft_stalls_only_where_parity_does_not_fit_into_an_iteration() -> None:
     """Equation 8."""
-    assert reft(Training()).stall_s == 0.0 and reft(Training()).wasted_s < gemini(Training()).wasted_s + 10
-    slow = reft(Training(network=1e9))
+    assert (
+        reft(TrainingFigures()).stall_s == 0.0
+        and reft(TrainingFigures()).wasted_s < gemini(TrainingFigures()).wasted_s + 10
+    )
+    slow = reft(TrainingFigures(network=1e9))
     assert slow.stall_s == pytest.approx(1203 / 16 - 62) and slow.parity == 6
-    assert reft(Training(nodes=2)).parity == 2
+    assert reft(TrainingFigures(nodes=2)).parity == 2
 
 
 def test_ours_is_gemini_without_what_its_agents_save() -> None:
-    t = Training()
+    t = TrainingFigures()
     assert ours(t).every_s == gemini(t).every_s and ours(t).wasted_s == gemini(t).wasted_s
     assert ours_spare(t).down_s < ours(t).down_s < gemini(t).down_s
 

@@ -8,15 +8,15 @@ from math import exp
 import pytest
 
 from gemini_hpc.forecast import goodput
-from gemini_hpc.forecast.goodput import LLAMA_PER_DAY, RSC_PER_DAY, Row, standby
+from gemini_hpc.forecast.goodput import LLAMA_PER_DAY, RSC_PER_DAY, GoodputRow, standby
 
 
 @cache
-def every() -> dict[tuple[int, str], Row]:
+def every() -> dict[tuple[int, str], GoodputRow]:
     return {(row.gpus, row.way): row for row in goodput.rows()}
 
 
-def of(gpus: int, way: str) -> Row:
+def of(gpus: int, way: str) -> GoodputRow:
     return every()[gpus, way]
 
 

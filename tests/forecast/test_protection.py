@@ -11,11 +11,11 @@ from refusals import refusal
 from gemini_hpc.core import placement
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.tier_interval import unserved_per_day
-from gemini_hpc.forecast.protection import Wish, protection
-from gemini_hpc.forecast.schemes import Training
+from gemini_hpc.forecast.protection import RequestedProtection, protection
+from gemini_hpc.forecast.schemes import TrainingFigures
 from gemini_hpc.forecast.simulation import Faults
 
-WISH = Wish(Training(64, 1.2e12, 20.0, 25e9, 2.5e9), 500e9)
+WISH = RequestedProtection(TrainingFigures(64, 1.2e12, 20.0, 25e9, 2.5e9), 500e9)
 
 
 def test_memory_is_two_slots_of_each_copy() -> None:

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.forecast.schemes import DAY_S, SCHEMES, Scheme, Training, gemini, highfreq, reft, strawman
-from gemini_hpc.forecast.simulation import Failure, Faults, Outcome, simulate
+from gemini_hpc.forecast.schemes import DAY_S, SCHEMES, Scheme, TrainingFigures, gemini, highfreq, reft, strawman
+from gemini_hpc.forecast.simulation import Faults, NodeFailure, RunOutcome, simulate
 
 NEVER = Scheme("never", 1e12)
 SMALL = Scheme("small", 100.0, 10.0, usable_s=20.0, read_s=5.0, detect_s=1.0, save_s=2.0, restart_s=3.0)
 
 
-def hit(*at_s: float, hardware: bool = False) -> list[Failure]:
-    return [Failure(at, number, hardware) for number, at in enumerate(at_s)]
+def hit(*at_s: float, hardware: bool = False) -> list[NodeFailure]:
+    return [NodeFailure(at, number, hardware) for number, at in enumerate(at_s)]
 
 
-def run(scheme: Scheme, failures: list[Failure], days: float = 0.01) -> Outcome:
+def run(scheme: Scheme, failures: list[NodeFailure], days: float = 0.01) -> RunOutcome:
     return simulate(scheme, NEVER, failures, nodes=4, days=days)
 
 
@@ -52,9 +52,9 @@ def test_memory_of_a_whole_group_is_gone_back_from_to_storage() -> None:
     lost = hit(250.0, 260.0, hardware=True)
     both = simulate(scheme, tier, lost, nodes=4, days=0.01, standby=2)
     assert (both.from_tier, both.repeated_s) == (1, 50.0)
-    apart = [lost[0], Failure(260.0, 2, True)]
+    apart = [lost[0], NodeFailure(260.0, 2, True)]
     assert simulate(scheme, tier, apart, nodes=4, days=0.01, standby=2).from_tier == 0
-    software = [lost[0], Failure(260.0, 1, False)]
+    software = [lost[0], NodeFailure(260.0, 1, False)]
     assert simulate(scheme, tier, software, nodes=4, days=0.01, standby=2).from_tier == 0
 
 
@@ -77,7 +77,7 @@ def test_parity_serves_one_loss_in_a_group() -> None:
     scheme, tier = Scheme("parity", 10.0, restart_s=60.0, detect_s=0.0, parity=3), Scheme("tier", 100.0, read_s=7.0)
 
     def from_tier(*nodes: int, hardware: bool = True) -> int:
-        lost = [Failure(250.0 + at, node, hardware) for at, node in enumerate(nodes)]
+        lost = [NodeFailure(250.0 + at, node, hardware) for at, node in enumerate(nodes)]
         return simulate(scheme, tier, lost, nodes=8, days=0.01, standby=9).from_tier
 
     assert (from_tier(0), from_tier(0, 3), from_tier(0, 2), from_tier(3, 7)) == (0, 0, 1, 1)
@@ -85,7 +85,7 @@ def test_parity_serves_one_loss_in_a_group() -> None:
 
 
 def test_rare_failures_cost_what_the_equation_says() -> None:
-    t = Training()
+    t = TrainingFigures()
     for make in (gemini, reft, highfreq, strawman):
         scheme, per_day = make(t), 1.0
         faults = Faults(per_day / t.nodes, hardware=0.0)
@@ -110,7 +110,7 @@ def test_rare_failures_cost_what_the_equation_says() -> None:
 def test_all_time_is_accounted_for(
     name: str, nodes: int, per_day: float, shape: float, hardware: float, standby: int, seed: int
 ) -> None:
-    t = Training(nodes)
+    t = TrainingFigures(nodes)
     faults = Faults(per_day, hardware, shape)
     out = simulate(
         SCHEMES[name](t),

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.forecast import trace
-from gemini_hpc.forecast.simulation import Failure
+from gemini_hpc.forecast.simulation import NodeFailure
 from gemini_hpc.forecast.trace import TraceError, parse
 
 
 def test_failures_come_in_the_order_of_time() -> None:
     found = parse(["# all of them", "", "20 4-5,0 hardware", "  7.5 3 software # late"], 6)
     assert found == [
-        Failure(7.5, 3, False),
-        Failure(20.0, 4, True),
-        Failure(20.0, 5, True),
-        Failure(20.0, 0, True),
+        NodeFailure(7.5, 3, False),
+        NodeFailure(20.0, 4, True),
+        NodeFailure(20.0, 5, True),
+        NodeFailure(20.0, 0, True),
     ]
 
 

@@ -20,7 +20,7 @@ import msgspec
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, handshake, inspect_schema, munge, peer, protocol
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
-from gemini_hpc.wire.handshake import Client, Envelope, HandshakeError
+from gemini_hpc.wire.handshake import Envelope, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
 from gemini_hpc.wire.message import Message
 
@@ -111,9 +111,9 @@ def noise(a: Args) -> Args:
 # ---- credentials ---------------------------------------------------------------------------------------
 
 
-def _client(a: Args, **changes: Any) -> Client:
+def _client(a: Args, **changes: Any) -> HandshakeClient:
     fields = {k: a[k] for k in ("cluster", "job", "restart", "source", "target", "purpose", "server_uid")}
-    return Client(instance="attacker", **(fields | changes))
+    return HandshakeClient(instance="attacker", **(fields | changes))
 
 
 def call(a: Args) -> Args:

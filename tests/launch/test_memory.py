@@ -109,17 +109,17 @@ def test_the_kernels_count(version: int, tmp_path: Path, monkeypatch: pytest.Mon
     (here.parent / memory_cgroup.limit_file(version)).write_text(f"{1536 * MIB}\n")
     monkeypatch.setattr(cgroup, "place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0", False))
     memory = OutOfMemory()
-    assert not memory.happened() and memory.told() == "out of memory: the limit here is 1.5 GiB"
+    assert not memory.happened() and memory.describe_kill() == "out of memory: the limit here is 1.5 GiB"
     (here / name).write_text(text.format(3))
     assert memory.happened()
-    memory.begin()
+    memory.begin_attempt()
     assert not memory.happened()
 
 
 def test_without_a_cgroup_the_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "place", lambda pid: None)
     memory = OutOfMemory()
-    assert not memory.happened() and memory.told() == "the node is out of memory"
+    assert not memory.happened() and memory.describe_kill() == "the node is out of memory"
 
 
 def test_a_leak_is_not_started_without_end() -> None:
@@ -127,7 +127,7 @@ def test_a_leak_is_not_started_without_end() -> None:
     for memory, most in ((True, 4), (False, 20)):
         limit, tries, why_not = RestartLimit(3), 0, ""
         while not why_not and tries < 20:
-            limit.begin(Reached((1, 10 * tries)))
+            limit.record_start(Reached((1, 10 * tries)))
             tries += 1
             why_not = limit.failed(Reached((1, 10 * tries)), memory=memory)
             assert why_not or limit.restarts == (tries if memory else 1)
@@ -137,6 +137,6 @@ def test_a_leak_is_not_started_without_end() -> None:
 def test_other_failures_between_do_not_cure_a_leak() -> None:
     limit, said = RestartLimit(2), []
     for version, memory in enumerate((True, False, True, False, False, True)):
-        limit.begin(Reached((1, version)))
+        limit.record_start(Reached((1, version)))
         said.append(limit.failed(Reached((1, version + 1)), memory=memory))
     assert said == [""] * 5 + ["2 restarts are used up"]

@@ -78,7 +78,7 @@ def test_lines_of_ours_are_not_kept_back(monkeypatch: pytest.MonkeyPatch, capsys
     """The hook may wait for long: for a node that may be dead."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        lines.tell("rank 0: node n2 is dead")
+        lines.write_line("rank 0: node n2 is dead")
         assert capsys.readouterr().err == "gemini-hpc: rank 0: node n2 is dead\n"
         print("Traceback ...", file=sys.stderr)
 

@@ -87,7 +87,7 @@ def test_a_failure_is_one(agents: Agents, capfd: pytest.CaptureFixture[str]) -> 
 def sent(made: Launcher, *numbers: signal.Signals) -> Iterator[None]:
     """A launcher that has got these signals."""
     before = {number: signal.getsignal(number) for number in SENT}
-    made._signals.begin()
+    made._signals.install_handlers()
     try:
         for number in numbers:
             os.kill(os.getpid(), number)

@@ -83,7 +83,7 @@ def listening(path: str) -> socket.socket:
 def main() -> None:
     options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     directory = options["--dir"]
-    spawn.settle(int(options["--uid"]), directory)
+    spawn.drop_privileges(int(options["--uid"]), directory)
     if os.fork() == 0:  # as the real one's supervisor does
         os._exit(0)
     os.wait()
@@ -97,7 +97,7 @@ def main() -> None:
         time.sleep(0.4)
     path = f"{directory}/agent.sock"
     own = OwnDirectory(directory, int(options["--uid"]))
-    own.hold()
+    own.lock_directory()
     server = listening(path)
     if mode == "moves":
         server.settimeout(0.1)
@@ -105,7 +105,7 @@ def main() -> None:
         try:
             peer, _ = server.accept()
         except TimeoutError:
-            if mode == "moves" and own.look() in ("moved", "silent"):
+            if mode == "moves" and own.check_directory() in ("moved", "silent"):
                 server = listening(path)
                 server.settimeout(0.1)
             elif mode != "moves":

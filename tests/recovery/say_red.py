@@ -5,12 +5,12 @@ import sys
 
 from gemini_hpc.config import load
 from gemini_hpc.wire import controller
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 settings, job = load(), int(sys.argv[1])
 (host,) = settings.controller_hosts()
-client = Client(
+client = HandshakeClient(
     purpose=controller.HEALTH,
     cluster=settings.cluster_name,
     job=job,

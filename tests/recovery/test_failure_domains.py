@@ -10,7 +10,7 @@ import pytest
 from harness import LiteJob
 
 from gemini_hpc.devcluster.cluster import Cluster
-from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.layout import ClusterFiles
 
 pytestmark = pytest.mark.cluster
 
@@ -26,7 +26,7 @@ SwitchName=spine Switches=rack[1-3]
 @pytest.fixture
 def topology(cluster: Cluster) -> Iterator[None]:
     """Slurm's own file, as it lies on every node."""
-    path = Layout(cluster.name).slurm_etc / "topology.conf"
+    path = ClusterFiles(cluster.name).slurm_etc / "topology.conf"
     path.write_text(TOPOLOGY)
     yield
     path.unlink()

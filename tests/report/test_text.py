@@ -8,10 +8,10 @@ import msgspec
 
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import inspect_document
 from gemini_hpc.report.traffic_text import lines, seconds, size
 from gemini_hpc.wire.inspect_schema import HeldSlot, InspectPart, TrainingState
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import sanitize
 from gemini_hpc.wire.traffic import TrafficState
 
 STEADY = TrafficState(
@@ -63,7 +63,7 @@ def part(host: str, rank: int, state: TrafficState | None, **more: Any) -> Inspe
 
 def rows(*states: TrafficState) -> list[dict[str, Any]]:
     parts = [part(f"n{rank + 1}", rank, state) for rank, state in enumerate(states)]
-    found = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["trainings"][0]["traffic"]
+    found = inspect_document(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["trainings"][0]["traffic"]
     return list(found)
 
 
@@ -158,7 +158,7 @@ def test_numbers() -> None:
 
 def test_the_document_has_a_row_for_each_rank_that_has_told() -> None:
     parts = [part("n1", 0, STEADY), part("n2", 1, None)]
-    document = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)
+    document = inspect_document(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)
     (row,) = document["trainings"][0]["traffic"]
     assert (row["rank"], row["host"], row["scheme"], row["chunks_per_span"]) == (
         0,
@@ -167,27 +167,27 @@ def test_the_document_has_a_row_for_each_rank_that_has_told() -> None:
         [4, 0, 2, 2, 2, 2],
     )
     assert "  network: iteration 3.10 s" in render(document)
-    untold = picture(7, parts[1:], [], {"nodes": "n1,n2"}, (), "agents", 1000.0)
+    untold = inspect_document(7, parts[1:], [], {"nodes": "n1,n2"}, (), "agents", 1000.0)
     assert untold["trainings"][0]["traffic"] == [] and "network" not in render(untold)
 
 
 def test_a_rank_that_has_moved_counts_where_it_was_last() -> None:
     old, new = part("n1", 0, but(j=5), restart=0), part("n2", 0, but(j=1), restart=1, epoch=3)
     for parts in ([old, new], [new, old]):
-        (row,) = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["trainings"][0]["traffic"]
+        (row,) = inspect_document(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["trainings"][0]["traffic"]
         assert (row["host"], row["j"]) == ("n2", 1)
 
 
 def test_a_rank_that_cannot_be_is_not_shown() -> None:
     assert [row["rank"] for row in rows(STEADY)] == [0]
-    document = picture(7, [part("n1", 0, STEADY), part("n2", 9, STEADY)], [], {}, (), "agents", 1000.0)
+    document = inspect_document(7, [part("n1", 0, STEADY), part("n2", 9, STEADY)], [], {}, (), "agents", 1000.0)
     assert [row["rank"] for row in document["trainings"][0]["traffic"]] == [0]
 
 
 def test_words_of_others_stay_on_their_line() -> None:
     evil = "x\x1b[2J\nnetwork: forged\u202e"
     hostile = but(scheme=evil[:32], transport=evil[:32], stage=evil[:32], problem=evil)
-    document = picture(7, [part("n1", 0, hostile)], [], {"nodes": "n1"}, (), "agents", 1000.0)
-    text = render(tame(document))
+    document = inspect_document(7, [part("n1", 0, hostile)], [], {"nodes": "n1"}, (), "agents", 1000.0)
+    text = render(sanitize(document))
     assert all(line.isprintable() for line in text.split("\n"))
     assert not [line for line in text.split("\n") if line.strip().startswith("network: forged")]

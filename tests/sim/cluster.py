@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
@@ -140,7 +140,7 @@ class Node:
 
     def __init__(self, cluster: Cluster, name: str, instance: int) -> None:
         self.cluster, self.node, self.instance = cluster, name, str(instance)
-        self.identity = Identity(
+        self.identity = AgentIdentity(
             Settings(failure_domains="none"), JOB, 0, name, "/run/gemini-hpc/7", instance > 0, self.instance, port=1
         )
         self.membership = Membership()
@@ -187,7 +187,7 @@ class Node:
             return
         self.member.attach(self.attach)
         if self.rounds.parent is None:
-            self.rounds.begin("")
+            self.rounds.begin_round("")
 
     def send(self, host: str, message: Message) -> bool:
         return self.cluster.send(self.node, host, message)

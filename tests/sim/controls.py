@@ -15,13 +15,13 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
-from gemini_hpc.agent.replicas.outlines import Kept, Outlines
+from gemini_hpc.agent.replicas.outlines import KeptOutline, Outlines
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.replicas.voting import Voting, from_wire
-from gemini_hpc.agent.rescue import Channel, Rescue
+from gemini_hpc.agent.rescue import Rescue, RescueChannel
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.transfer import part_receiver
@@ -65,7 +65,7 @@ def no_seal_asked() -> None:
 @control
 def no_digest() -> None:
     """R5: what is held is believed to be what it was."""
-    patch(Shard, "settle", lambda self, index, digest: self.record(index) is not None)
+    patch(Shard, "verify_slot", lambda self, index, digest: self.record(index) is not None)
 
 
 @control
@@ -82,11 +82,11 @@ def away_without_the_digest_of_home() -> None:
 @control
 def votes_not_kept() -> None:
     """R1: a version that was voted for is given up before the word on it."""
-    begin = SlotPair.begin
+    begin = SlotPair.begin_version
     nothing: frozenset[Stamp] = frozenset()
     patch(
         SlotPair,
-        "begin",
+        "begin_version",
         lambda self, stamp, sealed, abandoned, *, voted: begin(self, stamp, sealed, abandoned, voted=nothing),
     )
 
@@ -104,9 +104,9 @@ def sealed_by_some() -> None:
                 self._up(ballot)
             return
         self._root.update("job", ballot.vote)
-        self.hear(self._root.word(), ballot.degraded)
+        self.on_decision(self._root.decision(), ballot.degraded)
 
-    patch(Voting, "_tell", tell)
+    patch(Voting, "_send_vote", tell)
 
 
 @control
@@ -199,10 +199,10 @@ def no_freeze() -> None:
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
         if self.may_have(message.set) and (seal := self.named(message.set).sealing) is not None:
             if isinstance(message, peer.VoteUp):
-                seal.heard(host, from_wire(message))
+                seal.on_vote(host, from_wire(message))
             elif host == incarnation.rounds.parent:
                 sealed = None if message.sealed is None else Stamp(*message.sealed)
-                seal.hear(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+                seal.on_decision(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
 
     patch(trainings.Trainings, "freeze", lambda self: None)
     patch(trainings.Trainings, "on_message", heard)
@@ -229,8 +229,8 @@ def half_of_the_pairs_vote() -> None:
 @control
 def nothing_is_abandoned() -> None:
     """R2: who waits for a version that will never be complete waits for ever."""
-    word = votes.Root.word
-    patch(votes.Root, "word", lambda self: Decision(word(self).sealed))
+    word = votes.Root.decision
+    patch(votes.Root, "decision", lambda self: Decision(word(self).sealed))
 
 
 @control
@@ -276,7 +276,7 @@ def any_part_goes_on() -> None:
 @spared
 def losses_are_not_told() -> None:
     """Views: an agent does not learn from its peers' handshakes what they have lost."""
-    patch(Spares, "heard", lambda self, lost: None)
+    patch(Spares, "on_nodes_lost", lambda self, lost: None)
 
 
 @spared
@@ -293,7 +293,7 @@ def nobody_waits() -> None:
 @spared
 def nobody_is_held() -> None:
     """Planned moves: ranks go on beyond the seal at which a node is left."""
-    patch(Trainings, "hold", lambda self, epoch: None)
+    patch(Trainings, "hold_ranks", lambda self, epoch: None)
 
 
 # ---- of jobs whose ranks are replicas of each other -----------------------------------------------------
@@ -330,7 +330,7 @@ def nobody_answers_a_farewell() -> None:
 @live
 def no_outlines() -> None:
     """Rescue: what a shard was beside its tensors is not told."""
-    patch(Outlines, "heard", lambda self, host, message: None)
+    patch(Outlines, "on_outline", lambda self, host, message: None)
 
 
 @live
@@ -345,7 +345,7 @@ def nobody_waits_for_the_living() -> None:
 
     patch(Outlines, "lacking", lambda self, dead, stamp: [])
 
-    async def at_once(self: Rescue, channel: Channel) -> int:
+    async def at_once(self: Rescue, channel: RescueChannel) -> int:
         return channel.rank
 
     patch(Rescue, "_at_work", at_once)
@@ -369,7 +369,7 @@ def any_version_will_do() -> None:
     """Rescue: a rank's tensors are taken for those of whatever version an outline is of."""
     find = Outlines.find
 
-    def any_of(self: Outlines, name: str, rank: int, stamp: Stamp) -> Kept | None:
+    def any_of(self: Outlines, name: str, rank: int, stamp: Stamp) -> KeptOutline | None:
         kept = find(self, name, rank, stamp) or next(iter(self._kept.get((name, rank), ())), None)
         return kept and kept._replace(digest="", outline=msgspec.structs.replace(kept.outline, stamp=stamp))
 

@@ -266,7 +266,7 @@ class NothingAhead:
 
     def __init__(self, path: str, begin: int, length: int) -> None: ...
 
-    def take(self, into: memoryview, at: int) -> int:
+    def copy_ahead(self, into: memoryview, at: int) -> int:
         return 0
 
     def close(self) -> None: ...

@@ -272,7 +272,7 @@ def _slots(truth: Truth) -> None:
         index: int = was(self, training, shard, version)
         state, stamp = before[index]
         if state == "complete" and stamp is not None and sealing is not None:
-            truth.overwritten(training, shard, stamp, stamp in sealing.word.abandoned)
+            truth.overwritten(training, shard, stamp, stamp in sealing.decision.abandoned)
         truth.left.pop((_host(), shard.rank), None)
         truth.point("begun", _host())
         return index
@@ -294,19 +294,19 @@ def _slots(truth: Truth) -> None:
         was(self, *args)
         truth.point("handed back", _host())
 
-    _around(SlotWrites, "begin", begin)
+    _around(SlotWrites, "begin_write", begin)
     _around(SlotWrites, "arrived", arrived)
-    _around(Shard, "settle", settle)
+    _around(Shard, "verify_slot", settle)
     _around(SlotPair, "restore", restore)
 
 
 def _seals(truth: Truth) -> None:
     def tell(was: Any, self: Voting) -> None:
         root = self._root
-        before = root.word().sealed if root is not None else None
+        before = root.decision().sealed if root is not None else None
         was(self)
         if root is not None:
-            word = root.word()
+            word = root.decision()
             truth.word(word)
             if word.sealed is not None and word.sealed != before:
                 truth.seals(self, word.sealed)
@@ -323,15 +323,15 @@ def _seals(truth: Truth) -> None:
         truth.point("voted", _host())
 
     def hear(was: Any, self: Voting, word: Decision, degraded: bool) -> None:
-        before = self.word.sealed
+        before = self.decision.sealed
         was(self, word, degraded)
-        if self.word.sealed != before:
+        if self.decision.sealed != before:
             truth.point("word", _host())
 
-    _around(Voting, "_tell", tell)
+    _around(Voting, "_send_vote", tell)
     _around(Voting, "recount", recount)
-    _around(Voting, "hear", hear)
-    _around(Voting, "heard", heard)
+    _around(Voting, "on_decision", hear)
+    _around(Voting, "on_vote", heard)
 
 
 def _rounds(truth: Truth) -> None:

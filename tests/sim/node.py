@@ -92,7 +92,7 @@ def free(agent: Agent) -> None:
     """What the system does with the descriptors of a process that has ended."""
     memories: list[Memfd] = [m for shard in agent.store for m in shard.memory]
     for training in agent.trainings:
-        memories += [*training.guests.values(), training._memory]
+        memories += [*training.load_copies.values(), training._memory]
     memories += agent.saver.node._copies.values()
     for memory in memories:
         if memory.fd >= 0:

@@ -7,8 +7,8 @@ import msgspec
 from gemini_hpc.core.moments import MODULUS, Moment, weigh_collective
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import Manifest, Row
-from gemini_hpc.format.slot_header import Layout, pack_header, parse_header
+from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
+from gemini_hpc.format.slot_header import SlotLayout, pack_header, parse_header
 
 _TENSOR_BYTES = 2048
 _SMALL_BYTES = 16
@@ -33,10 +33,10 @@ def pack(content: Content, epoch: int, world: int, *, live: bool = False) -> byt
     """All of the slot. live: with a small state, which belongs to this version and no other."""
     small = _small(content) if live else b""
     size = LIVE_SIZE if live else SIZE
-    row = Row("state", "uint8", (_TENSOR_BYTES * world,), True, "cpu")
+    row = TensorRow("state", "uint8", (_TENSOR_BYTES * world,), True, "cpu")
     pieces = shard_manifest.place((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
-    manifest = shard_manifest.pack(Manifest(content.rank, world, (row,), pieces))
-    layout = Layout.plan(len(manifest), _TENSOR_BYTES, len(small))
+    manifest = shard_manifest.pack(ShardManifest(content.rank, world, (row,), pieces))
+    layout = SlotLayout.plan(len(manifest), _TENSOR_BYTES, len(small))
     assert layout.total == size
     slot = bytearray(size)
     header = pack_header(

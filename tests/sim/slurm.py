@@ -21,11 +21,11 @@ from gemini_hpc.slurm.facts import (
     FAILED,
     NODE_FAIL,
     PENDING,
-    Config,
     Job,
     Node,
     Reservation,
-    Row,
+    SlurmConfig,
+    WatchedJob,
 )
 
 from .kernel import Process
@@ -117,9 +117,9 @@ class SimSlurm(SlurmApi):
     async def raw_id(self, task: str) -> int:
         return int(task)
 
-    def _row(self, job: JobRecord) -> Row:
+    def _row(self, job: JobRecord) -> WatchedJob:
         facts = self._ctld.job_facts(job.raw_id)
-        return Row(facts.raw_id, facts.state, facts.user_id, facts.nodes, facts.end_time)
+        return WatchedJob(facts.raw_id, facts.state, facts.user_id, facts.nodes, facts.end_time)
 
     def _jobs(self) -> list[JobRecord]:
         found = []
@@ -130,7 +130,7 @@ class SimSlurm(SlurmApi):
                 continue
         return found
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         wanted = set(raw_ids)
         return await self._ask(lambda: {j.raw_id: self._row(j) for j in self._jobs() if j.raw_id in wanted})
 
@@ -158,7 +158,7 @@ class SimSlurm(SlurmApi):
 
         return await self._ask(read)
 
-    async def attached(self, reservation: str) -> list[Row]:
+    async def attached(self, reservation: str) -> list[WatchedJob]:
         return await self._ask(lambda: [self._row(j) for j in self._jobs() if j.reservation == reservation])
 
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
@@ -170,7 +170,7 @@ class SimSlurm(SlurmApi):
 
         return await self._ask(read)
 
-    async def config(self) -> Config:
+    async def config(self) -> SlurmConfig:
         return await self._ask(lambda: self._ctld.config_facts(self._state_save))
 
     async def accounting(self) -> bool:
@@ -314,7 +314,7 @@ class SimSlurm(SlurmApi):
 
         await self._change("update", job.id, detach)
 
-    async def hold(self, job: Job, why: str) -> None:
+    async def hold_job(self, job: Job, why: str) -> None:
         def hold() -> None:
             record = self._ctld.find(job.raw_id)
             if record.state == PENDING:

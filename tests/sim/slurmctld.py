@@ -21,10 +21,10 @@ from gemini_hpc.slurm.facts import (
     NODE_FAIL,
     PENDING,
     RUNNING,
-    Config,
     Job,
     Node,
     Reservation,
+    SlurmConfig,
 )
 
 from .kernel import START_S
@@ -514,6 +514,6 @@ class Slurmctld:
             for r in self.state.reservations.values()
         ]
 
-    def config_facts(self, state_save: str) -> Config:
+    def config_facts(self, state_save: str) -> SlurmConfig:
         """As `scontrol show config` tells."""
-        return Config(tuple((h.name, h.address) for h in self.hosts), state_save, self.boot_time, {})
+        return SlurmConfig(tuple((h.name, h.address) for h in self.hosts), state_save, self.boot_time, {})

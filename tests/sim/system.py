@@ -459,7 +459,7 @@ class OwnDirectory:
     def __init__(self, path: str, uid: int) -> None:
         self._path = path
 
-    def hold(self) -> bool:
+    def lock_directory(self) -> bool:
         held = os.open(self._path, os.O_RDONLY)
         try:
             flock(held, 0)
@@ -467,7 +467,7 @@ class OwnDirectory:
             return False
         return True
 
-    def look(self) -> str:
+    def check_directory(self) -> str:
         return "here"
 
 

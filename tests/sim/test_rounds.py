@@ -114,7 +114,7 @@ class TakesAnyPlan(CountedRounds):
 
     def _from_parent(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
         if isinstance(message, peer.PlanDown) and message.round == self.round and self.stage == "collect":
-            self._take(message)
+            self._adopt_plan(message)
         else:
             super()._from_parent(message)
 

@@ -254,7 +254,7 @@ class Tier:
             assert found is not None
             for rank, (name, stored) in sorted(found.shards().items()):
                 view = bytearray(stored.bytes)
-                with nodefile.Reader(f"{where}/{name}") as reader:
+                with nodefile.NodeFileReader(f"{where}/{name}") as reader:
                     reader.read(stored, memoryview(view)[: stored.used])
                 content = slot.unpack(bytes(view))
                 if (content.rank, content.version, content.state) != (

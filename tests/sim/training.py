@@ -120,7 +120,7 @@ class Training(Job):
             except (epilog_fallback.NothingToHoldError, SlurmError, OSError, ValueError) as exc:
                 self.world.tell(f"hold on {node.name} ends: {exc}")
 
-        steps = epilog_fallback._hold(node.settings, args, sorted(nodes), ends[1])
+        steps = epilog_fallback._hold_job(node.settings, args, sorted(nodes), ends[1])
         task = process.spawn(work(steps))
         deadline = loop.now + HOLD_WAIT_S
         while loop.now < deadline and not task.done():

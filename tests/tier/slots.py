@@ -14,9 +14,9 @@ from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import item_bytes
-from gemini_hpc.format.shard_manifest import Manifest, Row
-from gemini_hpc.format.slot_header import Layout, pack_header
-from gemini_hpc.tier.shards import Shard
+from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
+from gemini_hpc.format.slot_header import SlotLayout, pack_header
+from gemini_hpc.tier.shards import ParsedSlot
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -28,14 +28,14 @@ class Slot:
     memory: mmap.mmap
     used: int
     values: dict[tuple[str, tuple[int, ...]], bytes]
-    manifest: Manifest
+    manifest: ShardManifest
 
     @property
     def view(self) -> memoryview:
         return memoryview(self.memory)
 
-    def shard(self) -> Shard:
-        return Shard.parse(self.view, len(self.memory))
+    def shard(self) -> ParsedSlot:
+        return ParsedSlot.parse(self.view, len(self.memory))
 
     def digest(self) -> str:
         return digest(self.view[: self.used])
@@ -44,7 +44,7 @@ class Slot:
 def make(
     rank: int,
     world: int,
-    rows: tuple[Row, ...],
+    rows: tuple[TensorRow, ...],
     boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
     *,
     stamp: tuple[int, int] = (3, 12),
@@ -56,9 +56,9 @@ def make(
     """A slot with random tensors in these boxes (row, offset, size), and garbage between them."""
     dice = np.random.default_rng([seed, rank])
     pieces = shard_manifest.place(rows, list(boxes))
-    manifest = Manifest(rank, world, rows, pieces, aliases or {})
+    manifest = ShardManifest(rank, world, rows, pieces, aliases or {})
     packed = shard_manifest.pack(manifest)
-    layout = Layout.plan(len(packed), manifest.tensor_bytes(), max(8192, len(small)))
+    layout = SlotLayout.plan(len(packed), manifest.tensor_bytes(), max(8192, len(small)))
     if fd >= 0:
         os.ftruncate(fd, layout.total)
     memory = mmap.mmap(fd, layout.total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gemini_hpc.agent.peers.round_plan import from_tier
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -13,12 +13,12 @@ RANKS = {"a": 0, "b": 1, "c": 2}
 DIGEST = "0" * 32
 
 
-def manifest(stamp: Stamp, name: str = "default", homes: tuple[int, ...] = (0, 1, 2)) -> Manifest:
+def manifest(stamp: Stamp, name: str = "default", homes: tuple[int, ...] = (0, 1, 2)) -> VersionManifest:
     files = tuple(
         NodeFile(f"node-{home:04d}.h5", 10, (Stored(rank, home, 4096, 4000, DIGEST),))
         for rank, home in enumerate(homes)
     )
-    return Manifest(7, name, stamp, len(homes), 1.0, files)
+    return VersionManifest(7, name, stamp, len(homes), 1.0, files)
 
 
 def plan(*sets: peer.SetPlan, epoch: int = 3) -> peer.PlanDown:

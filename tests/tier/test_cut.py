@@ -23,7 +23,7 @@ import pytest
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import nodefile, orders, version
-from gemini_hpc.tier.shards import Shard
+from gemini_hpc.tier.shards import ParsedSlot
 
 from .test_worker import Node, here
 
@@ -129,7 +129,7 @@ def loadable(tier: Path, sources: dict[Stamp, list[str]]) -> Stamp:
     where = tier / "gemini-5/default" / version.name(Stamp(*manifest.stamp))
     for rank, (name, stored) in manifest.shards().items():
         memory = bytearray(stored.used)
-        with nodefile.Reader(str(where / name)) as reader:
+        with nodefile.NodeFileReader(str(where / name)) as reader:
             reader.read(stored, memoryview(memory))
         assert stored.digest == sources[manifest.stamp][rank] == digest(memoryview(memory))
     return manifest.stamp
@@ -181,7 +181,7 @@ def digests(where: Path, stamp: Stamp) -> list[str]:
     node, found = Node(where / "elsewhere", stamp), []
     for slot in node.slots:
         memory = bytearray(slot.memory[:])
-        Shard.parse(memoryview(memory), len(memory)).blank()
+        ParsedSlot.parse(memoryview(memory), len(memory)).blank()
         found.append(digest(memoryview(memory)[: slot.used]))
     node.close()
     return found

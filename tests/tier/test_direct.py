@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import direct_io, nodefile, readahead, writeback
 from gemini_hpc.tier.readahead import Ahead
 from gemini_hpc.tier.writeback import Behind
@@ -211,7 +211,7 @@ def take_all(reader: Ahead, at: int, end: int, step: int = PART) -> bytes:
     have = bytearray()
     while at < end:
         part = memoryview(bytearray(min(step, end - at)))
-        count = reader.take(part, at)
+        count = reader.copy_ahead(part, at)
         if not count:
             break
         have += part[:count]
@@ -255,7 +255,7 @@ def test_a_read_that_is_late_spoils_no_other_part(tmp_path: Path, slow: int, mon
     path.write_bytes(data)
     with closing(Ahead(str(path), 0, len(data) - 4 * PART)) as reader:
         time.sleep(0.1)
-        reader.take(memoryview(bytearray(1)), 4 * PART)
+        reader.copy_ahead(memoryview(bytearray(1)), 4 * PART)
         time.sleep(0.4)
         assert take_all(reader, 4 * PART + 3, len(data)) == data[4 * PART + 3 :], "and to where it really ends"
 
@@ -285,11 +285,11 @@ def test_holes_are_jumped_and_what_is_past_is_not_here(tmp_path: Path) -> None:
     part = memoryview(bytearray(100))
     with closing(Ahead(str(path), 2 * PART, 36 * PART)) as reader:
         for at in (2 * PART + 5, 4 * PART, 9 * PART + 1, 37 * PART + 9):
-            assert reader.take(part, at) == 100 and part == data[at : at + 100]
-        assert reader.take(part, 38 * PART - 7) == 7, "no further than its part"
-        assert reader.take(part, 36 * PART) == 0, "before the part that was taken from"
-        assert reader.take(part, 0) == 0, "before all of it"
-        assert reader.take(part, 39 * PART) == 0, "behind all of it"
+            assert reader.copy_ahead(part, at) == 100 and part == data[at : at + 100]
+        assert reader.copy_ahead(part, 38 * PART - 7) == 7, "no further than its part"
+        assert reader.copy_ahead(part, 36 * PART) == 0, "before the part that was taken from"
+        assert reader.copy_ahead(part, 0) == 0, "before all of it"
+        assert reader.copy_ahead(part, 39 * PART) == 0, "behind all of it"
 
 
 def test_no_more_than_the_window_is_read_before_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_no_more_than_the_window_is_read_before_it_is_wanted(tmp_path: Path, mon
             time.sleep(0.01)
             assert sorted(read) == list(range(number + 4))
             assert take_all(reader, number * PART, (number + 1) * PART) == data[number * PART :][:PART]
-            reader.take(memoryview(bytearray(1)), (number + 1) * PART)
+            reader.copy_ahead(memoryview(bytearray(1)), (number + 1) * PART)
     assert not threads(), "the readers did not wait for room"
 
 
@@ -337,11 +337,11 @@ def test_a_node_s_file_is_written_through_the_cache_where_it_must_be(
 ) -> None:
     """All of it, also where some offsets would not be refused."""
     refusing(monkeypatch, lambda at: at % (pages * PAGE) == 0)
-    row = Row("model.w", "uint8", (9_000_001,), True, "cpu")
+    row = TensorRow("model.w", "uint8", (9_000_001,), True, "cpu")
     slot = slots.make(0, 1, (row,), [(0, (0,), row.shape)])
     file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], lambda _: None)
     into = bytearray(slot.used)
-    with nodefile.Reader(str(tmp_path / "n.h5")) as reader:
+    with nodefile.NodeFileReader(str(tmp_path / "n.h5")) as reader:
         reader.read(file.shards[0], memoryview(into))
     slot.shard().blank()
     assert into == slot.memory[: slot.used] and os.listdir(tmp_path) == ["n.h5"]

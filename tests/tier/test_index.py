@@ -20,9 +20,9 @@ from torch import nn
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import small_state
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import index, nodefile
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.train.state import encode
 from gemini_hpc.train.state.tree import StateTree
 
@@ -53,7 +53,7 @@ def shown(where: Path, made: list[slots.Slot]) -> h5py.File:
     for rank, slot in enumerate(made):
         shards = [(slot.shard(), rank, slot.digest())]
         files.append(nodefile.write(directory, f"node-{rank:04d}.h5", shards, lambda _: None))
-    index.write(directory, Manifest(9, "default", Stamp(3, 12), len(made), 1e9, tuple(files)), lambda _: None)
+    index.write(directory, VersionManifest(9, "default", Stamp(3, 12), len(made), 1e9, tuple(files)), lambda _: None)
     return h5py.File(f"{directory}/index.h5")
 
 
@@ -81,7 +81,7 @@ def test_a_model_s_buffers_and_tied_names(tmp_path: Path) -> None:
 
 
 def test_rank_0_s_buffers_and_each_rank_s_own_ties(tmp_path: Path) -> None:
-    rows = (Row("model.mine", "float32", (4,), False, "cpu"),)
+    rows = (TensorRow("model.mine", "float32", (4,), False, "cpu"),)
     made = [
         slots.make(
             rank,
@@ -103,7 +103,7 @@ def test_rank_0_s_buffers_and_each_rank_s_own_ties(tmp_path: Path) -> None:
 
 def test_a_small_state_that_is_no_training_s_is_no_obstacle(tmp_path: Path) -> None:
     for small in (b"", b"another's", encode.encode({"buffers": 5})):
-        rows = (Row("x", "float32", (4,), True, "cpu"),)
+        rows = (TensorRow("x", "float32", (4,), True, "cpu"),)
         with shown(tmp_path, [slots.make(0, 1, rows, [(0, (0,), (4,))], small=small)]) as found:
             assert set(found["tensors"]) == {"x"}, small
 
@@ -124,7 +124,7 @@ EVERYTHING = [
     *(collections.Counter("aab"), {1, 2}, frozenset({3}), torch.float32, torch.device("cpu"), Colour.RED),
     *(datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), datetime.timedelta(1), torch.Generator()),
     *(np.float32(1), np.arange(6).reshape(2, 3), np.empty((0, 3)), torch.tensor(3.5), torch.empty(0, 4)),
-    encode.Part(torch.ones(2), (4,), "(Shard(dim=0),)"),
+    encode.DTensorPart(torch.ones(2), (4,), "(Shard(dim=0),)"),
 ]
 
 

@@ -12,19 +12,19 @@ import pytest
 from h5py import h5t
 
 from gemini_hpc.format.dtypes import ITEM_BYTES
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import hdf5, nodefile
-from gemini_hpc.tier.nodefile import Reader
+from gemini_hpc.tier.nodefile import NodeFileReader
 from gemini_hpc.tier.readahead import Ahead
 
 from . import slots
 
 ROWS = (
-    Row("model.w", "float32", (6, 5), True, "cpu"),
-    Row("model.half", "bfloat16", (7,), True, "cpu"),
-    Row("optimizer.0.model.w.step", "float32", (), False, "cpu", 0, "model.w", "step"),
-    Row("model.a/b%", "int64", (3,), True, "cpu"),
-    Row("model.empty", "float32", (0, 4), True, "cpu"),
+    TensorRow("model.w", "float32", (6, 5), True, "cpu"),
+    TensorRow("model.half", "bfloat16", (7,), True, "cpu"),
+    TensorRow("optimizer.0.model.w.step", "float32", (), False, "cpu", 0, "model.w", "step"),
+    TensorRow("model.a/b%", "int64", (3,), True, "cpu"),
+    TensorRow("model.empty", "float32", (0, 4), True, "cpu"),
 )
 BOXES = [(0, (2, 0), (3, 5)), (1, (0,), (7,)), (2, (), ()), (3, (1,), (2,))]
 
@@ -45,7 +45,7 @@ def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path)
         assert stored.digest == slot.digest(), compress
         assert file.bytes == (tmp_path / file.name).stat().st_size, compress
         into = bytearray(b"\xaa" * stored.used)
-        with Reader(str(tmp_path / file.name)) as reader:
+        with NodeFileReader(str(tmp_path / file.name)) as reader:
             reader.read(stored, memoryview(into))
             assert reader.manifest(1) == slot.manifest, compress
         assert into == slot.memory[: slot.used], compress
@@ -55,7 +55,7 @@ def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path)
 def test_the_digest_is_of_zeros_wherever_garbage_lies_between(tmp_path: Path) -> None:
     """`clean`: between so many of the areas there are zeros already."""
     for clean in (0, 1, 3, 9):
-        rows = tuple(Row(f"model.{i}", "uint8", (100 - i,), True, "cpu") for i in range(6))
+        rows = tuple(TensorRow(f"model.{i}", "uint8", (100 - i,), True, "cpu") for i in range(6))
         slot = slots.make(0, 1, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)])
         at = 0
         for area in [*slot.shard().areas()][: clean + 1]:
@@ -90,11 +90,11 @@ def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
 def test_every_dtype_has_a_type_of_its_size(tmp_path: Path) -> None:
     for dtype in sorted(ITEM_BYTES):
         assert hdf5.type_of(dtype).get_size() == ITEM_BYTES[dtype], dtype
-        row = Row("x", dtype, (5,), True, "cpu")
+        row = TensorRow("x", dtype, (5,), True, "cpu")
         slot = slots.make(0, 1, (row,), [(0, (0,), (5,))])
         file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
         into = bytearray(slot.used)
-        with Reader(str(tmp_path / "n.h5")) as reader:
+        with NodeFileReader(str(tmp_path / "n.h5")) as reader:
             reader.read(file.shards[0], memoryview(into))
         slot.shard().blank()
         assert into == slot.memory[: slot.used], dtype
@@ -113,7 +113,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "n.h5").read_bytes())
     data[at + 7] ^= 1
     (tmp_path / "n.h5").write_bytes(data)
-    with Reader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="damaged"):
+    with NodeFileReader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="damaged"):
         reader.read(file.shards[0], memoryview(bytearray(slot.used)))
 
 
@@ -121,7 +121,7 @@ def test_a_shard_of_another_rank_is_not_there(tmp_path: Path) -> None:
     slot = slots.make(0, 1, ROWS, [(0, (0, 0), (6, 5))])
     file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
     other = type(file.shards[0])(3, 0, len(slot.memory), slot.used, "0" * 32)
-    with Reader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="rank 3"):
+    with NodeFileReader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="rank 3"):
         reader.read(other, memoryview(bytearray(slot.used)))
 
 
@@ -144,11 +144,11 @@ def test_all_bytes_are_paced(tmp_path: Path) -> None:
 
 
 LARGE = (
-    Row("model.matrix", "float32", (1000, 700), True, "cpu"),
-    Row("model.one", "bfloat16", (1, 3, 700_000), True, "cpu"),
-    Row("model.cube", "float64", (5, 7, 9000), True, "cpu"),
-    Row("model.line", "uint8", (1 << 20,), True, "cpu"),
-    Row("model.few", "int16", (100,), True, "cpu"),
+    TensorRow("model.matrix", "float32", (1000, 700), True, "cpu"),
+    TensorRow("model.one", "bfloat16", (1, 3, 700_000), True, "cpu"),
+    TensorRow("model.cube", "float64", (5, 7, 9000), True, "cpu"),
+    TensorRow("model.line", "uint8", (1 << 20,), True, "cpu"),
+    TensorRow("model.few", "int16", (100,), True, "cpu"),
 )
 LARGE_BOXES = [(0, (1, 0), (999, 700)), *((i, (0,) * len(row.shape), row.shape) for i, row in enumerate(LARGE) if i)]
 
@@ -167,7 +167,7 @@ def test_compressed_tensors_are_written_and_read_part_by_part(tmp_path: Path) ->
             assert (found[key].compression == "gzip") == (key != "model.few")
         assert sum(item.id.get_storage_size() for item in found.values()) < 0.9 * sum(map(len, slot.values.values()))
     into = bytearray(slot.used)
-    with Reader(str(tmp_path / "n.h5")) as reader:
+    with NodeFileReader(str(tmp_path / "n.h5")) as reader:
         reader.read(file.shards[0], memoryview(into), read.append)
     slot.shard().blank()
     assert into == slot.memory[: slot.used]
@@ -179,7 +179,7 @@ def test_compressed_tensors_are_written_and_read_part_by_part(tmp_path: Path) ->
 def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path, compress: bool) -> None:
     """Large tensors and small ones by turns, three ranks in a file, each read from where it about begins."""
     sizes = [3_000_001, 1, 70_000, 513, 1 << 20, 0, 4096, 65_536] * 8
-    rows = tuple(Row(f"model.{i}", "uint8", (size,), True, "cpu") for i, size in enumerate(sizes))
+    rows = tuple(TensorRow(f"model.{i}", "uint8", (size,), True, "cpu") for i, size in enumerate(sizes))
     made = [slots.make(rank, 3, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)]) for rank in range(3)]
     shards = [(slot.shard(), 0, slot.digest()) for slot in made]
     path = tmp_path / "n.h5"
@@ -187,7 +187,7 @@ def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path,
     begin = 0
     for slot, stored in zip(made, file.shards, strict=True):
         into = bytearray(b"\xaa" * stored.used)
-        with closing(Ahead(str(path), begin, stored.used)) as ahead, Reader(str(path), ahead) as reader:
+        with closing(Ahead(str(path), begin, stored.used)) as ahead, NodeFileReader(str(path), ahead) as reader:
             reader.read(stored, memoryview(into))
             for piece in slot.manifest.pieces:
                 assert reader.piece(slot.manifest, piece) == slot.values[slot.manifest.rows[piece.row].key, (0,)]
@@ -199,16 +199,16 @@ def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path,
 def test_little_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slot, came = slots.make(0, 1, LARGE, LARGE_BOXES), list[int]()
     file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
-    take = Ahead.take
+    take = Ahead.copy_ahead
 
     def counted(self: Ahead, into: memoryview, at: int) -> int:
         came.append(take(self, into, at))
         return came[-1]
 
-    monkeypatch.setattr(Ahead, "take", counted)
+    monkeypatch.setattr(Ahead, "copy_ahead", counted)
     with (
         closing(Ahead(str(tmp_path / "n.h5"), 0, slot.used)) as ahead,
-        Reader(str(tmp_path / "n.h5"), ahead) as reader,
+        NodeFileReader(str(tmp_path / "n.h5"), ahead) as reader,
     ):
         reader.read(file.shards[0], memoryview(bytearray(slot.used)))
     assert sum(came) >= 0.9 * slot.used

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gemini_hpc.tier import publish
-from gemini_hpc.tier.publish import Pace
+from gemini_hpc.tier.publish import WritePace
 
 RATE = 10 << 20
 PART = 2 << 20
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def rate(clock: Clock, pace: Pace, parts: int, each_s: float = 0.0) -> float:
+def rate(clock: Clock, pace: WritePace, parts: int, each_s: float = 0.0) -> float:
     """Bytes per second of so many parts, each of which takes that long by itself."""
     began_s = clock.now_s
     for _ in range(parts):
@@ -44,12 +44,12 @@ def rate(clock: Clock, pace: Pace, parts: int, each_s: float = 0.0) -> float:
 
 def test_the_rate_is_kept_however_long_the_writes_take(clock: Clock) -> None:
     for each_s in (0.0, 0.01, 0.199):
-        assert rate(clock, Pace(RATE), 200, each_s) == pytest.approx(RATE, rel=0.01), each_s
+        assert rate(clock, WritePace(RATE), 200, each_s) == pytest.approx(RATE, rel=0.01), each_s
 
 
 def test_an_uneven_disk_is_made_good(clock: Clock) -> None:
     """Up to a quarter of a second: the parts after a late one wait the less."""
-    pace, began_s = Pace(RATE), clock.now_s
+    pace, began_s = WritePace(RATE), clock.now_s
     for number in range(200):
         clock.now_s += 0.24 if number % 10 == 5 else 0.0
         pace(PART)
@@ -57,7 +57,7 @@ def test_an_uneven_disk_is_made_good(clock: Clock) -> None:
 
 
 def test_a_disk_that_is_slower_is_not_held_up(clock: Clock) -> None:
-    rate(clock, pace := Pace(RATE), 10)
+    rate(clock, pace := WritePace(RATE), 10)
     before_s = clock.slept_s
     rate(clock, pace, 50, 0.3)
     assert clock.slept_s == before_s
@@ -65,7 +65,7 @@ def test_a_disk_that_is_slower_is_not_held_up(clock: Clock) -> None:
 
 def test_there_is_no_burst_after_a_pause(clock: Clock) -> None:
     """What was not written in a minute does not come at once then."""
-    rate(clock, pace := Pace(RATE), 10)
+    rate(clock, pace := WritePace(RATE), 10)
     clock.now_s += 60
     began_s, most = clock.now_s, 0.0
     for number in range(1, 51):
@@ -75,7 +75,7 @@ def test_there_is_no_burst_after_a_pause(clock: Clock) -> None:
 
 
 def test_without_a_rate_nobody_waits(clock: Clock) -> None:
-    pace = Pace(0.0)
+    pace = WritePace(0.0)
     for _ in range(100):
         pace(1 << 40)
     assert clock.slept_s == 0

@@ -21,10 +21,10 @@ from . import slots
 from .places import version_directory
 
 ROWS = (
-    Row("model.w", "float32", (6, 4), True, "cpu"),
-    Row("model.half", "bfloat16", (4,), True, "cpu"),
-    Row("model.scalar", "float64", (), True, "cpu"),
-    Row("mine", "int32", (2,), False, "cpu"),
+    TensorRow("model.w", "float32", (6, 4), True, "cpu"),
+    TensorRow("model.half", "bfloat16", (4,), True, "cpu"),
+    TensorRow("model.scalar", "float64", (), True, "cpu"),
+    TensorRow("mine", "int32", (2,), False, "cpu"),
 )
 
 
@@ -39,7 +39,7 @@ def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest:
         name, shards = version.node_file(rank), [(slot.shard(), rank, slot.digest())]
         files.append(nodefile.write(where, name, shards, lambda _: None))
         made.append(slot)
-    whole = Manifest(9, "default", stamp, world, 1e9, tuple(files), serial)
+    whole = VersionManifest(9, "default", stamp, world, 1e9, tuple(files), serial)
     if manifest:
         index.write(where, whole, lambda _: None)
         with publish.replaced(where, version.MANIFEST) as path:
@@ -85,7 +85,7 @@ def test_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_lacks_a_rank_is_none() -> None:
-    manifest = Manifest(1, "default", Stamp(0, 1), 2, 0.0, ())
+    manifest = VersionManifest(1, "default", Stamp(0, 1), 2, 0.0, ())
     with pytest.raises(ValueError, match="2 ranks"):
         version.pack(manifest)
 

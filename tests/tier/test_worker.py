@@ -16,13 +16,13 @@ from waiting import until
 
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import job_directory, orders, version, worker
-from gemini_hpc.tier.shards import Shard
+from gemini_hpc.tier.shards import ParsedSlot
 
 from . import slots
 
-ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
+ROWS = (TensorRow("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = Stamp(2, 7)
 IDLE = 3
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
@@ -130,7 +130,7 @@ def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
         assert carry_out(order, fd) == orders.Finished()
         wanted = bytearray(node.slots[rank].memory[:])
         assert digest(memoryview(wanted)[: stored.used]) == node.slots[rank].digest(), "a slot stays as it is"
-        Shard.parse(memoryview(wanted), len(wanted)).blank()
+        ParsedSlot.parse(memoryview(wanted), len(wanted)).blank()
         assert os.pread(fd, stored.used, 0) == wanted[: stored.used]
         os.close(fd)
     assert look(tmp_path, ("default", STAMP)).manifests == ()

@@ -14,7 +14,7 @@ from zygote import Child
 
 from gemini_hpc.client.agent_connection import AgentLost, ask_once
 from gemini_hpc.wire import inspect_schema, local
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 from gemini_hpc.wire.link import BlockingLink
 from gemini_hpc.wire.munge import my_uid
 

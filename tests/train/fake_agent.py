@@ -216,7 +216,7 @@ class Node:
                 return local.Refused("not registered"), []
             voted = held.pair.complete_stamps()
             try:
-                index = held.pair.begin(Stamp(job.epoch, m.version), job.sealed, job.abandoned(), voted=voted)
+                index = held.pair.begin_version(Stamp(job.epoch, m.version), job.sealed, job.abandoned(), voted=voted)
                 held.commit(index, None)
                 return local.Begun(index), []
             except Refused as refused:

@@ -80,7 +80,7 @@ class FakeStream:
     def wait(self, event: Any) -> None:
         self.put("wait", lambda: None, ready=lambda: event.done)
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         self.wait(work)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:

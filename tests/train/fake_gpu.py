@@ -23,7 +23,7 @@ from gemini_hpc.train.device.interface import Broken, Communicator, Device, Mess
 from gemini_hpc.train.device.pins import Pin
 from gemini_hpc.train.nccl import platform
 from gemini_hpc.train.nccl.exchange import Links
-from gemini_hpc.train.nccl.launch_log import Launch
+from gemini_hpc.train.nccl.launch_log import EnqueuedOperation
 
 from .fake_device import FakeDevice, FakeEvent, FakeStream, World
 
@@ -41,7 +41,7 @@ class _LiveStream(FakeStream):
         with self._device.lock:  # type: ignore[attr-defined]
             super().put(name, run, **more)
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         if work is None:
             return
         try:
@@ -68,7 +68,7 @@ class _HostStream:
                 raise Broken("the training waits for ever")
             time.sleep(1e-4)
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         raise AssertionError("nobody follows onto the training's own stream")
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -253,4 +253,4 @@ def install(options: dict[str, Any], rank: int) -> FakePlatform:
 
 def stray(exchange: Any) -> None:
     """This rank has enqueued one more than the others, as far as its log knows."""
-    exchange.log.add(Launch(1, 0, False, 0, 0, 0, 0, 1))
+    exchange.log.add(EnqueuedOperation(1, 0, False, 0, 0, 0, 0, 1))

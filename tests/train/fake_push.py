@@ -75,7 +75,7 @@ class Push:
             self._holder.page.set_grown(self._holder.page.grown + 1)
         try:
             voted = holder.pair.complete_stamps()
-            self._slots = index, holder.pair.begin(stamp, job.sealed, job.abandoned(), voted=voted)
+            self._slots = index, holder.pair.begin_version(stamp, job.sealed, job.abandoned(), voted=voted)
         except Refused as refused:
             return local.Refused(refused.reason)
         os.pwrite(holder.fds[self._slots[1]], commit_record.BLANK, holder.bytes)

@@ -59,7 +59,7 @@ class Rank:
         self.own_slots: dict[int, torch.Tensor] = {}
         self.network = [self.device.stream() for _ in range(self.groups)]
         self.heard.on_landed = self.check
-        self.world.looks.append(self.progress.look)
+        self.world.looks.append(self.progress.poll_operations)
 
     def check(self, version: int, rank: int) -> None:
         assert torch.equal(self.slots[version, rank], content(rank, version, self.links.sizes[rank]))
@@ -108,7 +108,7 @@ class Rank:
             save = None
             if version % every == 0:
                 self.own_slots[version] = torch.zeros_like(self.parameters)
-                own = self.own.begin(self.tensors, self.own_slots[version], self.work)
+                own = self.own.begin_copy(self.tensors, self.own_slots[version], self.work)
                 mine = version not in self.skips
                 save = Save(version, self.tensors if mine else None, own if mine else None, self.into(version))
             self.exchange.step(save)

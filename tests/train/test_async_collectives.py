@@ -10,7 +10,7 @@ import pytest
 
 from gemini_hpc.train.schedule import async_collectives as council_module
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
-from gemini_hpc.train.schedule.trace import Record
+from gemini_hpc.train.schedule.trace import OperationRecord
 
 
 def sitting(ends_at: float, caught_up_at: float) -> AsyncCollectives:
@@ -23,7 +23,7 @@ def sitting(ends_at: float, caught_up_at: float) -> AsyncCollectives:
     backend = SimpleNamespace(allreduce=lambda tensors, options: work)
     group: Any = SimpleNamespace(_get_backend=lambda device: backend, size=lambda: 2)
     made = AsyncCollectives(
-        cast(Any, group), lambda asked: Record(0, 0, 0.0), lambda: time.monotonic() >= caught_up_at
+        cast(Any, group), lambda asked: OperationRecord(0, 0, 0.0), lambda: time.monotonic() >= caught_up_at
     )
     made.highest([7])
     return made

@@ -133,7 +133,7 @@ class Paced:
             None,
             CollectiveMonitor(lambda ranks: True),
             Pacer(1 << 20, 4),
-            SimpleNamespace(tell=lambda state, now: state()),  # type: ignore[arg-type]
+            SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
             self.said.append,
             transport="none",
             dearest=lambda seconds: "extra.replay",

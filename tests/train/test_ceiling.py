@@ -69,7 +69,7 @@ class Training:
                 rounds.of(rank) if len(self.sealed_s) > 1 else None,
                 CollectiveMonitor(lambda ranks: True),
                 Pacer(1 << 20, 4),
-                SimpleNamespace(tell=lambda state, now: state()),  # type: ignore[arg-type]
+                SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
                 self.said.append,
                 transport="none",
                 seal=self._seal,
@@ -221,7 +221,7 @@ def test_the_budget_is_spent_once_and_earned_slowly() -> None:
     budget.spend(3.0)
     budget.trained(100.0)
     assert budget.left_s == pytest.approx(FIRST_S - 3.0 + 1.0) and budget.first_waited_s == 3.0
-    budget.settle()
+    budget.end_first_phase()
     assert budget.left_s == MOST_SAVED_S
     budget.spend(2.0)
     assert budget.left_s == 0.0
@@ -237,7 +237,7 @@ def test_only_the_seal_of_the_version_itself_is_measured() -> None:
     seal = [(1, 0), 0.0]
     latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
     one = job(5, 10.0)
-    latency.begin(one)
+    latency.begin_version(one)
     seal[:] = [(1, 4), 10.1]
     latency.poll()
     assert latency.whole_s == 0.0
@@ -247,7 +247,7 @@ def test_only_the_seal_of_the_version_itself_is_measured() -> None:
     latency.poll()
     assert latency.whole_s == pytest.approx(0.8) and latency.fixed_s == pytest.approx(0.3)
     for sealed, at in ((6, 9.0), (6, 1e7), (7, 12.0)):  # of another epoch, another clock, another version
-        latency.begin(job(6, 11.0))
+        latency.begin_version(job(6, 11.0))
         seal[:] = [(1, sealed), at]
         latency.poll()
     assert latency.whole_s == pytest.approx(0.8)
@@ -259,7 +259,7 @@ def test_versions_in_time_are_seen_too_and_a_new_plan_begins_anew() -> None:
     latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
 
     def save(version: int, lag_s: float) -> None:
-        latency.begin(job(version, 10.0 * version))
+        latency.begin_version(job(version, 10.0 * version))
         seal[:] = [(1, version), 10.0 * version + 1 + lag_s]
         if lag_s < 0:
             latency.poll()
@@ -284,7 +284,7 @@ def test_versions_that_are_late_again_and_again_are_seen() -> None:
     latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
     for version, lag_s in enumerate((0.0, 0.5, 0.4, 0.6), 1):
         assert latency.lag_s(0.01) == 0.0
-        latency.begin(job(version, 10.0 * version))
+        latency.begin_version(job(version, 10.0 * version))
         latency.due(10.0 * version + 1)
         seal[:] = [(1, version), 10.0 * version + 1 + lag_s]
         latency.poll()

@@ -18,7 +18,7 @@ from torch import nn
 import gemini_hpc as gemini
 from gemini_hpc.core import wait_budget
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.shard_manifest import Manifest, place
+from gemini_hpc.format.shard_manifest import ShardManifest, place
 from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.tree import StateTree
@@ -70,7 +70,7 @@ def assert_comes_back(job: FakeJob, train: Callable[[int, int], tuple[int, list[
 def wait_armed(ckpt: gemini.Checkpointer) -> None:
     """Until memory is there, or will not be: not every version of so short a run is saved."""
     deadline = time.monotonic() + 5
-    while ckpt._session.protected and not ckpt._session.verdict.word and time.monotonic() < deadline:
+    while ckpt._session.protected and not ckpt._session.verdict.vote and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -217,7 +217,7 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             ckpt.step()
-            while ckpt._session.verdict.word == 0 or (ckpt._engine.replicator and ckpt._engine.replicator.busy):
+            while ckpt._session.verdict.vote == 0 or (ckpt._engine.replicator and ckpt._engine.replicator.busy):
                 wait_a_little()
 
         while ckpt.version < 4:
@@ -259,7 +259,7 @@ def test_a_refusal_whose_telling_fails_ends_protection_all_the_same(
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             ckpt.step()
-            while ckpt._session.verdict.word == 0:
+            while ckpt._session.verdict.vote == 0:
                 wait_a_little()
 
             def broken() -> bool:
@@ -413,7 +413,7 @@ def capture_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Capt
     described = [tree.describe(leaf, 1) for leaf in leaves]
     rows, entries = tuple(r for r, _ in described), [e for _, e in described]
     blocks = ownership.deal([entries])[0]
-    manifest = Manifest(0, 1, rows, place(rows, [(b.entry, b.offset, b.size) for b in blocks]))
+    manifest = ShardManifest(0, 1, rows, place(rows, [(b.entry, b.offset, b.size) for b in blocks]))
     capture = Capture(manifest, leaves, entries, blocks)
     capture.bind(leaves)
     return capture, tree, torch.zeros(manifest.tensor_bytes(), dtype=torch.uint8)

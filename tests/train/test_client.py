@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.client import agent_connection as client
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, NotYet
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, RefusedForNow
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.wire import local
 
@@ -44,7 +44,7 @@ def test_for_so_long_only(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) ->
     job.not_yet = 1000
     monkeypatch.setattr(client, "NOT_YET_S", 0.5)
     agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
-    with pytest.raises(NotYet, match="cannot be seen"):
+    with pytest.raises(RefusedForNow, match="cannot be seen"):
         agent.hello(HELLO, lambda waited_s, why: None)
     assert 2 <= len(job.nodes[0].hellos) <= 5
 

@@ -233,7 +233,7 @@ def test_collectives_of_several_streams_and_laps() -> None:
         return found
 
     device.now = 0.001
-    front.look()
+    front.poll_position()
     front.launched(mark(5.0), mark(6.0))
     front.launched(mark(1.0), mark(2.0))
     front.arrived(mark(7.0))
@@ -243,7 +243,7 @@ def test_collectives_of_several_streams_and_laps() -> None:
     seen = []
     for now in (0.5, 1.5, 3.0, 5.5, 6.5, 7.2, 7.6, 8.5, 9.2, 10.0):
         device.now = now
-        place = front.look()
+        place = front.poll_position()
         seen.append((place.lap, place.behind, place.launched, place.flying, place.passed_at is not None))
     assert seen == [
         (0, 1, 0, 0, False),
@@ -283,6 +283,6 @@ def test_nobody_waits_for_a_device_that_stands_still() -> None:
     device.compute(1000.0)
     front.arrived(device.here())
     device.now = 1.0
-    assert not front.look().at_gate
+    assert not front.poll_position().at_gate
     device.now = 40.0
-    assert front.look().at_gate
+    assert front.poll_position().at_gate

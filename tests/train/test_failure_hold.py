@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gemini_hpc.core.communication_error import is_communication_error
-from gemini_hpc.train.failure_hold import Hold, hold
+from gemini_hpc.train.failure_hold import Hold, wait_for_verdict
 from gemini_hpc.wire.local import Verdict
 
 ALIVE = Verdict(alive=("a", "b"))
@@ -48,7 +48,7 @@ def run(script: Callable[[float], Verdict | None], hold_s: float = 15.0) -> tupl
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    why = hold(lambda: script(now[0]), hold_s, lines.append, clock=lambda: now[0], sleep=sleep)
+    why = wait_for_verdict(lambda: script(now[0]), hold_s, lines.append, clock=lambda: now[0], sleep=sleep)
     return why, now[0], lines
 
 

@@ -39,7 +39,7 @@ def test_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
 def test_ranks_hold_for_those_that_their_agents_name(make_job: MakeJob) -> None:
     """Racks are kept apart: 0 and 2, 1 and 3."""
     job = make_job(4, 2)
-    job.order = placement.Order((0, 2, 1, 3))
+    job.order = placement.PlacementOrder((0, 2, 1, 3))
     run = on(job, (0, 1, 2, 3))
     results = run.wait()
     assert all(r.get("report", {}).get("state") == "protected" for r in results), (results, run.stderr)
@@ -49,7 +49,7 @@ def test_ranks_hold_for_those_that_their_agents_name(make_job: MakeJob) -> None:
 
 def test_a_set_on_side_by_side_nodes_of_other_groups_is_refused(make_job: MakeJob) -> None:
     job = make_job(4, 2)
-    job.order = placement.Order((0, 2, 1, 3))
+    job.order = placement.PlacementOrder((0, 2, 1, 3))
     run = on(job, (0, 1))
     assert all(r["report"]["state"] == "unprotected" for r in run.wait())
     assert "node rank 2 has to hold the copies of node rank 0, but has no ranks" in run.stderr[0]

@@ -16,7 +16,7 @@ import torch
 
 from gemini_hpc.train.device import cuda, host_copy
 from gemini_hpc.train.device.host_copy import HostCopies
-from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.state import encode
 
@@ -94,8 +94,8 @@ class Memory:
         return SimpleNamespace(release=lambda: self.pinned.remove(at))
 
 
-def slots(count: int) -> list[Slot]:
-    return [cast(Slot, SimpleNamespace(bytes=torch.zeros(8))) for _ in range(count)]
+def slots(count: int) -> list[TensorSlot]:
+    return [cast(TensorSlot, SimpleNamespace(bytes=torch.zeros(8))) for _ in range(count)]
 
 
 def test_a_slot_is_pinned_once_and_released_when_it_is_out_of_use() -> None:
@@ -103,9 +103,9 @@ def test_a_slot_is_pinned_once_and_released_when_it_is_out_of_use() -> None:
     pins, old, new = Pins(memory.pin, told.append), slots(2), slots(2)
     assert pins.add(old) and pins.add(old) and len(memory.pinned) == 2
     assert pins.add(new) and len(memory.pinned) == 4
-    pins.keep([*old, *new])
+    pins.release_others([*old, *new])
     assert len(memory.pinned) == 4
-    pins.keep(new)
+    pins.release_others(new)
     assert memory.pinned == {slot.bytes.data_ptr() for slot in new}
     pins.close()
     pins.close()

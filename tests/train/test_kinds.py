@@ -39,7 +39,7 @@ def test_a_wrapper_below_fully_shard_has_no_name(make_job: MakeJob, wrap: str) -
 
 
 def test_a_part_of_a_dtensor_comes_back_where_something_is_like_it() -> None:
-    part = encode.Part(torch.ones(3), (6,), "(Shard(dim=0),)")
+    part = encode.DTensorPart(torch.ones(3), (6,), "(Shard(dim=0),)")
     (again,) = encode.decode(encode.encode([part]))
     assert sharded.has_parts({"a": (again,)}) and not sharded.has_parts({"a": [torch.ones(3)]})
     assert (again.shape, again.placements, again.tensor.tolist()) == ((6,), part.placements, [1.0] * 3)

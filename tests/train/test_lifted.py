@@ -16,7 +16,7 @@ from gemini_hpc.format import small_state
 from gemini_hpc.train.state import encode, lifted
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.divergence import Divergence
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 
 from .fake_agent import FakeJob
 from .launch import train
@@ -96,8 +96,8 @@ def test_what_is_the_same_everywhere_is_not_planned_anew(make_job: MakeJob) -> N
         assert not [line for line in report["report"]["findings"] if "planned" in line]
 
 
-def entries(*keys: str, printed: int = 1) -> list[Entry]:
-    return [Entry(key, (4,), (0,), (4,), 4, printed) for key in keys]
+def entries(*keys: str, printed: int = 1) -> list[TensorEntry]:
+    return [TensorEntry(key, (4,), (0,), (4,), 4, printed) for key in keys]
 
 
 def round_of(sides: list[Divergence], tensors: list[dict[str, torch.Tensor]]) -> bool:
@@ -134,7 +134,9 @@ def test_what_is_lifted_is_put_back() -> None:
     small = {
         "rng": [big],
         "buffers": {"model.x": big, "model.few": torch.ones(2)},
-        "stateful": {"average": OrderedDict(shadow=[other, (big[:5], 3)], part=encode.Part(big, (2, 20000), "S"))},
+        "stateful": {
+            "average": OrderedDict(shadow=[other, (big[:5], 3)], part=encode.DTensorPart(big, (2, 20000), "S"))
+        },
         "odd": {(0, "model.w", "history"): [big, other]},
         "loose": [{}],
     }

@@ -35,11 +35,11 @@ def train(
     world: World, ranks: list[Rank], program: Program, versions: int = 4, blocks: bool = False, every: int = 1
 ) -> None:
     for rank in ranks:
-        rank.exchange.follow(program)
+        rank.exchange.set_program(program)
         world.hosts[rank.rank] = rank.host(versions, blocks, every)
     world.run()
     for rank in ranks:
-        rank.progress.look()
+        rank.progress.poll_operations()
 
 
 def words(ranks: list[Rank]) -> str:

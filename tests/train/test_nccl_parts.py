@@ -22,7 +22,7 @@ from gemini_hpc.train.nccl.collective_schedule import (
     whole,
 )
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.launch_log import Launch, LaunchLog, pack, unequal
+from gemini_hpc.train.nccl.launch_log import EnqueuedOperation, LaunchLog, pack, unequal
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework, busy, plan
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
@@ -129,7 +129,7 @@ def test_the_own_copy_runs_with_its_collectives_and_holds_the_optimizer(seed: in
 
     work = (Piecework(0, 0, 20), Piecework(1, 20, 20), Piecework(-1, 40, 80))
     tensors = Tensors([Piece(0, source), Piece(64, turned)])
-    slot = own.begin(tensors, area, work)
+    slot = own.begin_copy(tensors, area, work)
     device.training.put("first", lambda: look("first", 20))
     own.launching(0)
     own.launching(1)
@@ -188,7 +188,7 @@ def test_logs_that_differ_are_noticed() -> None:
     def word(*launches: int) -> tuple[int, int]:
         log = LaunchLog()
         for launched in launches:
-            log.add(Launch(1, 0, False, launched, 0, 0, 0, 8))
+            log.add(EnqueuedOperation(1, 0, False, launched, 0, 0, 0, 8))
         return log.word()
 
     def verdict(*words: tuple[int, int]) -> str:
@@ -210,7 +210,7 @@ def test_nothing_is_enqueued_or_counted_while_a_graph_is_captured() -> None:
     links = ring(1, 1, [8])
     progress = Progress(world.communicators[0], links.sizes, Heard(), print, clock=world.clock)
     exchange = Exchange(device, world.communicators[0], 0, links, 2, 8, progress)
-    exchange.follow(Program((Place(0, False, 1),), (Chunk(0, 0, 0, 8),), 1, 8, 0.0, 0))
+    exchange.set_program(Program((Place(0, False, 1),), (Chunk(0, 0, 0, 8),), 1, 8, 0.0, 0))
     exchange.step(Save(1, None, None, lambda rank: None))
     device.captured = True  # from here on the fake refuses everything
     exchange.launching()
@@ -254,7 +254,7 @@ class Stage:
     def wait(self, seconds: float) -> None:
         for _ in range(int(seconds * 10)):
             self.world.now += 0.1
-            self.progress.look()
+            self.progress.poll_operations()
 
 
 def test_an_operation_that_waits_for_its_turn_is_left_alone() -> None:

@@ -13,18 +13,18 @@ import torch
 from waiting import until
 
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
-from gemini_hpc.format.slot_header import Layout
-from gemini_hpc.train.device.memory import Keeper
+from gemini_hpc.format.slot_header import SlotLayout
+from gemini_hpc.train.device.memory import TensorShardOwner
 from gemini_hpc.train.nccl.driver import Carried
 from gemini_hpc.train.nccl.slot_prefetch import SlotPrefetch
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.replication.replicator import Counters
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.transport.base import Head
 from gemini_hpc.wire import local
 
-ME = Identity("default", 0, 2, 0, 1)
+ME = RankIdentity("default", 0, 2, 0, 1)
 
 
 class Buffer:
@@ -58,7 +58,7 @@ class Agent:
             if before is not None:
                 before()
             try:
-                index = self.pair.begin(Stamp(1, m.version), None, frozenset(), voted=frozenset())
+                index = self.pair.begin_version(Stamp(1, m.version), None, frozenset(), voted=frozenset())
             except Refused as exc:
                 return local.Refused(exc.reason), []
             self.begun.append((self.pair, m.version))
@@ -69,7 +69,7 @@ class Agent:
 
 
 @contextmanager
-def opened(agent: Agent, keeper: Keeper) -> Iterator[SlotPrefetch]:
+def opened(agent: Agent, keeper: TensorShardOwner) -> Iterator[SlotPrefetch]:
     gate = SimpleNamespace(degraded=False, sealed=(1, 11))
     pin = SimpleNamespace(release=lambda: None)
     desk = SlotPrefetch(
@@ -87,7 +87,7 @@ def opened(agent: Agent, keeper: Keeper) -> Iterator[SlotPrefetch]:
     "when", ["after", "before it is asked for", "while it is answered", "before it is known here"]
 )
 def test_a_slot_of_outgrown_memory_is_not_handed_out(when: str) -> None:
-    agent, keeper = Agent(), Keeper()
+    agent, keeper = Agent(), TensorShardOwner()
     keeper.shard = memory()
     larger = memory(128)
 
@@ -123,13 +123,13 @@ def test_a_slot_of_outgrown_memory_is_not_handed_out(when: str) -> None:
             return grant is not None and grant.slot in larger.slots
 
         until(granted, 10, 0.001, what="a slot of the larger memory")
-        grant = desk.take(0, 13)
+        grant = desk.take_slot(0, 13)
         assert grant is not None and grant.slot is larger.slots[grant.index]
         assert new.slots[grant.index].stamp == Stamp(1, 13), "the agent means the same one"
 
 
 def test_a_version_that_goes_over_the_link_is_not_overtaken_by_what_is_asked_for_ahead() -> None:
-    agent, keeper = Agent(), Keeper()
+    agent, keeper = Agent(), TensorShardOwner()
     keeper.shard = memory()
     with opened(agent, keeper) as desk:
         desk.reach(16)
@@ -137,13 +137,13 @@ def test_a_version_that_goes_over_the_link_is_not_overtaken_by_what_is_asked_for
         desk.link(0, 16)  # it waits behind another for the thread that saves
         desk.want(17)
         desk.reach(17)
-        desk.over(0, 15)
+        desk.record_end(0, 15)
         for _ in range(50):  # as often as the desk looks
             with desk._changed:
                 desk._changed.notify_all()
             threading.Event().wait(0.002)
         assert [version for _, version in agent.begun] == [16]
-        desk.over(0, 16)
+        desk.record_end(0, 16)
         until(lambda: agent.begun[-1][1] == 17, 10, 0.001, what="the next one is asked for")
 
 
@@ -153,9 +153,9 @@ def test_a_version_whose_slot_has_been_outgrown_is_skipped_and_ends_nothing() ->
     replicator.counters = Counters()
     replicator.shard = memory()
     parts: Any = replicator
-    parts._layout, parts._driver = Layout.plan(64, 64, 1 << 20), SimpleNamespace(filled=lambda _: True)
+    parts._layout, parts._driver = SlotLayout.plan(64, 64, 1 << 20), SimpleNamespace(filled=lambda _: True)
     parts._say = lambda *words: said.append(words)
-    job = Job(13, b"x" * 4096, [], cast(Any, None), [], None)
+    job = CaptureJob(13, b"x" * 4096, [], cast(Any, None), [], None)
     slot = memory().slots[0]
     replicator._finish(job, Carried(job, cast(Any, SimpleNamespace(slot=slot, index=0)), cast(Any, None)))
     assert not job.saved and [(name, version) for name, version, _ in said] == [("skipped", 13)]
@@ -170,7 +170,7 @@ def test_a_holder_makes_larger_slots_when_it_hears_of_them_and_takes_nothing() -
     parts.shard = SimpleNamespace(total_bytes=64)
     parts._enlarge = asked.append
     parts._inbox = SimpleNamespace(answer=answers.append)
-    parts._driver = SimpleNamespace(desk=SimpleNamespace(over=lambda *_: None))
-    receiver._take(Head(12, 0, 128, ()))
-    receiver._take(Head(12, 0, 64, ()))
+    parts._driver = SimpleNamespace(desk=SimpleNamespace(record_end=lambda *_: None))
+    receiver._receive_version(Head(12, 0, 128, ()))
+    receiver._receive_version(Head(12, 0, 64, ()))
     assert answers == [False, False] and asked == [128]

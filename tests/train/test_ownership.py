@@ -8,28 +8,28 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.train.state.ownership import Block, Entry, deal, unequal
+from gemini_hpc.train.state.ownership import Block, TensorEntry, deal, unequal
 
 Shape = tuple[int, ...]
 
 
-def whole(key: str, shape: Shape, fingerprint: int = 1) -> Entry:
-    return Entry(key, shape, (0,) * len(shape), shape, 4, fingerprint)
+def whole(key: str, shape: Shape, fingerprint: int = 1) -> TensorEntry:
+    return TensorEntry(key, shape, (0,) * len(shape), shape, 4, fingerprint)
 
 
-def rows(key: str, shape: Shape, rank: int, world: int) -> Entry:
+def rows(key: str, shape: Shape, rank: int, world: int) -> TensorEntry:
     """As Shard(0) cuts."""
     step = -(-shape[0] // world)
     start, stop = min(shape[0], rank * step), min(shape[0], (rank + 1) * step)
     offset = (start if stop > start else 0, *(0 for _ in shape[1:]))
-    return Entry(key, shape, offset, (stop - start, *shape[1:]), 4)
+    return TensorEntry(key, shape, offset, (stop - start, *shape[1:]), 4)
 
 
 def cells(offset: Shape, size: Shape) -> set[Shape]:
     return set(itertools.product(*(range(o, o + s) for o, s in zip(offset, size, strict=True))))
 
 
-def bytes_of(entries: list[list[Entry]], dealt: list[list[Block]]) -> list[int]:
+def bytes_of(entries: list[list[TensorEntry]], dealt: list[list[Block]]) -> list[int]:
     return [sum(math.prod(b.size) * entries[r][b.entry].itemsize for b in blocks) for r, blocks in enumerate(dealt)]
 
 
@@ -71,7 +71,7 @@ def gpt(layers: int, dim: int, vocabulary: int) -> list[tuple[str, Shape]]:
     return [(f"{kind}.{k}", s) for kind in ("p", "m", "v") for k, s in found]
 
 
-def balance(entries: list[list[Entry]]) -> float:
+def balance(entries: list[list[TensorEntry]]) -> float:
     loads = bytes_of(entries, deal(entries))
     return max(loads) * len(loads) / sum(loads)
 
@@ -103,6 +103,6 @@ def test_full_ownership_keeps_everything_everywhere() -> None:
 def test_what_differs_is_recognised() -> None:
     assert unequal([[whole("a", (3,), 1)], [whole("a", (3,), 2)]]) == {"a"}
     assert unequal([[whole("a", (3,))], [whole("a", (4,))]]) == {"a"}
-    assert unequal([[Entry("a", (4,), (0,), (2,), 4)], [Entry("a", (4,), (1,), (2,), 4)]]) == {"a"}
-    assert unequal([[Entry("a", (4,), (0,), (2,), 4)], [Entry("a", (4,), (3,), (1,), 4)]]) == {"a"}
-    assert not unequal([[Entry("a", (4,), (0,), (2,), 4)], [Entry("a", (4,), (2,), (2,), 4)]])
+    assert unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (1,), (2,), 4)]]) == {"a"}
+    assert unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (3,), (1,), 4)]]) == {"a"}
+    assert not unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (2,), (2,), 4)]])

@@ -12,7 +12,7 @@ from gemini_hpc.core.spans import Op, Profile, Trace
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_S, REACTION_S, Route, settled
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.planner import Planner
-from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.stats_reporter import CachedProfile
 from gemini_hpc.train.schedule.traffic import Traffic
 
 B, ALPHA = 1e8, 1e-4
@@ -44,7 +44,7 @@ def remembering(
 ) -> Planner:
     """One that has an earlier incarnation's profile, and its link."""
     traffic = replace(traffic, every=every)
-    kept = Kept(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
+    kept = CachedProfile(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
     planner = Planner(traffic, 0, (1,), shard_bytes, LinkMeter(), kept, **more)
     assert planner.remember([planner.kept(), planner.kept()])
     return planner

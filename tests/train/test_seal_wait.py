@@ -12,11 +12,11 @@ import pytest
 
 from gemini_hpc.client.agent_connection import AgentLost
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.format.slot_header import Layout
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.format.slot_header import SlotLayout
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.schedule.pacer import Pacer
-from gemini_hpc.train.state.capture import Bound, Job
+from gemini_hpc.train.state.capture import Bound, CaptureJob
 from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.train.transport.base import Head, VersionLost
 from gemini_hpc.wire import control_page
@@ -234,9 +234,9 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
     silent: Any = Silent()
     boxes: Any = {1: Holder(gone)}
     replicator = Replicator(
-        Identity("default", 0, 2, 0, 3),
+        RankIdentity("default", 0, 2, 0, 3),
         silent,
-        Plan(silent, b"", Layout.plan(0, 0, 0), frozenset(), 0, {}),
+        Plan(silent, b"", SlotLayout.plan(0, 0, 0), frozenset(), 0, {}),
         boxes,
         scene.gate,
         Pacer(1 << 20, 4),
@@ -245,7 +245,7 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
         broken=told.append,
         catch_up=lambda: None,
     )
-    job = Job(7, b"", [], Bound([]), [], None)
+    job = CaptureJob(7, b"", [], Bound([]), [], None)
     replicator._commit(job, 0, silent, 0.0)
     assert replicator.stop(5.0)
     assert told == ["degraded" if gone else "refused"] and scene.gate.degraded and len(scene.said) == 1

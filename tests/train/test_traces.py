@@ -13,7 +13,7 @@ from torch import nn
 import gemini_hpc as gemini
 from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.divergence import Divergence
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.tree import StateTree
 
 from .fake_agent import PROTECTED, FakeJob
@@ -95,7 +95,7 @@ def test_what_ranks_compare_stays_resizable() -> None:
     tree = StateTree(model, [], {}, {})
     for leaf in tree.leaves()[0]:
         tree.describe(leaf._replace(owner=leaf.owner._replace(replicated=True)), 2)
-    entry = Entry("model.weight", (8, 8), (0, 0), (8, 8), 4, 1)
+    entry = TensorEntry("model.weight", (8, 8), (0, 0), (8, 8), 4, 1)
     compared = Divergence([[entry], [entry]], frozenset(), 0)
     for _ in range(2):
         compared.words({"model.weight": model.weight})

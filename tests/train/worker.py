@@ -272,7 +272,7 @@ def keep_torch_busy(seconds: float) -> None:
 def wait_armed(ckpt: gemini.Checkpointer) -> None:
     """Bounded, too: a short training would be over before its memory is there."""
     deadline = time.monotonic() + 20
-    while ckpt._session.client and not ckpt._session.verdict.word and time.monotonic() < deadline:
+    while ckpt._session.client and not ckpt._session.verdict.vote and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -427,7 +427,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if "close_s" in o:
         checkpointer.CLOSE_TIMEOUT_S = o["close_s"]
     if "populates_s" in o:
-        mapped_slots.Slot.populate = lambda self: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
+        mapped_slots.MappedSlot.populate = lambda self: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
     if o.get("no_manifest_on") == rank:
         shard_manifest.pack = lambda manifest: [].pop()
     if "gpu" in o or "lagging" in o:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gemini_hpc.wire import munge
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 
 ALICE, BOB, ROOT = 5001, 5002, 0
 
@@ -48,7 +48,7 @@ class FakeMunge:
         return payload, maker
 
 
-def client(**changes: object) -> Client:
+def client(**changes: object) -> HandshakeClient:
     fields: dict[str, object] = {
         "purpose": "link",
         "cluster": "c",
@@ -59,4 +59,4 @@ def client(**changes: object) -> Client:
         "instance": "i1",
         "server_uid": ALICE,
     }
-    return Client(**(fields | changes))  # type: ignore[arg-type]
+    return HandshakeClient(**(fields | changes))  # type: ignore[arg-type]

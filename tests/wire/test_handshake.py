@@ -14,12 +14,12 @@ from refusals import refusal
 
 from gemini_hpc.wire import handshake, munge, version
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer
-from gemini_hpc.wire.handshake import HandshakeError, Session
+from gemini_hpc.wire.handshake import HandshakeError, LinkSession
 
 from .fake_munge import ALICE, BOB, ROOT, FakeMunge, client
 
 
-def serve(data: bytes, host: str = "n2") -> tuple[bytes, Session]:
+def serve(data: bytes, host: str = "n2") -> tuple[bytes, LinkSession]:
     return handshake.answer(handshake.receive(data), host=host, restart=1, instance="i2")
 
 

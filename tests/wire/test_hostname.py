@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.wire.hostname import dialled, odd
+from gemini_hpc.wire.hostname import dialled, is_numeric_hostname
 
 
 def test_a_name_that_the_resolver_takes_for_a_number() -> None:
     for name in ("0123", "77", "10.1", "0x1f", "010.0.0.1", "1.2.3.04"):
-        assert socket.inet_aton(name) and odd(name), name
+        assert socket.inet_aton(name) and is_numeric_hostname(name), name
 
 
 def test_other_names_and_addresses_are_left_alone() -> None:
     for name in ("n1", "10.0.0.1", "127.0.0.1", "0123-ib0", "a0", "localhost", "::1", "fe80::1", ""):
-        assert not odd(name) and dialled(name) == name, name
+        assert not is_numeric_hostname(name) and dialled(name) == name, name
 
 
 def test_a_name_without_an_address_is_an_error() -> None:

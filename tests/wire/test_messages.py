@@ -13,7 +13,7 @@ from refusals import refusal
 
 from gemini_hpc.agent.replicas.voting import from_wire
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.standstill import Place, Standing
+from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.control_page import pack_seal, unpack_seal
@@ -150,7 +150,7 @@ def test_times_of_peers() -> None:
 
 def test_standings_of_peers() -> None:
     place = Place(7, 3, 5, 1, "n2", "allreduce_")
-    good = msgspec.to_builtins(Standing(2, 1, 9.0, 0.5, 9.0, 0.5, place, place, True))
+    good = msgspec.to_builtins(HangStanding(2, 1, 9.0, 0.5, 9.0, 0.5, place, place, True))
     for kind in ("standing", "hung"):
         protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good))
         bad: dict[str, Any]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.handshake import Session
+from gemini_hpc.wire.handshake import LinkSession
 from gemini_hpc.wire.link import WAKE_BYTES, BlockingLink, LinkClosed
 
 SILENT_S = 0.4
@@ -35,8 +35,8 @@ def pair() -> Ends:
         here = socket.create_connection(server.getsockname(), timeout=5)
         there, _ = server.accept()
     one, other = b"a" * 32, b"b" * 32
-    sender = BlockingLink(here, Session(one, other, 0, "n1", "i", 0, "push", 1))
-    receiver = BlockingLink(there, Session(other, one, 0, "n2", "i", 0, "push", 1))
+    sender = BlockingLink(here, LinkSession(one, other, 0, "n1", "i", 0, "push", 1))
+    receiver = BlockingLink(there, LinkSession(other, one, 0, "n2", "i", 0, "push", 1))
     for link in (sender, receiver):
         link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.bound(5.0)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, accept, connect_any
 from gemini_hpc.wire.preauth_limit import PreauthLimit
 
@@ -123,5 +123,5 @@ def test_nobody_there() -> None:
         asyncio.run(run())
 
 
-def _never() -> Client:
+def _never() -> HandshakeClient:
     return client(server_uid=ALICE)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gemini_hpc.wire import handshake, local, munge, peer, protocol, version
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,10 @@ def open_munge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def caller() -> Client:
-    return Client(purpose="link", cluster="c", job=1, restart=0, source="n1", target="n2", instance="i", server_uid=7)
+def caller() -> HandshakeClient:
+    return HandshakeClient(
+        purpose="link", cluster="c", job=1, restart=0, source="n1", target="n2", instance="i", server_uid=7
+    )
 
 
 def envelope(payload: msgspec.Struct) -> bytes:

@@ -36,7 +36,7 @@ class EventLog:
         self._followers: list[Callable[[inspect_schema.EventRecord], None]] = []
         self.events: list[inspect_schema.EventRecord] = []
 
-    def follow(self, follower: Callable[[inspect_schema.EventRecord], None]) -> None:
+    def add_follower(self, follower: Callable[[inspect_schema.EventRecord], None]) -> None:
         """Call the follower with each event from now on."""
         self._followers.append(follower)
 
@@ -56,12 +56,12 @@ class EventLog:
             follower(event)
         self._line(event.t, name, version, event.detail)
 
-    def complain(self, text: str) -> None:
+    def log_rate_limited(self, text: str) -> None:
         """Log a fault that a stranger can cause: a line in the agent's own log, and no event.
 
         At most one line a second is printed.
         """
-        if self._complaints.take():
-            missed = self._complaints.settle()
+        if self._complaints.take_tokens():
+            missed = self._complaints.take_missed()
             more = f" (and {missed} others before)" if missed else ""
             self._line(clock.time(), "complaint", 0, text[:_COMPLAINT_CHARS] + more)

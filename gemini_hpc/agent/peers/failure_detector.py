@@ -98,7 +98,7 @@ class FailureDetector:
         self._ticked_at = now
         self._comes = dict.fromkeys(self._hosts.intersection(expected), now + COMES_S)
         self.partners: set[str] = set()  # hosts to which there should be a link
-        self.heard: dict[str, float] = {}  # time of the last message
+        self.last_heard: dict[str, float] = {}  # time of the last message
         self.suspects: set[str] = set()
         self.dead: set[str] = set()
         self.left: set[str] = set()
@@ -117,12 +117,12 @@ class FailureDetector:
 
     def silent(self, links: Collection[str]) -> set[str]:
         """Return the partners that are suspected, or whose link is lost."""
-        lost = {host for host in self.partners if host not in links and host in self.heard}
+        lost = {host for host in self.partners if host not in links and host in self.last_heard}
         return self.suspects | (lost - self.left)
 
-    def hear(self, host: str, at: float) -> list[Effect]:
+    def record_message(self, host: str, at: float) -> list[Effect]:
         """Record a message from this peer at this time."""
-        self.heard[host] = at
+        self.last_heard[host] = at
         self.left.discard(host)
         return self._alive(host, at)
 
@@ -140,13 +140,13 @@ class FailureDetector:
             links: Hosts with a link.
         """
         if now - self._ticked_at > 2 * self._silence_s:  # this process itself was stopped: receive first, judge later
-            for host in self.heard:
-                self.heard[host] = now
+            for host in self.last_heard:
+                self.last_heard[host] = now
             self._comes = dict.fromkeys(self._comes, now + COMES_S)
         self._ticked_at = now
         if not self.watching:
             return []
-        last = {**self._comes, **self.heard}
+        last = {**self._comes, **self.last_heard}
         late = [host for host in self.partners - self.left if now - last.get(host, now) > self._silence_s]
         if self._ended_at is not None and not self.dead:
             late = [host for host in late if last[host] <= self._ended_at]
@@ -169,7 +169,7 @@ class FailureDetector:
         """
         self.suspects.discard(probe.host)
         if mine or any(theirs) or probe.host in self.left:
-            self.heard[probe.host] = now
+            self.last_heard[probe.host] = now
             return self._alive(probe.host, now)
         if not self.watching:
             return []
@@ -178,20 +178,20 @@ class FailureDetector:
 
     def found(self, host: str, now: float) -> list[Effect]:
         """Record that a host that counts as dead could be reached."""
-        self.heard[host] = now
+        self.last_heard[host] = now
         return self._alive(host, now)
 
     def give_up(self, probe: Probe) -> None:
         """End a probe that had no result."""
         self.suspects.discard(probe.host)
 
-    def told(self, sender: str, host: str, *, alive: bool, now: float) -> list[Effect]:
+    def on_report(self, sender: str, host: str, *, alive: bool, now: float) -> list[Effect]:
         """Handle a peer's report that a host is dead, or alive again."""
         if host not in self._hosts:
             return []
         if alive:
             return self._alive(host, now)
-        heard = self.heard.get(host)
+        heard = self.last_heard.get(host)
         fresh = heard is not None and now - heard <= self._silence_s / 2
         if fresh or host in self.dead | self.left or self._was_cut_off(sender, now):
             return []

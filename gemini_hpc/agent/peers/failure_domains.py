@@ -33,7 +33,7 @@ class FailureDomains:
         self._said = ""
         self.by_host: Mapping[str, str] = {}
 
-    async def look(self, hosts: Iterable[str]) -> None:
+    async def read_domains(self, hosts: Iterable[str]) -> None:
         """Read the file again, for these hosts."""
         if self._setting == NONE:
             return

@@ -9,7 +9,7 @@ from gemini_hpc.config import Settings
 
 
 @dataclass
-class Identity:
+class AgentIdentity:
     """An agent's identity, for its life.
 
     Attributes:

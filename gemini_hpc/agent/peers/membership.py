@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.core.placement import AS_RANKED, Order
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
@@ -84,7 +84,7 @@ class Membership:
         return min(len(incarnation.hosts), incarnation.view.wanted)
 
     @property
-    def order(self) -> Order:
+    def order(self) -> PlacementOrder:
         """Return the order of placement for this number of `nodes`."""
         return self.placed if len(self.placed.ranks) == self.nodes else AS_RANKED
 

@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.failure_detector import Doubt, Effect, FailureDetector, Liveness, Probe
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
-from gemini_hpc.wire.handshake import Client, HandshakeError, OtherView
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError, OtherView
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import candidates
@@ -77,16 +77,16 @@ class Mesh:
                 continue
             self.detector.partners.add(name)
             if self.position[name] < self.position[self.host]:
-                self._spawn(self._keep(name))
+                self._spawn(self._keep_connected(name))
 
     def ring(self, reach: int = 2) -> set[str]:
         """Return the neighbours on the ring of positions."""
         n, p = len(self.hosts), self.position[self.host]
         return {self.hosts[(p + d) % n] for d in range(-reach, reach + 1)} - {self.host}
 
-    def client(self, target: str, purpose: str) -> Client:
+    def client(self, target: str, purpose: str) -> HandshakeClient:
         """Return the calling side of a handshake with a peer of this job."""
-        return Client(
+        return HandshakeClient(
             purpose=purpose,
             cluster=self._settings.cluster_name,
             job=self._job,
@@ -123,7 +123,7 @@ class Mesh:
         self.ports[name] = port
         return link
 
-    async def _keep(self, name: str) -> None:
+    async def _keep_connected(self, name: str) -> None:
         tries = 0
         while name not in self.detector.left or name in self._untold:
             with suppress(OSError, HandshakeError, TimeoutError):
@@ -144,14 +144,14 @@ class Mesh:
             if self._parting:
                 link.finish(peer.Left())
             else:
-                self._do(self.detector.hear(name, clock.monotonic()))
+                self._do(self.detector.record_message(name, clock.monotonic()))
                 self._on_link(name)
             while True:
                 message = await link.receive()
                 if self._parting:
                     continue
                 said = type(message).__name__
-                self._do(self.detector.hear(name, link.last_heard))
+                self._do(self.detector.record_message(name, link.last_heard))
                 self._dispatch(name, message)
         except LinkClosed as exc:
             if name not in self.detector.left:
@@ -162,7 +162,7 @@ class Mesh:
             if self.links.get(name) is link:
                 del self.links[name]
                 if self._parting and link.is_read:
-                    self._tell(name)
+                    self._record_informed(name)
             if name in self.detector.left:
                 link.close()  # closing is the answer: a leaving peer waits for it
             else:
@@ -189,7 +189,7 @@ class Mesh:
                 future.set_result(message.alive)
         elif isinstance(message, peer.Liveness):
             if message.restart == self.restart:
-                told = self.detector.told(name, message.host, alive=message.alive, now=clock.monotonic())
+                told = self.detector.on_report(name, message.host, alive=message.alive, now=clock.monotonic())
                 self._do(told)
         elif isinstance(message, peer.Left):
             self._do(self.detector.leaves(name))
@@ -222,9 +222,9 @@ class Mesh:
         return self.detector.left
 
     @property
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         """Return the time of each host's last message (monotonic seconds)."""
-        return self.detector.heard
+        return self.detector.last_heard
 
     async def _beat(self) -> None:
         while True:
@@ -336,14 +336,14 @@ class Mesh:
         if self._parting:
             return
         self._parting = True
-        known = self.detector.partners.intersection(self.detector.heard)
+        known = self.detector.partners.intersection(self.detector.last_heard)
         self._untold = known.union(self.links) - self.detector.left - self.detector.dead
         self.detector.left.update(self.hosts)
         for link in self.links.values():
             link.finish(peer.Left())
-        self._tell()
+        self._record_informed()
 
-    def _tell(self, *names: str) -> None:
+    def _record_informed(self, *names: str) -> None:
         """Record peers that know of this agent's end."""
         self._untold.difference_update(names)
         if not self._untold:

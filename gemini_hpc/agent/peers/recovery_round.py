@@ -32,7 +32,7 @@ from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import FANOUT, children, parent
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Rejection, Tier
@@ -94,7 +94,7 @@ class Host(Protocol):
     def after(self) -> int:
         """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
 
-    async def left(self) -> round_plan.Left:
+    async def left(self) -> round_plan.PredecessorState:
         """Return the copies of the predecessor's agents, as far as they can be reached."""
 
     @property
@@ -110,7 +110,7 @@ class Host(Protocol):
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         """Return the newest version of each training on the tier.
 
         Args:
@@ -212,9 +212,9 @@ class RecoveryRounds:
             self._stage("live" if live else "planned")
         if self.parent is None and begun > self.round:
             self.round = begun
-            self.begin(step)
+            self.begin_round(step)
         elif self.parent is None and plan is None:
-            self.begin(step)
+            self.begin_round(step)
         elif self.stage == "planned":
             self._acknowledged()
 
@@ -241,7 +241,7 @@ class RecoveryRounds:
             if heard and self.parent is None and self.stage == "planned" and now - self._since >= self._anew_s:
                 self._host.log("round_lost", detail=f"{self._waits()}: starting another round")
                 self._anew_s = min(2 * self._anew_s, ANEW_MOST_S)
-                self.begin(self.step)
+                self.begin_round(self.step)
         if now - self._since >= TELL_S:
             said, self.trouble = self.trouble, self._waits()
             if self.trouble != said:
@@ -311,7 +311,7 @@ class RecoveryRounds:
         elif self.stage == "planned":
             self._acknowledged()
 
-    def _tell(self, child: str) -> None:
+    def _send_state(self, child: str) -> None:
         """Send a child the state of the round."""
         if self.stage == "collect":
             self._host.send(child, peer.Collect(self.round, self.step))
@@ -322,7 +322,7 @@ class RecoveryRounds:
 
     # ---- starting a round ------------------------------------------------------------------------------
 
-    def begin(self, step: str) -> None:
+    def begin_round(self, step: str) -> None:
         """Start the next round. Coordinator only."""
         self._enter(self.round + 1, step)
 
@@ -332,11 +332,11 @@ class RecoveryRounds:
             self._host.send(self.parent, peer.NeedRound(after_round, step, again, tier))
         elif self.stage == "live" and after_round == self.round:
             if self._host.choose(tier) or self.unseen:
-                self.begin(step)
+                self.begin_round(step)
             elif not self.step:
                 self._bind(step)
             elif again or self.step != step:
-                self.begin(step)
+                self.begin_round(step)
 
     def _bind(self, step: str) -> None:
         """Bind the live round to this launch and report the launch to all agents.
@@ -374,7 +374,7 @@ class RecoveryRounds:
     def on_link(self, name: str) -> None:
         """Report the round to a child that comes (back), or resend an answer to the parent."""
         if name in self.children:
-            self._tell(name)
+            self._send_state(name)
         elif name == self.parent and self.stage != "idle":
             self._answer()
 
@@ -403,7 +403,7 @@ class RecoveryRounds:
         elif isinstance(message, peer.PlanDown):
             if same and self.stage == "collect" and message.counted.get(self._name, me := self._host.instance) == me:
                 self._misfit = None
-                self._take(message)
+                self._adopt_plan(message)
             elif same and self.plan is not None and message == msgspec.structs.replace(self.plan, step=message.step):
                 self._misfit = None
                 if self.stage == "live":  # the ack died with the predecessor of parent or child
@@ -431,7 +431,7 @@ class RecoveryRounds:
             if message.at == self.round:
                 self._restart(message.at, message.mine)
             else:  # the message is about an earlier state of this agent or its predecessor
-                self._tell(name)
+                self._send_state(name)
         elif message.round != self.round:
             return
         elif isinstance(message, peer.InventoryUp):
@@ -459,7 +459,7 @@ class RecoveryRounds:
                 detail=f"an agent is already in round {theirs}, not in round {at}: starting another round",
             )
             self.round = max(self.round, theirs)
-            self.begin(self.step)
+            self.begin_round(self.step)
 
     def close(self) -> None:
         """End all answers of this incarnation: a newer one has begun."""
@@ -475,7 +475,7 @@ class RecoveryRounds:
         plan, sure = self._decide(records)
         known = (sure and not any(r.doubt for r in records)) or (self._host.restart == 0 and self.round == 1)
         if known and not self._may_inherit(plan):
-            self._take(plan)
+            self._adopt_plan(plan)
         elif not self._searching:
             self._searching = True
             self._spawn(self._search(self.round, records, plan))
@@ -511,7 +511,7 @@ class RecoveryRounds:
         if self._may_inherit(plan) and not plan.unseen:
             plan = await self._inherit(records, plan)
         if number == self.round and self.stage == "collect":
-            self._take(msgspec.structs.replace(plan, doubt=not seen))
+            self._adopt_plan(msgspec.structs.replace(plan, doubt=not seen))
 
     def _may_inherit(self, plan: peer.PlanDown) -> bool:
         """Return whether there is a predecessor and the job has no state of its own."""
@@ -552,7 +552,7 @@ class RecoveryRounds:
             plan = msgspec.structs.replace(plan, unseen=unseen)
         return plan
 
-    def _take(self, plan: peer.PlanDown) -> None:
+    def _adopt_plan(self, plan: peer.PlanDown) -> None:
         self.plan, self.step = plan, plan.step
         self._host.apply(plan)
         self._stage("planned")

@@ -9,10 +9,10 @@ import msgspec
 
 from gemini_hpc.core import domains, node_ranks, recovery_plan, sequence
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.placement import Order
+from gemini_hpc.core.placement import PlacementOrder
 from gemini_hpc.core.sequence import Closed
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import Rejection
 
@@ -40,7 +40,7 @@ def planned(
     return tuple(sets), tuple(pulls)
 
 
-def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
+def from_tier(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.PlanDown:
     """Return the plan with the tier's version of each training that is newer than memory's.
 
     The home of a shard reads it from the tier. The shard's other holders have a copy again when the next version is
@@ -86,7 +86,7 @@ def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> 
     )
 
 
-def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.SetPlan) -> dict[int, set[str]]:
+def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.TrainingPlan) -> dict[int, set[str]]:
     """Return the hosts that hold the chosen copy with the trusted digest, by rank."""
     wanted = {shard.rank: shard.digest for shard in plan.shards}
     found: dict[int, set[str]] = {rank: set() for rank in wanted}
@@ -107,7 +107,7 @@ def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.SetPla
 
 
 @dataclass(frozen=True)
-class Left:
+class PredecessorState:
     """The state found of a predecessor.
 
     Attributes:
@@ -118,7 +118,7 @@ class Left:
 
     job: int
     records: tuple[peer.InventoryRecord, ...] = ()
-    stored: tuple[Manifest, ...] = ()
+    stored: tuple[VersionManifest, ...] = ()
     why: str = ""
 
 
@@ -137,7 +137,7 @@ def unwanted(name: str, stamp: Stamp, rejected: Iterable[Rejection], unreadable:
 
 def take_over(
     plan: peer.PlanDown,
-    left: Left,
+    left: PredecessorState,
     hosts: Sequence[str],
     m: int,
     *,
@@ -183,7 +183,7 @@ def take_over(
         noderanks=noderanks or None,
         foreign=True,
         parity=parity,
-        order=Order(plan.order) if noderanks else None,
+        order=PlacementOrder(plan.order) if noderanks else None,
         by_host=by_host,
     )
     sets, pulls = planned(made, left.records)

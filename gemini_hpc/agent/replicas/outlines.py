@@ -24,7 +24,7 @@ from gemini_hpc.core import placement
 from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, pack_header
+from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, pack_header
 from gemini_hpc.wire import peer
 
 _VERSIONS = 3  # newest versions kept of a shard: a survivor may lag behind the home by a step or a seal
@@ -33,7 +33,7 @@ _MOST_SHARDS = 4096
 _LINK_S = 2.0  # time limit to connect to a peer
 
 
-class Kept(NamedTuple):
+class KeptOutline(NamedTuple):
     """The outline of one version of one shard."""
 
     outline: peer.Outline
@@ -41,13 +41,13 @@ class Kept(NamedTuple):
     digest: str = ""  # made by the shard's home; empty until it arrives
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SlotLayout:
         """Return the layout of the version's slot.
 
         Raises:
             ValueError: The sizes in the outline contradict each other.
         """
-        o, layout = self.outline, Layout.plan(*self.outline.areas)
+        o, layout = self.outline, SlotLayout.plan(*self.outline.areas)
         if layout.total != o.slot_bytes or len(o.small) > layout.small_capacity:
             raise ValueError("its sizes do not fit each other")
         if layout.manifest_bytes != len(self.directory):
@@ -84,7 +84,7 @@ class Outlines:
         self._live: dict[tuple[str, int], tuple[int, ...]] = {}  # nodes with the tensors of own shards
         self._told: dict[tuple[str, str, int], str] = {}  # key of the directory that a peer has, by peer and shard
         self._sent: dict[tuple[str, int], tuple[Stamp, list[str]]] = {}  # the newest outline, and its receivers
-        self._kept: dict[tuple[str, int], list[Kept]] = {}
+        self._kept: dict[tuple[str, int], list[KeptOutline]] = {}
         self._bytes = 0
         self._linking: set[str] = set()
 
@@ -133,7 +133,7 @@ class Outlines:
         """
         hosts, stamp = self._hosts(self._live.get((shard.set, shard.rank), ())), shard.pair.slots[index].stamp
         try:
-            layout = Layout.plan(*areas)
+            layout = SlotLayout.plan(*areas)
         except ValueError:
             return
         fits = layout.total == shard.bytes and small_bytes <= min(layout.small_capacity, peer.MAX_SMALL_BYTES)
@@ -158,7 +158,7 @@ class Outlines:
             directory,
             moment,
         )
-        self.heard(self._node, outline)
+        self.on_outline(self._node, outline)
         brief = msgspec.structs.replace(outline, directory=b"")
         for host in hosts:
             known = self._told.get((host, shard.set, shard.rank)) == key
@@ -185,7 +185,7 @@ class Outlines:
 
     # ---- outlines of others' shards --------------------------------------------------------------------
 
-    def heard(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
+    def on_outline(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
         """Keep an outline or its digest, sent by the shard's home. The home may be this node."""
         here = self._membership
         if message.round != here.round or here.live is None or message.stamp.epoch != here.epoch:
@@ -207,7 +207,7 @@ class Outlines:
         if not directory or (key not in self._kept and len(self._kept) >= _MOST_SHARDS):
             return
         newer = [k for k in versions if k.outline.stamp != message.stamp]
-        newer.append(Kept(msgspec.structs.replace(message, directory=b""), directory))
+        newer.append(KeptOutline(msgspec.structs.replace(message, directory=b""), directory))
         newer = sorted(newer, key=lambda k: k.outline.stamp)[-_VERSIONS:]
         bytes_now = self._bytes + _size(newer) - _size(versions)
         if bytes_now <= _MOST_BYTES:
@@ -235,7 +235,7 @@ class Outlines:
                     found.append(key)
         return found
 
-    def _holders(self, kept: Kept) -> tuple[int, ...]:
+    def _holders(self, kept: KeptOutline) -> tuple[int, ...]:
         here = self._membership
         return placement.holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
 
@@ -248,12 +248,12 @@ class Outlines:
             if of == name and versions[-1].outline.stamp.epoch == epoch and mine not in self._holders(versions[-1])
         )
 
-    def find(self, name: str, rank: int, stamp: Stamp) -> Kept | None:
+    def find(self, name: str, rank: int, stamp: Stamp) -> KeptOutline | None:
         """Return the outline of exactly this version, or None."""
         return next((k for k in self._kept.get((name, rank), ()) if k.outline.stamp == stamp), None)
 
 
-def _size(versions: list[Kept]) -> int:
+def _size(versions: list[KeptOutline]) -> int:
     """Return the bytes of these versions. A directory that several share counts once."""
     directories = {k.outline.key: len(k.directory) for k in versions}
     return sum(directories.values()) + sum(len(k.outline.small) + 512 for k in versions)

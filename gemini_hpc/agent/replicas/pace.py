@@ -12,7 +12,7 @@ from gemini_hpc.wire.inspect_schema import PaceState
 _KEPT = 32  # number of gaps that the median is taken of
 
 
-class Pace:
+class VersionGaps:
     """The gaps between versions of one launch of one training on this node."""
 
     def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:

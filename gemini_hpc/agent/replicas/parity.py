@@ -16,7 +16,7 @@ from gemini_hpc.core.copy import Member
 from gemini_hpc.core.slots import Stamp
 
 
-class Fold:
+class ParityFold:
     """A version of the parity that is being folded in."""
 
     def __init__(self, stamp: Stamp, index: int, view: memoryview, room: int, wanted: Mapping[int, int]) -> None:
@@ -73,7 +73,7 @@ class Parity:
         self.homes, self.blocks = dict(homes), blocks
         self.of: list[tuple[Member, ...]] = [(), ()]
         self.rooms = [0, 0]
-        self.fill: Fold | None = None
+        self.fill: ParityFold | None = None
 
     def is_like(self, other: Parity) -> bool:
         """Return whether the other parity covers the same shards in the same way."""

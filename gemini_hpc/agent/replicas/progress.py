@@ -7,7 +7,7 @@ from collections import deque
 from functools import reduce
 from statistics import median
 
-from gemini_hpc.core.standstill import Place, Standing
+from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import progress_page
 from gemini_hpc.wire.progress_page import Progress
 
@@ -24,7 +24,7 @@ class _Page:
         self.seen = Progress()
         self.beat_at = now
 
-    def look(self, now: float) -> bool:
+    def read_page(self, now: float) -> bool:
         """Read the page. Return whether the rank has progressed since the last reading."""
         found = progress_page.read(self.fd)
         if found is None or found == self.seen:
@@ -33,7 +33,7 @@ class _Page:
         return (before.version, before.launched) != (found.version, found.launched)
 
 
-class Ranks:
+class RankPages:
     """The ranks on this node of one launch of one training."""
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Ranks:
         if page is not None:
             os.close(page.fd)
 
-    def look(self, now: float, *, stopped: bool = False) -> bool:
+    def read_pages(self, now: float, *, stopped: bool = False) -> bool:
         """Read all pages. Return whether any rank has progressed.
 
         Args:
             now: Current time in seconds.
             stopped: The pages have not been read for a while, so the silence before now does not count.
         """
-        moved = [page.look(now) for page in self._pages.values()]
+        moved = [page.read_page(now) for page in self._pages.values()]
         self._reached(max((page.seen.version for page in self._pages.values()), default=0), now)
         if any(moved) or stopped:
             self._moved_at = now
@@ -87,7 +87,7 @@ class Ranks:
         """Return the seconds since any rank progressed, as of the last reading."""
         return now - self._moved_at
 
-    def standing(self, host: str, world: int, now: float) -> Standing | None:
+    def standing(self, host: str, world: int, now: float) -> HangStanding | None:
         """Return how the ranks here stand, as of the last reading, or None without a rank."""
         if not self._pages:
             return None
@@ -95,12 +95,12 @@ class Ranks:
         usual_s = 0.0 if early else median(self._steps)
         silent_s, awake_s = self.silent_s(now), now - self._asleep_at
 
-        def one(rank: int, page: _Page) -> Standing:
+        def one(rank: int, page: _Page) -> HangStanding:
             seen, unseen_s = page.seen, now - page.beat_at
             place = Place(seen.version, seen.launched, seen.usual, rank, host, seen.collective, unseen_s < _RUNS_S)
-            return Standing(world, 1, silent_s, unseen_s, awake_s, usual_s, place, place, seen.flying > 0, early)
+            return HangStanding(world, 1, silent_s, unseen_s, awake_s, usual_s, place, place, seen.flying > 0, early)
 
-        return reduce(Standing.join, (one(rank, page) for rank, page in self._pages.items()))
+        return reduce(HangStanding.join, (one(rank, page) for rank, page in self._pages.items()))
 
     # ---- stacks ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Slot, Stamp
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Fill:
         over: Set when the rank has stopped writing.
     """
 
-    client: Client
+    client: LocalClient
     version: int
     stamp: Stamp
     index: int

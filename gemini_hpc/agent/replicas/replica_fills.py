@@ -16,7 +16,7 @@ from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 WAIT_S = 1.0  # wait for a rank here that lags behind the shard's home
 _LATE = 4  # versions: a rank that has filled none of the last ones does not fill any more
@@ -24,30 +24,32 @@ _LOOK_S, _LATE_LOOK_S = 0.001, 0.1  # poll intervals for a fill, and for the end
 _WRITES_S = 15.0  # a begun write ends within this time; longer than the process waits for it before it rejoins
 
 
-def begin(filling: SlotWrites, client: Client, training: Training, shard: Shard, version: int, epoch: int) -> int:
+def begin_fill(
+    filling: SlotWrites, client: LocalClient, training: Training, shard: Shard, version: int, epoch: int
+) -> int:
     """Return the index of the slot that the rank, and no push, may write to now.
 
     Raises:
         core.slots.Refused: No slot may be written to now.
     """
     before = list(shard.pair.slots)
-    index = filling.begin(training, shard, version)
+    index = filling.begin_write(training, shard, version)
     shard.pair.slots[index].busy = True
     shard.fill = Fill(client, version, Stamp(epoch, version), index, before[index])
     return index
 
 
-def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
+def end(client: LocalClient, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
     """Record that the rank has filled these bytes and writes no more. Return False if it had no permission."""
     fill = shard.fill
     if fill is None or fill.client is not client or fill.version != version or fill.over.is_set():
         return False
     fill.there = there
-    _over(shard, fill)
+    _end_fill(shard, fill)
     return True
 
 
-def gone(client: Client, shards: list[Shard]) -> list[Shard]:
+def gone(client: LocalClient, shards: list[Shard]) -> list[Shard]:
     """Handle the end of a process's connection. Return the shards whose slots the process may still be writing to."""
     writing = []
     for shard in shards:
@@ -59,7 +61,7 @@ def gone(client: Client, shards: list[Shard]) -> list[Shard]:
     return writing
 
 
-async def ended(client: Client, shards: list[Shard]) -> None:
+async def ended(client: LocalClient, shards: list[Shard]) -> None:
     """Wait until the process writes no more: it has ended, or the time for any write has passed."""
     deadline = clock.monotonic() + _WRITES_S
     while client.lives() and clock.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
@@ -68,16 +70,16 @@ async def ended(client: Client, shards: list[Shard]) -> None:
         release(shard, client)
 
 
-def release(shard: Shard, client: Client | None = None) -> None:
+def release(shard: Shard, client: LocalClient | None = None) -> None:
     """End the fill: its memory is registered anew, or `client` has ended."""
     fill = shard.fill
     if fill is not None and (client is None or fill.client is client):
         if not fill.over.is_set():
-            _over(shard, fill)
+            _end_fill(shard, fill)
         shard.fill = None
 
 
-def _over(shard: Shard, fill: Fill) -> None:
+def _end_fill(shard: Shard, fill: Fill) -> None:
     slot = shard.pair.slots[fill.index]
     if slot.state == "filling" and slot.stamp == fill.stamp:
         slot.busy = False

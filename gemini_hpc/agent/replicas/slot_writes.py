@@ -10,7 +10,7 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
-from gemini_hpc.agent.replicas.store import Reading, Shard
+from gemini_hpc.agent.replicas.store import PendingDigest, Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core.digest import Pieces
@@ -43,7 +43,7 @@ class SlotWrites:
         self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
         self._pool, self._completed = pool, completed
 
-    def begin(self, training: Training, shard: Shard, version: int) -> int:
+    def begin_write(self, training: Training, shard: Shard, version: int) -> int:
         """Return the index of the slot to fill with this version of the current epoch.
 
         Raises:
@@ -53,13 +53,13 @@ class SlotWrites:
         if sealing is None:
             raise Refused("a recovery round is under way")
         stamp = Stamp(self._membership.epoch, version)
-        index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
+        index = shard.pair.begin_version(stamp, training.sealed, sealing.decision.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
         if (reading := shard.readings[index]) is not None:
             reading.found.cancel()
             shard.readings[index] = None
         shard.since[index] = clock.time()
-        self._sets.drop_guests(training)  # a rank saves only after every rank has loaded
+        self._sets.drop_load_copies(training)  # a rank saves only after every rank has loaded
         self._sets.recount(shard.set)
         return index
 
@@ -73,7 +73,7 @@ class SlotWrites:
         for index, slot in enumerate(shard.pair.slots):
             if slot.stamp == stamp and slot.state == "filling" and not slot.busy:
                 self.void(shard, index)
-        return self.begin(training, shard, version)
+        return self.begin_write(training, shard, version)
 
     def passed(self, shard: Shard, version: int) -> None:
         """Record that the rank skipped this version.

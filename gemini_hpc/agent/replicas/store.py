@@ -22,7 +22,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Reading:
+class PendingDigest:
     """A pending digest of the leading `used` bytes of a slot in progress."""
 
     slot: Slot
@@ -78,7 +78,7 @@ class Shard:
     half_back: bool = False
     unproven: Stamp | None = None
     parity: Parity | None = None
-    readings: list[Reading | None] = field(default_factory=lambda: [None, None])
+    readings: list[PendingDigest | None] = field(default_factory=lambda: [None, None])
 
     def record(self, index: int) -> Copy | None:
         """Return the description of a complete slot, or None if the slot is not complete."""
@@ -106,7 +106,7 @@ class Shard:
         with self.memory[index].view() as memory:
             return read_moment(memory[:HEADER_BYTES]) if self.parity is None else UNCOUNTED
 
-    def settle(self, index: int, digest: str) -> bool:
+    def verify_slot(self, index: int, digest: str) -> bool:
         """Compare a digest just read with the recorded one. A slot with another digest becomes void."""
         record = self.record(index)
         if record is None:
@@ -392,15 +392,15 @@ class Store:
 
     async def verify(self) -> list[Copy]:
         """Read every complete copy and parity again, all at once. Void and return the damaged ones."""
-        found = await asyncio.gather(*(self._settle(shard, index) for shard in self.every() for index in (0, 1)))
+        found = await asyncio.gather(*(self._verify_slot(shard, index) for shard in self.every() for index in (0, 1)))
         return [copy for copy in found if copy is not None]
 
-    async def _settle(self, shard: Shard, index: int) -> Copy | None:
+    async def _verify_slot(self, shard: Shard, index: int) -> Copy | None:
         record, slot = shard.record(index), shard.pair.slots[index]
         if record is None:
             return None
         digest = await self.pool.digest(shard.memory[index], record.used, urgency=Urgency.INVENTORY)
-        is_same = shard.pair.slots[index] is not slot or shard.settle(index, digest)
+        is_same = shard.pair.slots[index] is not slot or shard.verify_slot(index, digest)
         return None if is_same else record
 
     def copies(self) -> list[Copy]:

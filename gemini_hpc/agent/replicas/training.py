@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from gemini_hpc.agent.replicas.memory import Memfd
-from gemini_hpc.agent.replicas.pace import Pace
-from gemini_hpc.agent.replicas.progress import Ranks
+from gemini_hpc.agent.replicas.pace import VersionGaps
+from gemini_hpc.agent.replicas.progress import RankPages
 from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import control_page, peer
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 
 
 class Training:
@@ -31,14 +31,14 @@ class Training:
         self.lost: tuple[str, ...] = ()
         self.note = ""
         self.begun = 0  # the newest version that a rank of this launch has begun to save here
-        self.pace = Pace()
-        self.ranks = Ranks()
+        self.pace = VersionGaps()
+        self.ranks = RankPages()
         self.hung = ""  # the reported reason and place of a hang
         self.restarts: set[int] = set()  # ranks that are restarted when they fail
-        self.present: dict[int, Client] = {}
+        self.present: dict[int, LocalClient] = {}
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
-        self.guests: dict[int, Memfd] = {}
+        self.load_copies: dict[int, Memfd] = {}
         self.left: dict[int, str] = {}  # ranks without protection any more, and the reason: no version is sealed then
         self._complaint: tuple[str, Stamp | None] = "", None
         self.void: Stamp | None = None  # a version whose ranks disagree on its moment
@@ -47,10 +47,10 @@ class Training:
     @property
     def sealed(self) -> Stamp | None:
         """Return the newest sealed version, from the root's decision or, before one, from the plan."""
-        word = self.sealing.word.sealed if self.sealing is not None else None
+        word = self.sealing.decision.sealed if self.sealing is not None else None
         return word if word is not None else self.settled
 
-    def complain(self, text: str) -> None:
+    def record_trouble(self, text: str) -> None:
         """Record a rank's reason why versions are not sealed. The reason holds until the next seal."""
         self._complaint = text, self.sealed
 

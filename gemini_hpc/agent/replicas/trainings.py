@@ -94,7 +94,7 @@ class Trainings:
                 self.remove(closed.set)
         for name in planned.keys() | self._sets.keys():
             training = self.named(name)
-            self.drop_guests(training)
+            self.drop_load_copies(training)
             training.plan(planned.get(name), plan.round)
 
     def recall(self, within: Within) -> None:
@@ -113,23 +113,23 @@ class Trainings:
     def close(self) -> None:
         """Free all trainings."""
         for training in self:
-            self.drop_guests(training)
+            self.drop_load_copies(training)
             training.close()
 
     def remove(self, name: str) -> None:
         """Remove a training that is not needed any more."""
         training = self._sets.pop(name, None)
         if training is not None:
-            self.drop_guests(training)
+            self.drop_load_copies(training)
             training.close()
             self._notes.forget(name)
 
-    def drop_guests(self, training: Training) -> None:
+    def drop_load_copies(self, training: Training) -> None:
         """Free copies that were pulled only to be loaded."""
-        for memory in training.guests.values():
+        for memory in training.load_copies.values():
             self._store.budget.give(memory.size_bytes)
             memory.close()
-        training.guests.clear()
+        training.load_copies.clear()
 
     # ---- seals -----------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Trainings:
             training.page.set_sealed(*word.sealed)
             if word.sealed.epoch == self._membership.epoch:
                 self._store.drop_stale(training.name, number, training.world, word.sealed)
-                self.drop_guests(training)
+                self.drop_load_copies(training)
             self._on_sealed(training, number, word.sealed)
 
     def _void(self, training: Training, void: Stamp, why: str) -> None:
@@ -197,7 +197,7 @@ class Trainings:
         if training.void == void:
             return
         training.void, training.void_note = void, why
-        training.complain(why)
+        training.record_trouble(why)
         incarnation = self._membership.incarnation
         if incarnation is not None and incarnation.leads:
             self._log("disagreement", version=void.version, detail=why)
@@ -212,7 +212,7 @@ class Trainings:
             if host == rounds.parent:
                 sealing.repeat()
             elif host in rounds.children:
-                incarnation.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
+                incarnation.send(host, _word_down(rounds.round, training.name, sealing.decision, sealing.degraded))
 
     def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.DecisionDown) -> None:
         """Handle a child's vote or the parent's decision."""
@@ -223,11 +223,11 @@ class Trainings:
         if sealing is None:
             return
         if isinstance(message, peer.VoteUp):
-            sealing.heard(host, from_wire(message))
+            sealing.on_vote(host, from_wire(message))
         elif host == rounds.parent:
             sealed = message.sealed
             word = Decision(sealed, frozenset(message.abandoned), message.void, message.why)
-            sealing.hear(word, message.degraded)
+            sealing.on_decision(word, message.degraded)
 
     # ---- control pages ---------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Trainings:
         for training in self:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
-    def hold(self, epoch: int) -> None:
+    def hold_ranks(self, epoch: int) -> None:
         """Stop ranks at the next sealed version.
 
         Args:
@@ -268,7 +268,7 @@ class Trainings:
         if sealing.degraded or cut_off:
             state = control_page.STATE_DEGRADED
         else:
-            state = control_page.STATE_ARMING if sealing.word.sealed is None else control_page.STATE_PROTECTED
+            state = control_page.STATE_ARMING if sealing.decision.sealed is None else control_page.STATE_PROTECTED
         if training.page.state != state:
             training.page.set_state(state)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from gemini_hpc.core.moments import Report, describe_difference
+from gemini_hpc.core.moments import MomentReport, describe_difference
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, merge, vote_of
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.bounds import Strict
 
 
-class Ballot(msgspec.Struct, frozen=True):
+class SubtreeVote(msgspec.Struct, frozen=True):
     """A vote with the facts that the root needs to count it.
 
     Attributes:
@@ -31,15 +31,15 @@ class Ballot(msgspec.Struct, frozen=True):
     world: int
     degraded: bool = False
     kinds: int = 0
-    reports: tuple[Report, ...] = ()
+    reports: tuple[MomentReport, ...] = ()
 
 
 RESUMED, REGISTERED = 1, 2
-_NOTHING = Ballot(SILENT, 0, 0)
+_NOTHING = SubtreeVote(SILENT, 0, 0)
 _decoder = Strict(msgspec.msgpack.Decoder(Vote))
 
 
-def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
+def to_wire(round_number: int, set_name: str, ballot: SubtreeVote) -> peer.VoteUp:
     """Return the message for a ballot."""
     raw = msgspec.Raw(msgspec.msgpack.encode(ballot.vote))
     return peer.VoteUp(
@@ -47,14 +47,14 @@ def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
     )
 
 
-def from_wire(message: peer.VoteUp) -> Ballot:
+def from_wire(message: peer.VoteUp) -> SubtreeVote:
     """Return the ballot in a message.
 
     Raises:
         msgspec.MsgspecError: The vote in the message is malformed.
     """
     vote = _decoder.decode(message.vote)
-    return Ballot(vote, message.pairs, message.world, message.degraded, message.kinds, message.reports)
+    return SubtreeVote(vote, message.pairs, message.world, message.degraded, message.kinds, message.reports)
 
 
 class Voting:
@@ -68,7 +68,7 @@ class Voting:
         self,
         pairs_each: int,
         children: Iterable[str],
-        up: Callable[[Ballot], None] | None,
+        up: Callable[[SubtreeVote], None] | None,
         spread: Callable[[Decision, bool], None],
         settled: Stamp | None = None,
     ) -> None:
@@ -86,13 +86,13 @@ class Voting:
         self._below = dict.fromkeys(children, _NOTHING)
         self._up, self._spread = up, spread
         self._root = Root(["job"], settled) if up is None else None
-        self._sent: Ballot | None = None
+        self._sent: SubtreeVote | None = None
         self._missing = False
-        self.word = Decision()
+        self.decision = Decision()
         self.degraded = False
         self.voted: frozenset[Stamp] = frozenset()
         self._homes: dict[int, SlotPair] = {}
-        self._reports: tuple[Report, ...] = ()
+        self._reports: tuple[MomentReport, ...] = ()
 
     def recount(self, pairs: list[SlotPair], world: int, kind: int, homes: Mapping[int, SlotPair]) -> None:
         """Vote anew after a change on this node.
@@ -105,27 +105,27 @@ class Voting:
         """
         self._homes = dict(homes)
         vote = vote_of(pairs, own=homes.values())
-        self._own = Ballot(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
-        self._tell()
+        self._own = SubtreeVote(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
+        self._send_vote()
 
     def miss(self, missing: bool) -> None:
         """Record whether this agent misses one of its peers."""
         if missing != self._missing:
             self._missing = missing
-            self._tell()
+            self._send_vote()
 
-    def heard(self, child: str, ballot: Ballot) -> None:
+    def on_vote(self, child: str, ballot: SubtreeVote) -> None:
         """Record a child's newer vote."""
         if child in self._below:
             self._below[child] = ballot
-            self._tell()
+            self._send_vote()
 
     def repeat(self) -> None:
         """Send the vote again, because the link to the parent is new."""
         self._sent = None
-        self._tell()
+        self._send_vote()
 
-    def _merged(self) -> Ballot:
+    def _merged(self) -> SubtreeVote:
         ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
         degraded = self._missing or any(b.degraded for b in self._below.values())
         vote = merge(b.vote for b in ballots) if ballots else SILENT
@@ -134,9 +134,9 @@ class Voting:
             kinds |= b.kinds
         world = max((b.world for b in ballots), default=0)
         reports = tuple(report for b in ballots for report in b.reports)
-        return Ballot(vote, sum(b.pairs for b in ballots), world, degraded, kinds, reports)
+        return SubtreeVote(vote, sum(b.pairs for b in ballots), world, degraded, kinds, reports)
 
-    def _tell(self) -> None:
+    def _send_vote(self) -> None:
         self.voted |= self._own.vote.complete  # before the vote is sent: a version voted for must be kept
         ballot = self._merged()
         if self._root is None:
@@ -148,23 +148,23 @@ class Voting:
         if ballot.pairs != ballot.world * self._pairs_each or ballot.kinds not in (RESUMED, REGISTERED):
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
         self._root.update("job", vote, ballot.world)
-        word = self._root.word()
-        if word.void is not None and word.void == self.word.void and len(ballot.reports) == ballot.world:
+        word = self._root.decision()
+        if word.void is not None and word.void == self.decision.void and len(ballot.reports) == ballot.world:
             self._root.explain(describe_difference(word.void.version, ballot.reports))
-            word = self._root.word()
-        self.hear(word, ballot.degraded)
+            word = self._root.decision()
+        self.on_decision(word, ballot.degraded)
 
-    def hear(self, word: Decision, degraded: bool) -> None:
+    def on_decision(self, word: Decision, degraded: bool) -> None:
         """Take the root's decision, and pass it on to the children and the trainers."""
-        if word == self.word and degraded == self.degraded:
+        if word == self.decision and degraded == self.degraded:
             return
         self.degraded = degraded
-        sealed, known = word.sealed, self.word.sealed
+        sealed, known = word.sealed, self.decision.sealed
         if known is not None and (sealed is None or sealed < known):
             # A restarted root may not know yet which version is sealed. The versions that it abandons stay abandoned.
             word = Decision(known, frozenset(s for s in word.abandoned if s > known))
             sealed = known
-        void, self.word = self.word.void, word
+        void, self.decision = self.decision.void, word
         if sealed is not None:
             self.voted = frozenset(s for s in self.voted if s > sealed)
         self._spread(word, degraded)
@@ -174,6 +174,8 @@ class Voting:
     def _report(self, void: Stamp | None) -> None:
         """Report the moments of this node's ranks to the root before their slots go to another version."""
         slots = {rank: slot for rank, pair in self._homes.items() for slot in pair.slots if slot.stamp == void}
-        self._reports = tuple(Report(rank, *slot.moment[1:]) for rank, slot in slots.items() if void is not None)
+        self._reports = tuple(
+            MomentReport(rank, *slot.moment[1:]) for rank, slot in slots.items() if void is not None
+        )
         self._own = msgspec.structs.replace(self._own, reports=self._reports)
-        self._tell()
+        self._send_vote()

@@ -51,7 +51,7 @@ class SaveFailures:
         trouble.kinds.add(kind)
         return new
 
-    def over(self, name: str) -> None:
+    def record_success(self, name: str) -> None:
         """Record a successful try."""
         trouble = self._of.pop(name, None)
         if trouble is not None and trouble.told:

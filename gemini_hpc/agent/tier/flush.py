@@ -23,7 +23,7 @@ _LOOK_S = 0.2  # interval of progress reports during a salvage
 _TIER_S = 10.0  # the tier must list its versions within this time
 
 
-class Flush:
+class FlushRequests:
     """An agent's answers to flush requests."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Flush:
         """
         salvage = self._salvage
         if not (salvage.saved or salvage.busy):
-            salvage.begin(asked=True)
+            salvage.begin_try(asked=True)
         while salvage.busy:
             await asyncio.sleep(_LOOK_S)
             for training in self._trainings:
@@ -88,10 +88,10 @@ class Flush:
         for name in sorted(wanted.keys() | (there.keys() if saved else set())) or [""]:
             stamp, known = wanted.get(name, Stamp(0, 0)), there.get(name, Stamp(0, 0))
             if known >= stamp and known > Stamp(0, 0):
-                await link.flush(self._over(name, known, ""))
+                await link.flush(self._final_answer(name, known, ""))
             else:
                 gone = "the version was saved, but is no longer there" if saved else "the version has not been saved"
-                await link.flush(self._over(name, stamp, reason or gone))
+                await link.flush(self._final_answer(name, stamp, reason or gone))
 
     async def _one(self, link: Link, training: Training) -> None:
         task = self._spawn(self._saver.flush(training))
@@ -101,8 +101,8 @@ class Flush:
                 done_bytes = self._saver.progress(training.name)
                 await link.flush(Flushing(training.name, training.sealed or Stamp(0, 0), done_bytes))
         stamp, reason = task.result()
-        await link.flush(self._over(training.name, stamp, reason))
+        await link.flush(self._final_answer(training.name, stamp, reason))
 
-    def _over(self, name: str, stamp: Stamp, reason: str) -> Flushing:
+    def _final_answer(self, name: str, stamp: Stamp, reason: str) -> Flushing:
         where = f"{self._saver.directory}/{name}/{version.name(stamp)}"
         return Flushing(name, stamp, over=True, reason=reason, where="" if reason else where)

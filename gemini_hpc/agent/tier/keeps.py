@@ -27,7 +27,7 @@ _KNOWN = 1024  # given names that are remembered
 _SHOWN = 16  # given names that `inspect` shows
 
 
-class Keeps:
+class NamedVersions:
     """The wishes of one agent to keep versions. They live as long as the agent."""
 
     def __init__(
@@ -90,9 +90,9 @@ class Keeps:
         if known is None:
             if sum(other.set == wish.set for other in self.wishes) >= MAX_WISHES:
                 return f"{MAX_WISHES} versions already wait to be kept"
-            self._take(wish)
+            self._add_wish(wish)
             self._log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
-            self._tell()
+            self._send_wishes()
         return ""
 
     def _known(self, wish: Wish) -> int | None:
@@ -109,7 +109,7 @@ class Keeps:
             return given
         return None if self._rejections.covers(wish.set, given[1]) else given
 
-    def _take(self, wish: Wish) -> None:
+    def _add_wish(self, wish: Wish) -> None:
         if wish in self.wishes:
             return
         others = [o for o in self.wishes if (o.set, o.name) != (wish.set, wish.name)]
@@ -124,9 +124,9 @@ class Keeps:
         """Resend open wishes, and retry them at the root. Called a few times a second."""
         if self.wishes and now >= self._again_at:
             self._again_at = now + _AGAIN_S
-            self._tell()
+            self._send_wishes()
 
-    def _tell(self) -> None:
+    def _send_wishes(self) -> None:
         incarnation = self._membership.live
         if incarnation is None:
             return
@@ -152,15 +152,15 @@ class Keeps:
             else:
                 self._wanted(incarnation, message)
         elif host in rounds.children and isinstance(message, peer.KeepWish):
-            self._heard(incarnation, host, message)
+            self._on_wish(incarnation, host, message)
 
     def _wanted(self, incarnation: Incarnation, message: peer.KeepWish) -> None:
         """Take a wish that the root has."""
         self._given.pop((message.set, message.name), None)
-        self._take(Wish(message.set, message.name, message.version))
+        self._add_wish(Wish(message.set, message.name, message.version))
         incarnation.send_down(message)
 
-    def _heard(self, incarnation: Incarnation, child: str, message: peer.KeepWish) -> None:
+    def _on_wish(self, incarnation: Incarnation, child: str, message: peer.KeepWish) -> None:
         wish = Wish(message.set, message.name, message.version)
         given = self._has(wish)
         known = self._known(wish)
@@ -170,8 +170,8 @@ class Keeps:
         elif known is not None and known != wish.version:
             incarnation.send(child, peer.KeepWish(message.round, wish.set, wish.name, known))
         elif known is None and sum(other.set == wish.set for other in self.wishes) < 2 * MAX_WISHES:
-            self._take(wish)
-            self._tell()
+            self._add_wish(wish)
+            self._send_wishes()
 
     # ---- outcomes --------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
@@ -33,7 +33,7 @@ Told = Callable[[tuple[NodeFile, ...], str], None]  # files written, and why any
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedVersion:
     """A version that is to be saved.
 
     Attributes:
@@ -52,11 +52,11 @@ class Wanted:
 class NodeWriter:
     """The writer of one agent."""
 
-    def __init__(self, identity: Identity, membership: Membership, store: Store, spawn: Spawn) -> None:
+    def __init__(self, identity: AgentIdentity, membership: Membership, store: Store, spawn: Spawn) -> None:
         self._identity, self._membership, self._store, self._spawn = identity, membership, store, spawn
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
-        self._begun: dict[str, Wanted] = {}  # the current or last save,
+        self._begun: dict[str, WantedVersion] = {}  # the current or last save,
         self._told: dict[str, tuple[tuple[NodeFile, ...], str]] = {}  # and its outcome
         self._written: dict[str, int] = {}
 
@@ -88,13 +88,13 @@ class NodeWriter:
             for key in [key for key in self._copies if key[0] == name]:
                 self._free(key)
 
-    async def cut_short(self) -> list[Wanted]:
+    async def cut_short(self) -> list[WantedVersion]:
         """Return the saves that `close` has cancelled, after all writes have ended."""
         if self._saving:
             await asyncio.wait(self._saving.values())
         return [self._begun[name] for name, task in self._saving.items() if task.cancelled()]
 
-    def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
+    def wanted(self, what: WantedVersion, tier: str, told: Told) -> bool:
         """Save this version. Return False if this node has no shard to save.
 
         Args:
@@ -125,7 +125,7 @@ class NodeWriter:
         """Return this node's rank."""
         return self._membership.noderanks.get(self._identity.node)
 
-    def _files(self, what: Wanted) -> dict[int, list[Shard]]:
+    def _files(self, what: WantedVersion) -> dict[int, list[Shard]]:
         """Return the shards that this node must save, by their home."""
         found, mine = dict[int, list[Shard]](), self._mine
         if what.homes is None:
@@ -140,7 +140,7 @@ class NodeWriter:
 
     async def _save(
         self,
-        what: Wanted,
+        what: WantedVersion,
         tier: str,
         files: dict[int, list[Shard]],
         before: asyncio.Task[None] | None,
@@ -168,7 +168,7 @@ class NodeWriter:
         told(tuple(written), reason)
 
     async def _write(
-        self, what: Wanted, tier: str, home: int, sources: list[orders.Source], before_bytes: int
+        self, what: WantedVersion, tier: str, home: int, sources: list[orders.Source], before_bytes: int
     ) -> NodeFile:
         """Write one file.
 

@@ -25,7 +25,7 @@ from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import salvage_events as events
-from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
 from gemini_hpc.agent.tier.salvage_rules import SalvageRules, listed
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.saver import Saver
@@ -106,7 +106,7 @@ class Salvage:
         incarnation = self._membership.incarnation
         return incarnation is not None and incarnation.incomplete(now)
 
-    def begin(self, *, last: bool = False, asked: bool = False) -> None:
+    def begin_try(self, *, last: bool = False, asked: bool = False) -> None:
         """Begin a try.
 
         Args:
@@ -128,13 +128,13 @@ class Salvage:
 
     # ---- facts for the decisions -----------------------------------------------------------------------
 
-    def _facts(self, incarnation: Incarnation) -> events.Facts:
+    def _facts(self, incarnation: Incarnation) -> events.SalvageFacts:
         mesh, here = incarnation.mesh, self._membership
         sealed = [(training.name, training.sealed) for training in self._trainings if training.sealed is not None]
-        return events.Facts(
+        return events.SalvageFacts(
             incarnation.hosts,
             mesh.dead,
-            mesh.heard,
+            mesh.last_heard,
             here.noderanks,
             self._own(),
             bool(sealed) and all(self._rejections.covers(name, stamp) for name, stamp in sealed),
@@ -237,7 +237,7 @@ class Salvage:
                 there = await incarnation.mesh.reach(effect.host, effect.within_s)
                 return events.Reached(effect.run, effect.host, there)
             case events.Settle():
-                await self._saver.settle(effect.stalled_s)
+                await self._saver.wait_idle(effect.stalled_s)
                 return events.Settled(effect.run)
             case events.Look():
                 try:
@@ -254,13 +254,13 @@ class Salvage:
     def _write(self, order: peer.SalvageWrite, leader: str) -> None:
         """Write this node's part, and report to the leader as often as it asks."""
 
-        def told(files: tuple[NodeFile, ...], reason: str) -> None:
+        def report_written(files: tuple[NodeFile, ...], reason: str) -> None:
             done = peer.SalvageWrote(order.set, order.stamp, files, reason, order.attempt)
             if leader == self._node:
                 self._happened(events.Heard(leader, done))
             else:
                 self._membership.send(leader, done)
 
-        what = Wanted(order.set, order.stamp, order.attempt, frozenset(order.homes))
-        if not self._writer.wanted(what, self._saver.tier, told):
-            told((), f"this node no longer holds version {order.stamp[1]}")
+        what = WantedVersion(order.set, order.stamp, order.attempt, frozenset(order.homes))
+        if not self._writer.wanted(what, self._saver.tier, report_written):
+            report_written((), f"this node no longer holds version {order.stamp[1]}")

@@ -17,7 +17,7 @@ from gemini_hpc.wire.message import Message
 
 
 @dataclass(frozen=True)
-class Facts:
+class SalvageFacts:
     """The facts that an agent knows besides the events.
 
     Attributes:

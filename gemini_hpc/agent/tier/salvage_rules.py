@@ -27,7 +27,6 @@ from gemini_hpc.agent.tier.salvage_events import (
     Cleaned,
     Effect,
     Event,
-    Facts,
     Failed,
     Halt,
     Heard,
@@ -38,6 +37,7 @@ from gemini_hpc.agent.tier.salvage_events import (
     Reach,
     Reached,
     Reset,
+    SalvageFacts,
     Saved,
     Send,
     Settle,
@@ -153,13 +153,13 @@ class SalvageRules:
         """
         return not self.busy and not (self._asked_last if last else now < self.again_at)
 
-    def step(self, event: Event, facts: Facts, now: float) -> list[Effect]:
+    def step(self, event: Event, facts: SalvageFacts, now: float) -> list[Effect]:
         """Return the effects of an event."""
         if isinstance(event, (Reached, Settled, Looked, Published, Cleaned, Broken)) and event.run != self.run:
             return []
         return list(self._step(event, facts, now))
 
-    def _step(self, event: Event, facts: Facts, now: float) -> Iterator[Effect]:
+    def _step(self, event: Event, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         match event:
             case Begin():
                 self._asked_last = self._asked_last or event.last
@@ -172,7 +172,7 @@ class SalvageRules:
             case Tick():
                 yield from self._tick(facts, now)
             case Heard():
-                yield from self._heard(event.host, event.message, facts, now)
+                yield from self._on_message(event.host, event.message, facts, now)
             case Reached():
                 yield from self._reached(event, facts, now)
             case Settled() if self.stage == "settling":
@@ -192,7 +192,7 @@ class SalvageRules:
 
     # ---- start, reset and ticks ------------------------------------------------------------------------
 
-    def _start(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _start(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         self.again_at, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
         self._over, self.reason = False, ""
         self.run += 1
@@ -207,12 +207,12 @@ class SalvageRules:
         self._lead = _Lead()
         yield Halt()
 
-    def _tick(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _tick(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         if self.stage == "calling" and now >= self._until:
             self._at += 1
             yield from self._seek(facts, now)
         elif self.stage == "following":
-            yield from self._follow(facts, now)
+            yield from self._check_leader(facts, now)
         elif self.stage == "mustering":
             yield from self._muster(facts, now)
         elif self.stage == "writing":
@@ -220,7 +220,7 @@ class SalvageRules:
 
     # ---- choice of a leader ----------------------------------------------------------------------------
 
-    def _follow(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _check_leader(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         if now - facts.heard.get(self.leader, 0.0) > LOST_S:
             self.leader = ""  # the leader cannot be reached any more
             self._tries, self._at = self._tries + 1, 0
@@ -232,7 +232,7 @@ class SalvageRules:
             self._until = now + ASKED_S
             yield Send(self.leader, facts.own)
 
-    def _seek(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _seek(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Follow the current leader, or find the first reachable host of the list to lead."""
         if self.leader:
             self.stage, self._until = "following", now + ASKED_S
@@ -248,10 +248,10 @@ class SalvageRules:
             yield Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
         yield Settle(self.run, MUSTER_S)
 
-    def _others(self, facts: Facts) -> list[str]:
+    def _others(self, facts: SalvageFacts) -> list[str]:
         return [host for host in facts.hosts if host != self._me]
 
-    def _reached(self, event: Reached, facts: Facts, now: float) -> Iterator[Effect]:
+    def _reached(self, event: Reached, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         host, lead = event.host, self._lead
         if self.stage == "reaching" and host == facts.hosts[self._at]:
             if event.there:
@@ -273,7 +273,7 @@ class SalvageRules:
                 else:
                     lead.silent.setdefault(host, now)
 
-    def _heard(self, host: str, message: Message, facts: Facts, now: float) -> Iterator[Effect]:
+    def _on_message(self, host: str, message: Message, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         if isinstance(message, peer.SalvageHave):
             yield from self._called(host, message, facts, now)
         elif isinstance(message, (peer.SalvageAsk, peer.SalvageWrite)):
@@ -294,7 +294,7 @@ class SalvageRules:
             if self.stage in ("reaching", "calling", "following"):
                 self.stage = "idle"
 
-    def _called(self, host: str, message: peer.SalvageHave, facts: Facts, now: float) -> Iterator[Effect]:
+    def _called(self, host: str, message: peer.SalvageHave, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Handle an answer, a call to lead, or a follower's question whether the salvage is over."""
         if self.leads:
             self._lead.have[host] = message
@@ -309,7 +309,7 @@ class SalvageRules:
         elif facts.detached:
             yield from self._step(Begin(), facts, now)
 
-    def _takes(self, host: str, facts: Facts) -> bool:
+    def _takes(self, host: str, facts: SalvageFacts) -> bool:
         """Return whether that host may lead, as far as this agent knows.
 
         Of two leaders the first one in the list counts. A host that asks has a reason: a node is missing.
@@ -317,7 +317,7 @@ class SalvageRules:
         position = facts.hosts.index
         return not (self.busy and self.leader and position(self.leader) < position(host))
 
-    def _follows(self, host: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _follows(self, host: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         led, self.leader = self.leads, host
         if not self.saved:
             self._over = False
@@ -332,7 +332,7 @@ class SalvageRules:
 
     # ---- the leader ------------------------------------------------------------------------------------
 
-    def _muster(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _muster(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Wait for the other hosts' answers, then choose the versions to save."""
         lead = self._lead
         silent = [host for host in self._others(facts) if host not in lead.have and host not in facts.dead]
@@ -341,7 +341,7 @@ class SalvageRules:
             return
         lead.queue = newest(lead.have, facts.rejected)
         if lead.queue:
-            yield from self._look()
+            yield from self._find_newest()
         else:
             self.saved = self.saved or facts.unwanted
             yield from self._end(facts)
@@ -353,11 +353,11 @@ class SalvageRules:
                 lead.asking.add(host)
                 yield Reach(self.run, host, REACH_S)
 
-    def _look(self) -> Iterator[Effect]:
+    def _find_newest(self) -> Iterator[Effect]:
         self.stage, self._lead.tries, self._lead.first = "looking", 0, ""
         yield Look(self.run, MUSTER_S)
 
-    def _looked(self, event: Looked, facts: Facts, now: float) -> Iterator[Effect]:
+    def _looked(self, event: Looked, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         wanted = self._lead.queue[0]
         if event.stored is None:
             self.reason = event.reason
@@ -367,7 +367,7 @@ class SalvageRules:
         else:
             yield from self._try(facts, now)
 
-    def _try(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _try(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Order all writers to write."""
         lead, wanted = self._lead, self._lead.queue[0]
         name, stamp = wanted.set, wanted.stamp
@@ -404,7 +404,7 @@ class SalvageRules:
     def _waiting(self) -> list[str]:
         return [host for host in self._lead.orders if host not in self._lead.answered]
 
-    def _write(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _write(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Resend the orders, and detect lost hosts."""
         lead, waiting, gathering = self._lead, self._waiting(), self.gathering[self._lead.queue[0].set]
         late = now - gathering.began > WRITE_S
@@ -419,13 +419,13 @@ class SalvageRules:
             yield Write(lead.orders[self._me], self._me)
         yield from self._reach([host for host in waiting if host != self._me], now)
 
-    def _wrote(self, host: str, done: peer.SalvageWrote, facts: Facts, now: float) -> Iterator[Effect]:
+    def _wrote(self, host: str, done: peer.SalvageWrote, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         gathering, lead = self.gathering.get(done.set), self._lead
         if gathering is None or (gathering.stamp, gathering.attempt) != (done.stamp, done.attempt):
             return
         if self.stage != "writing" or host not in lead.orders:
             return
-        gathering.take(done.files)
+        gathering.record_files(done.files)
         lead.answered[host] = done.reason
         if self._waiting():
             return
@@ -438,7 +438,7 @@ class SalvageRules:
             self.stage = "publishing"
             yield Publish(self.run, done.set, gathering)
 
-    def _tried(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _tried(self, reason: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """End a try. After a failure the training is retried without the hosts that could not write."""
         lead = self._lead
         if not reason:
@@ -453,17 +453,17 @@ class SalvageRules:
         yield Failed(wanted.set, wanted.stamp, lead.first)
         yield Clean(self.run, wanted.set, wanted.stamp)
 
-    def _next(self, saved: bool, facts: Facts) -> Iterator[Effect]:
+    def _next(self, saved: bool, facts: SalvageFacts) -> Iterator[Effect]:
         lead = self._lead
         lead.done.append(saved)
         self.gathering.pop(lead.queue.pop(0).set, None)
         if lead.queue:
-            yield from self._look()
+            yield from self._find_newest()
         else:
             self.saved = self.saved or all(lead.done)  # another leader may have saved it meanwhile
             yield from self._end(facts)
 
-    def _end(self, facts: Facts) -> Iterator[Effect]:
+    def _end(self, facts: SalvageFacts) -> Iterator[Effect]:
         self.stage = "idle"
         self.gathering.clear()
         if self.saved:

@@ -13,7 +13,7 @@ from gemini_hpc.wire import peer
 
 
 @dataclass(frozen=True)
-class Facts:
+class SaveFacts:
     """The facts that an agent knows besides the events.
 
     Attributes:

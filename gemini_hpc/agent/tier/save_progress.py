@@ -27,7 +27,7 @@ class SaveProgress:
     began: float
     files: dict[str, NodeFile] = field(default_factory=dict)
 
-    def take(self, files: Iterable[NodeFile]) -> None:
+    def record_files(self, files: Iterable[NodeFile]) -> None:
         """Record that these files are on the tier."""
         self.files.update({file.name: file for file in files})
 

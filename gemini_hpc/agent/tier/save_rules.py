@@ -18,7 +18,7 @@ from statistics import median
 from typing import Literal
 
 from gemini_hpc.agent.tier import save_events as events
-from gemini_hpc.agent.tier.save_events import Effect, Facts
+from gemini_hpc.agent.tier.save_events import Effect, SaveFacts
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.tier_interval import automatic_s
@@ -130,7 +130,7 @@ class SaveRules:
         took_s = self.took_s(name)
         return named_s if unserved_per_day is None or took_s is None else automatic_s(took_s, unserved_per_day)
 
-    def _every_s(self, name: str, facts: Facts) -> float:
+    def _every_s(self, name: str, facts: SaveFacts) -> float:
         return self.interval_s(name, facts.interval_s, facts.unserved_per_day)
 
     @property
@@ -139,22 +139,22 @@ class SaveRules:
         silent = self._end is not None and self._end.stage == "silent"
         return bool(self.gathering or self._flushes or self._settling or silent)
 
-    def step(self, event: events.Event, facts: Facts, now: float) -> list[Effect]:
+    def step(self, event: events.Event, facts: SaveFacts, now: float) -> list[Effect]:
         """Return the effects of an event."""
         return list(self._step(event, facts, now))
 
-    def _step(self, event: events.Event, facts: Facts, now: float) -> Iterator[Effect]:
+    def _step(self, event: events.Event, facts: SaveFacts, now: float) -> Iterator[Effect]:
         match event:
             case events.Sealed():
                 yield from self._sealed(event.name, event.stamp, facts, now)
             case events.Keep():
-                yield from self._keep(event.name, facts, now)
+                yield from self._save_kept(event.name, facts, now)
             case events.Wanted():
                 if facts.here is not None and event.message.round == facts.here[1] and self._takes(facts):
                     yield events.Down(event.message)
                     yield events.Write(event.message)
             case events.Heard():
-                yield from self._heard(event.message, facts, now)
+                yield from self._on_report(event.message, facts, now)
             case events.Ask():
                 yield from self._flush(event.id, event.name, True, facts, now)
             case events.Leaving():
@@ -164,7 +164,7 @@ class SaveRules:
             case events.Detached():
                 yield from self._detached(event.dead, facts, now)
             case events.Ended():
-                yield from self._over(facts)
+                yield from self._stop_waiting(facts)
             case events.Found():
                 self.last = False
             case events.EndsIn():
@@ -179,7 +179,7 @@ class SaveRules:
                 yield from self._give_up("a recovery round began meanwhile", facts, now)
             case events.Settle():
                 self._settling[event.id] = _Settling(event.stalled_s, now)
-                yield from self._settle(facts, now)
+                yield from self._check_waits(facts, now)
             case events.Unsettle():
                 self._settling.pop(event.id, None)
             case events.Tick():
@@ -194,8 +194,8 @@ class SaveRules:
                 if self._end is not None and self._end.stage == "looking":
                     yield from self._listen(self._end, facts, now)
 
-    def _tick(self, facts: Facts, now: float) -> Iterator[Effect]:
-        yield from self._settle(facts, now)
+    def _tick(self, facts: SaveFacts, now: float) -> Iterator[Effect]:
+        yield from self._check_waits(facts, now)
         for name in list(self.gathering):
             yield from self._expire(name, facts, now)
             gathering = self.gathering.get(name)
@@ -207,21 +207,21 @@ class SaveRules:
     # ---- choice of a version and its time --------------------------------------------------------------
 
     @staticmethod
-    def _takes(facts: Facts) -> bool:
+    def _takes(facts: SaveFacts) -> bool:
         return facts.tier and not facts.salvaging
 
-    def _sealed(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
+    def _sealed(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Save the sealed version if a save is due."""
         if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
             return
-        yield from self._keep(name, facts, now)
+        yield from self._save_kept(name, facts, now)
         due = now >= self._due.setdefault(name, now + self._every_s(name, facts)) or self._near_end(name, facts, now)
         yield from self._expire(name, facts, now)
         tidied = yield from self._tidied(name)
         if name not in self.gathering and tidied and due:
-            yield from self._begin(name, stamp, facts, now)
+            yield from self._begin_save(name, stamp, facts, now)
 
-    def _keep(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _save_kept(self, name: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Save a version to keep before versions that are only due.
 
         A pending save of an earlier version gives way. If the version on the tier satisfies the wish, it gets the
@@ -252,9 +252,9 @@ class SaveRules:
             reason = f"version {stamp.version} goes first, because it is to be kept"
             yield from self._done(gathering, reason, facts, now)
         if name not in self.gathering or gathering is self.gathering[name]:
-            yield from self._begin(name, stamp, facts, now)
+            yield from self._begin_save(name, stamp, facts, now)
 
-    def _serves(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: Facts) -> Stamp | None:
+    def _serves(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: SaveFacts) -> Stamp | None:
         """Return the version on the tier if it satisfies a wish, or None.
 
         It must be of this lineage, and not older than the requested version.
@@ -268,7 +268,7 @@ class SaveRules:
         took = self._took_s.get(name)
         return took[-1] if took else 0.0
 
-    def _near_end(self, name: str, facts: Facts, now: float) -> bool:
+    def _near_end(self, name: str, facts: SaveFacts, now: float) -> bool:
         """Return whether the save before the job's time limit is due."""
         if not facts.before_end_s or self._before_end.get(name) == self._ends_at:
             return False
@@ -282,30 +282,30 @@ class SaveRules:
             yield events.Clean(name, self._cleans)
         return self._tidy[name][1]
 
-    def _cleaned(self, event: events.Cleaned, facts: Facts, now: float) -> Iterator[Effect]:
+    def _cleaned(self, event: events.Cleaned, facts: SaveFacts, now: float) -> Iterator[Effect]:
         if self._tidy.get(event.name) == (event.number, False):
             self._tidy[event.name] = event.number, True
         for number, flush in list(self._flushes.items()):
             if flush.waits == "clean" and flush.name == event.name:
                 yield from self._try(number, flush, facts, now)
-        yield from self._settle(facts, now)
+        yield from self._check_waits(facts, now)
 
     # ---- one version -----------------------------------------------------------------------------------
 
-    def _begin(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
+    def _begin_save(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:
         self._due[name] = now + self._every_s(name, facts)
         if self._near_end(name, facts, now):
             self._before_end[name] = self._ends_at
         gathering = self.gathering[name] = SaveProgress(stamp, facts.sealed[name][1], facts.attempt, now)
         yield from self._order(name, gathering, facts, now)
 
-    def _order(self, name: str, gathering: SaveProgress, facts: Facts, now: float) -> Iterator[Effect]:
+    def _order(self, name: str, gathering: SaveProgress, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Order all agents to save, repeatedly: an agent that has been restarted has forgotten the order."""
         if facts.here is not None:
             self._asked[name] = now
             yield events.Order(peer.SaveDown(facts.here[1], name, gathering.stamp, gathering.attempt))
 
-    def _heard(self, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
+    def _on_report(self, message: peer.SaveUp, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Pass a report up to the root, which counts it."""
         if facts.here is None or message.round != facts.here[1]:
             return
@@ -320,12 +320,12 @@ class SaveRules:
         if message.file is None:
             yield from self._failed(name, gathering, message.reason, facts, now, message.host)
             return
-        gathering.take((message.file,))
+        gathering.record_files((message.file,))
         if gathering.whole:
             self._finishing[name] = gathering
             yield events.Publish(name, gathering)
 
-    def _published(self, event: events.Published, facts: Facts, now: float) -> Iterator[Effect]:
+    def _published(self, event: events.Published, facts: SaveFacts, now: float) -> Iterator[Effect]:
         name, gathering = event.name, event.gathering
         if self._finishing.get(name) is gathering:
             del self._finishing[name]
@@ -340,7 +340,7 @@ class SaveRules:
         yield from self._done(gathering, "", facts, now)
 
     def _failed(
-        self, name: str, gathering: SaveProgress, reason: str, facts: Facts, now: float, host: str = ""
+        self, name: str, gathering: SaveProgress, reason: str, facts: SaveFacts, now: float, host: str = ""
     ) -> Iterator[Effect]:
         if self.gathering.get(name) is gathering:
             del self.gathering[name]
@@ -350,21 +350,21 @@ class SaveRules:
         yield events.Failed(name, gathering.stamp, reason, host)
         yield from self._done(gathering, f"{host}: {reason}" if host else reason, facts, now)
 
-    def _expire(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _expire(self, name: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         gathering = self.gathering.get(name)
         if gathering is not None and now - gathering.began >= GATHER_S:
             yield from self._failed(
                 name, gathering, f"not all nodes have written their part within {GATHER_S:.0f} s", facts, now
             )
 
-    def _give_up(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _give_up(self, reason: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Abort the root's pending saves, which will not become whole."""
         begun = list(self.gathering.values())
         self.gathering.clear()
         for gathering in begun:
             yield from self._done(gathering, reason, facts, now)
 
-    def _done(self, gathering: SaveProgress, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _done(self, gathering: SaveProgress, reason: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """End a save, and continue the flushes that wait for it."""
         for number, flush in list(self._flushes.items()):
             if flush.waits is not gathering:
@@ -378,7 +378,7 @@ class SaveRules:
             else:
                 yield from self._answer(number, flush.wanted or _NOTHING, reason, facts, now)
 
-    def _named(self, event: events.Named, facts: Facts, now: float) -> Iterator[Effect]:
+    def _named(self, event: events.Named, facts: SaveFacts, now: float) -> Iterator[Effect]:
         if event.reason:
             self.saved.pop(event.name, None)  # the version may have vanished: the next one is saved then
             yield events.Failed(event.name, event.stamp, event.reason)
@@ -393,7 +393,7 @@ class SaveRules:
         self._own_flushes -= 1
         return self._own_flushes
 
-    def _flush(self, number: int, name: str, asked: bool, facts: Facts, now: float) -> Iterator[Effect]:
+    def _flush(self, number: int, name: str, asked: bool, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Bring the newest version of a training to the tier.
 
         A running training may overtake a version before it is copied. The next version is tried then.
@@ -402,7 +402,7 @@ class SaveRules:
         self._flushes[number] = flush = _Flush(name, stamp, asked)
         yield from self._try(number, flush, facts, now)
 
-    def _try(self, number: int, flush: _Flush, facts: Facts, now: float) -> Iterator[Effect]:
+    def _try(self, number: int, flush: _Flush, facts: SaveFacts, now: float) -> Iterator[Effect]:
         name, wanted = flush.name, flush.wanted
         stamp, _ = facts.sealed.get(name, (None, 0))
         if not facts.leads or stamp is None or wanted is None:
@@ -426,10 +426,10 @@ class SaveRules:
             return
         yield from self._expire(name, facts, now)
         if name not in self.gathering:
-            yield from self._begin(name, stamp, facts, now)
+            yield from self._begin_save(name, stamp, facts, now)
         flush.waits = self.gathering[name]
 
-    def _answer(self, number: int, stamp: Stamp, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _answer(self, number: int, stamp: Stamp, reason: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         flush = self._flushes.pop(number)
         if flush.asked:
             yield events.Answer(number, stamp, reason)
@@ -441,7 +441,7 @@ class SaveRules:
 
     # ---- the job's end ---------------------------------------------------------------------------------
 
-    def _detached(self, dead: bool, facts: Facts, now: float) -> Iterator[Effect]:
+    def _detached(self, dead: bool, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Save the newest version before the memory is freed.
 
         If a node is dead the job may come back. Otherwise see `salvage`.
@@ -459,7 +459,7 @@ class SaveRules:
             if not names:
                 yield from self._last(end, facts, now)
 
-    def _last(self, end: _End, facts: Facts, now: float) -> Iterator[Effect]:
+    def _last(self, end: _End, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Release all agents after the root has saved the last versions.
 
         They are not released if a node is missing or the job has come back meanwhile.
@@ -472,29 +472,29 @@ class SaveRules:
         else:
             yield from self._listen(end, facts, now)
 
-    def _listen(self, end: _End, facts: Facts, now: float) -> Iterator[Effect]:
+    def _listen(self, end: _End, facts: SaveFacts, now: float) -> Iterator[Effect]:
         end.stage, end.until = "silent", now
         if self._all_stored(end, facts):
             yield from self._finish_end(end, facts)
         else:
             end.until = now + facts.silent_s  # a node may just have been lost
 
-    def _finish_end(self, end: _End, facts: Facts) -> Iterator[Effect]:
+    def _finish_end(self, end: _End, facts: SaveFacts) -> Iterator[Effect]:
         self._end = None
         if end.here == facts.here and (not facts.missing or self._all_stored(end, facts)):
-            yield from self._over(facts)
+            yield from self._stop_waiting(facts)
 
-    def _all_stored(self, end: _End, facts: Facts) -> bool:
+    def _all_stored(self, end: _End, facts: SaveFacts) -> bool:
         """Return whether the tier has the last sealed versions."""
         return all(self._stored(name, facts) for name in end.names)
 
-    def _stored(self, name: str, facts: Facts) -> bool:
+    def _stored(self, name: str, facts: SaveFacts) -> bool:
         if name not in facts.sealed:
             return False
         (stamp, _), known = facts.sealed[name], self.saved.get(name)
         return facts.rejected(name, stamp) or (known is not None and known[0] >= stamp)
 
-    def _over(self, facts: Facts) -> Iterator[Effect]:
+    def _stop_waiting(self, facts: SaveFacts) -> Iterator[Effect]:
         """Stop waiting for the last versions, here and on the nodes below."""
         self.last = False
         if facts.here is not None:
@@ -504,7 +504,7 @@ class SaveRules:
 
     # ---- before a salvage -----------------------------------------------------------------------------
 
-    def _settle(self, facts: Facts, now: float) -> Iterator[Effect]:
+    def _check_waits(self, facts: SaveFacts, now: float) -> Iterator[Effect]:
         for number, settling in list(self._settling.items()):
             if not settling.tidying:
                 through = sum(facts.through(name) for name in self.gathering)

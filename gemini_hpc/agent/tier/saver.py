@@ -19,7 +19,7 @@ from itertools import count
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.rejections import Rejections
@@ -28,14 +28,14 @@ from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.failures import SaveFailures
-from gemini_hpc.agent.tier.keeps import Keeps
-from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.keeps import NamedVersions
+from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.save_rules import SaveRules
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import inspect_schema, peer
 from gemini_hpc.wire.stored import NodeFile
 
@@ -51,11 +51,11 @@ class Saver:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         trainings: Iterable[Training],
         tier: TierChoice,
-        keeps: Keeps,
+        keeps: NamedVersions,
         rejections: Rejections,
         node: NodeWriter,
         log: Log,
@@ -162,7 +162,7 @@ class Saver:
         """Save a version that the root has ordered, here and on the nodes below."""
         self._happened(events.Wanted(message))
 
-    def heard(self, message: peer.SaveUp) -> None:
+    def on_report(self, message: peer.SaveUp) -> None:
         """Handle a report of an agent. It goes up to the root, which counts."""
         self._happened(events.Heard(message))
 
@@ -216,7 +216,7 @@ class Saver:
         self._happened(events.Ask(number, training.name))
         return await answer
 
-    async def settle(self, stalled_s: float) -> None:
+    async def wait_idle(self, stalled_s: float) -> None:
         """Wait for the root's saves while they make progress, then abort them.
 
         Args:
@@ -233,9 +233,9 @@ class Saver:
 
     # ---- decisions and effects -------------------------------------------------------------------------
 
-    def _facts(self, now: float) -> events.Facts:
+    def _facts(self, now: float) -> events.SaveFacts:
         here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
-        return events.Facts(
+        return events.SaveFacts(
             here=None if incarnation is None else (incarnation.restart, incarnation.rounds.round),
             leads=incarnation is not None and incarnation.leads,
             parent=None if incarnation is None else incarnation.rounds.parent,
@@ -330,20 +330,20 @@ class Saver:
                 return await self._name(effect.name, effect.stamp)
             case events.Look():
                 with suppress(TierFailed):
-                    await self._look(())
+                    await self._find_versions(())
         return ""
 
     def _write(self, message: peer.SaveDown) -> None:
         """Write this node's part of a save."""
 
-        def told(files: tuple[NodeFile, ...], reason: str) -> None:
+        def report_files(files: tuple[NodeFile, ...], reason: str) -> None:
             for file in (None,) if reason else files:
                 up = peer.SaveUp(
                     message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
                 )
-                self.heard(up)
+                self.on_report(up)
 
-        self.node.wanted(Wanted(message.set, message.stamp, message.attempt), self.tier, told)
+        self.node.wanted(WantedVersion(message.set, message.stamp, message.attempt), self.tier, report_files)
 
     # ---- the agent's end -------------------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ class Saver:
 
     async def stored(
         self, without: Iterable[tuple[str, Stamp]], within_s: float, job: int = 0
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         """Return the newest whole version of each training on the tier, except those in `without`.
 
         Args:
@@ -397,22 +397,22 @@ class Saver:
             async with asyncio.timeout(within_s):
                 while True:
                     try:
-                        return await (self._look_at(without, job) if job else self._look(without))
+                        return await (self._look_at(without, job) if job else self._find_versions(without))
                     except TierFailed as error:
                         reason = str(error)
                     await asyncio.sleep(_LOOK_S)
         raise TierFailed(self._silent(reason))
 
-    async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[Manifest, ...]:
+    async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[VersionManifest, ...]:
         found = await worker_process.carry_out(
             orders.Look(self.tier, job, "", tuple(without), key=None, cluster=self._membership.cluster)
         )
-        self.troubles.over("")
+        self.troubles.record_success("")
         return found.manifests if isinstance(found, orders.Found) else ()
 
-    async def _look(
+    async def _find_versions(
         self, without: Iterable[tuple[str, Stamp]], *, begin: bool = False, make: bool = False
-    ) -> tuple[Manifest, ...]:
+    ) -> tuple[VersionManifest, ...]:
         rejected = self._rejections.all
         order = orders.Look(
             self.tier,
@@ -426,7 +426,7 @@ class Saver:
             cluster=self._membership.cluster,
         )
         found = await worker_process.carry_out(order)
-        self.troubles.over("")
+        self.troubles.record_success("")
         if not isinstance(found, orders.Found):
             return ()
         manifests, self.directory = found.manifests, found.directory
@@ -435,13 +435,13 @@ class Saver:
         self._happened(events.Stored({m.set: (m.stamp, m.time) for m in manifests}))
         return manifests
 
-    async def glance(self) -> None:
+    async def check_once(self) -> None:
         """Read the tier at the job's start, so that the user hears of a missing directory now, not when it is needed.
 
         A user's own directory of the site is created now, and never later: if it vanishes, agents must wait for it.
         """
         try:
-            await self._look((), begin=True, make=self._choice.users)
+            await self._find_versions((), begin=True, make=self._choice.users)
         except TierFailed as error:
             self._silent(str(error))
 
@@ -522,8 +522,8 @@ class Saver:
         if trouble:
             self.say(name, stamp.version, trouble)
         else:
-            self.troubles.over(name)
-        self.troubles.over("")
+            self.troubles.record_success(name)
+        self.troubles.record_success("")
         self._happened(events.Stored({name: (stamp, clock.time())}))
         took_s = clock.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from gemini_hpc.agent.tier.workers import Channel, NoWorker
+from gemini_hpc.agent.tier.workers import NoWorker, SupervisorChannel
 from gemini_hpc.tier import orders
 from gemini_hpc.tier.errors import TierFailed
 
@@ -18,10 +18,10 @@ _LINE_BYTES = 64 << 20
 STUCK_S = 120.0  # after this time without an answer the file system hangs
 
 
-_supervisor: list[Channel] = []
+_supervisor: list[SupervisorChannel] = []
 
 
-def use(channel: Channel) -> None:
+def use(channel: SupervisorChannel) -> None:
     """Register the supervisor whose end of the channel forks this agent's workers from now on."""
     _supervisor[:] = [channel]
 
@@ -46,7 +46,7 @@ class _Process:
         self._pidfd, self.answers, self._ways = pidfd, reader, ways
 
     @classmethod
-    async def start(cls, channel: Channel, order: bytes, fds: Sequence[int]) -> _Process:
+    async def start(cls, channel: SupervisorChannel, order: bytes, fds: Sequence[int]) -> _Process:
         """Start a worker and send it the order.
 
         Raises:

@@ -30,7 +30,7 @@ class NoWorker(Exception):
     """A failure to start a process. The message is one sentence."""
 
 
-class Channel:
+class SupervisorChannel:
     """The agent's end of the socket to its supervisor."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -45,7 +45,7 @@ class Making:
             raise pull.PullFailed(f"its parts do not make it: {exc}") from None
         if any(fold.at + fold.end - fold.start > copy.used for fold in folds):
             raise pull.PullFailed("its parts are longer than it is")
-        by_place: dict[int, list[parity.Fold]] = {}
+        by_place: dict[int, list[parity.ParityTerm]] = {}
         for fold in folds:
             by_place.setdefault(fold.at, []).append(fold)
         self.regions = list(by_place.values())  # the regions are disjoint
@@ -57,7 +57,7 @@ class Making:
                 size = min(_PIECE_BYTES, self._copy.used - at)
                 view[at : at + size] = bytes(size)
 
-    def fold(self, region: Sequence[parity.Fold], stop: Event) -> int:
+    def fold(self, region: Sequence[parity.ParityTerm], stop: Event) -> int:
         """Fold the parts of a region into the memory (blocking). Return the bytes received for the region.
 
         Raises:
@@ -89,7 +89,7 @@ def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int
     return made.checked(memory.digest(copy.used)), came
 
 
-def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.Fold]:
+def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.ParityTerm]:
     shards, beside = [part for part in parts if not part.of], [part for part in parts if part.of]
     used = {member.rank: member.used for part in (copy, *beside) for member in part.of}
     used |= {part.rank: part.used for part in shards}
@@ -104,7 +104,7 @@ def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.Fold]:
 
 
 def _fold_in(
-    one: parity.Fold,
+    one: parity.ParityTerm,
     view: memoryview,
     where: Mapping[tuple[int, bool], tuple[pull.Source | Memfd, Copy]],
     stop: Event,

@@ -16,7 +16,7 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
-from gemini_hpc.agent.replicas.parity import Fold, Parity
+from gemini_hpc.agent.replicas.parity import Parity, ParityFold
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
@@ -43,10 +43,10 @@ class Part(NamedTuple):
     """The bytes that one member contributes to a version, and the places to fold them in, in order."""
 
     shard: Shard
-    fold: Fold
+    fold: ParityFold
     rank: int
     wanted: Range
-    places: list[parity.Fold]
+    places: list[parity.ParityTerm]
 
 
 class PartReceiver:
@@ -166,7 +166,7 @@ class PartReceiver:
             self._filling.passed(larger, head.version)
         return "the parity has grown for it: from the next version on"
 
-    async def _fold(self, training: Training, shard: Shard, into: Parity, version: int) -> Fold | None:
+    async def _fold(self, training: Training, shard: Shard, into: Parity, version: int) -> ParityFold | None:
         """Return the version's fold, begun here if necessary, or None if the caller must check again.
 
         Raises:
@@ -179,7 +179,7 @@ class PartReceiver:
                 return into.fill
         if into.fill is not None and self._under_way(training, shard, into.fill):
             raise Refused(f"version {into.fill.stamp} is still on its way")
-        index = self._filling.begin(training, shard, version)
+        index = self._filling.begin_write(training, shard, version)
         slot = shard.pair.slots[index]
         slot.busy = True
         view = shard.memory[index].view()
@@ -191,14 +191,14 @@ class PartReceiver:
         into.of[index] = ()
         if into.fill is not None:
             into.fill.view.release()
-        into.fill = Fold(stamp, index, view, shard.bytes // into.blocks, into.homes)
+        into.fill = ParityFold(stamp, index, view, shard.bytes // into.blocks, into.homes)
         return into.fill
 
     @staticmethod
-    def _under_way(training: Training, shard: Shard, fill: Fold) -> bool:
+    def _under_way(training: Training, shard: Shard, fill: ParityFold) -> bool:
         """Return whether other members may still complete this version. A newer version must not spoil it then."""
         slot, sealing = shard.pair.slots[fill.index], training.sealing
-        decided = sealing is None or fill.stamp in sealing.word.abandoned
+        decided = sealing is None or fill.stamp in sealing.decision.abandoned
         wanted = slot.state == "filling" and slot.stamp == fill.stamp and not fill.torn
         return wanted and not decided and (bool(fill.writing) or clock.monotonic() - fill.touched < _LATE_S)
 
@@ -277,7 +277,7 @@ class PartReceiver:
             await self._complete(shard, state, fold)
         return part.wanted[1] - part.wanted[0]
 
-    async def _complete(self, shard: Shard, state: Parity, fold: Fold) -> None:
+    async def _complete(self, shard: Shard, state: Parity, fold: ParityFold) -> None:
         stripe = sorted((shard.rank, *state.homes))
         lengths = {m.rank: m.used for m in fold.of}
         used = parity.parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
@@ -289,7 +289,7 @@ class PartReceiver:
         self._filling.arrived(shard, fold.index, Committed(fold.stamp, used, digest), digest)
 
     @staticmethod
-    def _forget(state: Parity, fold: Fold) -> None:
+    def _forget(state: Parity, fold: ParityFold) -> None:
         if state.fill is fold:
             state.fill = None
         fold.view.release()

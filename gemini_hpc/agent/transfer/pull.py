@@ -44,7 +44,7 @@ class Source(NamedTuple):
     host: str
     address: str
     port: int
-    client: Client
+    client: HandshakeClient
     stamp: Stamp
 
 

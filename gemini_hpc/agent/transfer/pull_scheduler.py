@@ -10,7 +10,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
@@ -29,7 +29,7 @@ from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.tier import orders
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 
 _REGIONS = 4  # regions of one shard or parity that are made at once
 
@@ -43,7 +43,7 @@ class Former(Protocol):
         Return None if the agent does not give the memory away.
         """
 
-    def client(self, host: str, purpose: str, job: int) -> Client:
+    def client(self, host: str, purpose: str, job: int) -> HandshakeClient:
         """Return the client side of a handshake with the predecessor's agent on a host."""
 
 
@@ -52,7 +52,7 @@ class PullScheduler:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: AgentIdentity,
         membership: Membership,
         store: Store,
         sets: Trainings,
@@ -131,8 +131,8 @@ class PullScheduler:
         found = self._store.find(copy.set, copy.rank, copy.stamp)
         if found is not None and found[0].pair.slots[found[1]].state == "complete":
             return found[0].memory[found[1]]
-        if copy.rank in training.guests:
-            return training.guests[copy.rank]
+        if copy.rank in training.load_copies:
+            return training.load_copies[copy.rank]
         return await self._shared(copy, training.sources.get(copy.rank, ()), keep=False)
 
     async def _shared(
@@ -174,7 +174,7 @@ class PullScheduler:
             if held is not None and shard.pair.slots[held].digest == copy.digest:  # held since an earlier round
                 return shard.memory[held]
             # Begin before waiting for the gate: a trainer that begins a newer version first would exclude this one.
-            index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+            index = shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
             shard.pair.slots[index].busy = True
             shard.memory[index].commit(None)
         except (NoMemory, Refused) as exc:
@@ -256,7 +256,7 @@ class PullScheduler:
         except NoMemory as exc:
             raise pull.PullFailed(str(exc)) from None
         shard.resumed_round = number
-        index = shard.pair.begin(copy.stamp, None, frozenset(), voted=frozenset())
+        index = shard.pair.begin_version(copy.stamp, None, frozenset(), voted=frozenset())
         shard.pair.slots[index].busy = True
         memory.commit(None)
         if await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING) != copy.digest:
@@ -343,7 +343,7 @@ class PullScheduler:
             if isinstance(exc, NoMemory):
                 raise pull.PullFailed(str(exc)) from None
             raise
-        self._sets.named(copy.set).guests[copy.rank] = memory
+        self._sets.named(copy.set).load_copies[copy.rank] = memory
         return memory
 
 

@@ -127,7 +127,7 @@ class PushReceiver:
             if push.stopped:
                 await push.over.wait()
 
-    async def forsake(self, hosts: Collection[str]) -> None:
+    async def drop_peers(self, hosts: Collection[str]) -> None:
         """Stop the pushes from these dead hosts. On return none of these pushes writes any more."""
         left = [push for push in self._pushes.values() if push.host in hosts]
         for push in left:
@@ -400,7 +400,7 @@ class PushReceiver:
                 return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
             before = list(shard.pair.slots)
             try:
-                index = self._filling.begin(training, shard, head.version)
+                index = self._filling.begin_write(training, shard, head.version)
             except Refused as exc:
                 reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
                 undecided = any(

@@ -40,7 +40,7 @@ from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
-from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.local_server import LocalClient
 from gemini_hpc.wire.message import Message
 
 SILENCE_S = 5.0  # a holder that owes an acknowledgement for this long is lost
@@ -65,7 +65,7 @@ class PushSender:
         self._membership, self._store, self._filling, self._spawn = membership, store, filling, spawn
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
-    def open(self, client: Client, shard: Shard, host: str) -> int:
+    def open(self, client: LocalClient, shard: Shard, host: str) -> int:
         """Return the training rank's end of a new channel. An older channel for the same shard and holder ends."""
         key = (shard.set, shard.rank, host)
         if (older := self._channels.get(key)) is not None:
@@ -84,7 +84,7 @@ class PushSender:
             if self._channels.get(key) is channel:
                 del self._channels[key]
 
-    def gone(self, client: Client) -> None:
+    def gone(self, client: LocalClient) -> None:
         """Stop the channels of a training rank whose connection has ended."""
         for channel in self._channels.values():
             if channel.client is client:
@@ -110,7 +110,7 @@ class Channel:
         membership: Membership,
         store: Store,
         filling: SlotWrites,
-        client: Client,
+        client: LocalClient,
         set_name: str,
         rank: int,
         host: str,

@@ -93,7 +93,7 @@ class CudaStream:
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         """Make later work on this stream wait for a collective of the training.
 
         The stream waits through the work's future, see `streams`: `work.wait()` would tell torch's allocator that the

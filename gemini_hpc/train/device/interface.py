@@ -41,7 +41,7 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Make work enqueued from now on begin after this mark."""
 
-    def follow(self, work: Any) -> None:
+    def wait_work(self, work: Any) -> None:
         """Make work enqueued from now on begin after a collective of the training.
 
         The collective's tensors stay allocated until then.

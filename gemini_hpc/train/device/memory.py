@@ -10,7 +10,7 @@ import torch
 from gemini_hpc.client import mapped_slots
 
 
-class Slot(mapped_slots.Slot):
+class TensorSlot(mapped_slots.MappedSlot):
     """A mapped buffer whose `bytes` is a tensor of all its bytes."""
 
     def __init__(self, fd: int, total_bytes: int) -> None:
@@ -18,20 +18,20 @@ class Slot(mapped_slots.Slot):
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
 
-class Shard(mapped_slots.Shard[Slot]):
+class TensorShard(mapped_slots.MappedShard[TensorSlot]):
     """Both slots of a shard."""
 
     def __init__(
         self, rank: int, world: int, home: int, total_bytes: int, fds: list[int], *, pushed: bool = False
     ) -> None:
-        super().__init__(rank, world, home, total_bytes, fds, Slot, pushed=pushed)
+        super().__init__(rank, world, home, total_bytes, fds, TensorSlot, pushed=pushed)
 
-    def of(self, fds: list[int]) -> Shard:
+    def of(self, fds: list[int]) -> TensorShard:
         """Return the same shard in other memory."""
-        return Shard(self.rank, self.world, self.home, self.total_bytes, fds, pushed=self.pushed)
+        return TensorShard(self.rank, self.world, self.home, self.total_bytes, fds, pushed=self.pushed)
 
 
-class Keeper(mapped_slots.Keeper[Shard]):
+class TensorShardOwner(mapped_slots.ShardOwner[TensorShard]):
     """The owner of the shard that one thread of the training fills."""
 
 

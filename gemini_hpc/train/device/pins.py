@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from gemini_hpc.train.device import cuda
-from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.memory import TensorSlot
 
 
 class Pin(Protocol):
@@ -32,10 +32,10 @@ class Pins:
             refused: Called once, with the reason, when `pin` fails. Nothing more is pinned after that.
         """
         self._pin, self._refused = pin, refused
-        self._pinned: dict[int, tuple[Slot, Pin]] = {}
+        self._pinned: dict[int, tuple[TensorSlot, Pin]] = {}
         self.problem = ""
 
-    def add(self, slots: Iterable[Slot]) -> bool:
+    def add(self, slots: Iterable[TensorSlot]) -> bool:
         """Pin the slots that are not pinned yet. Return whether all are pinned now.
 
         The slots must be populated.
@@ -54,7 +54,7 @@ class Pins:
                 return False
         return True
 
-    def keep(self, slots: Iterable[Slot]) -> None:
+    def release_others(self, slots: Iterable[TensorSlot]) -> None:
         """Release all other slots. The device must have finished its copies to those."""
         kept = {slot.bytes.data_ptr() for slot in slots}
         for at in [at for at in self._pinned if at not in kept]:
@@ -63,7 +63,7 @@ class Pins:
 
     def close(self) -> None:
         """Release all slots."""
-        self.keep(())
+        self.release_others(())
 
 
 def _of_training(device: torch.device | None) -> Callable[[torch.Tensor], Pin] | None:

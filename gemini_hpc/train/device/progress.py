@@ -161,7 +161,7 @@ class Front:
 
     # ---- called by any thread ---------------------------------------------------------------------------------
 
-    def look(self) -> Place:
+    def poll_position(self) -> Place:
         """Poll the marks and return the device's position."""
         with self._lock:
             self._advance()
@@ -175,7 +175,7 @@ class Front:
 
         Also return true where the device has not moved for so long that waiting for it is useless.
         """
-        return not self.look().behind or self._still()
+        return not self.poll_position().behind or self._still()
 
     def _still(self) -> bool:
         return self._clock() - self._moved_s > _STILL_S

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from gemini_hpc.core.spans import Profile
 from gemini_hpc.train.nccl.collective_schedule import alike
-from gemini_hpc.train.nccl.library import Library, Unavailable
+from gemini_hpc.train.nccl.library import Library, NcclUnavailable
 
 _PAIRED = ("send", "recv_", "recv_any_source_")
 
@@ -29,7 +29,7 @@ def library(paths: list[str] | None = None) -> tuple[Library | None, str]:
     """Return NCCL, or the reason why it is unavailable."""
     try:
         return Library(paths), ""
-    except (Unavailable, OSError) as error:
+    except (NcclUnavailable, OSError) as error:
         return None, str(error)
 
 

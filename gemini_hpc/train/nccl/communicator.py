@@ -60,7 +60,7 @@ class NcclCommunicator:
                 self._rank,
                 ctypes.byref(config(MOST_CTAS)),
             )
-            self._settle(timeout_s)
+            self._wait_launched(timeout_s)
 
     def warm(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float) -> None:
         """Send a message along every link. Collective, right after `connect`.
@@ -95,13 +95,13 @@ class NcclCommunicator:
                 failure = error
             try:
                 call("ncclGroupEnd")  # after a failure too: an open group would swallow the training's calls
-                self._settle(timeout_s)
+                self._wait_launched(timeout_s)
             except Broken as error:
                 failure = failure or error
             if failure is not None:
                 raise failure
 
-    def _settle(self, timeout_s: float) -> None:
+    def _wait_launched(self, timeout_s: float) -> None:
         """Wait until the last call has been launched."""
         deadline = clock.monotonic() + timeout_s
         while (state := self._state()) == IN_PROGRESS:

@@ -1,6 +1,6 @@
 """Driver of copies over NCCL for the checkpointer, which reports steps, launches, gates and rounds to it.
 
-What every rank must do alike follows from exchanged values only: the versions to save and their program (`follow`,
+What every rank must do alike follows from exchanged values only: the versions to save and their program (`set_route`,
 from the ranks' rounds). A rank that cannot take part in a version sends what it has and drops what it receives. A
 rank whose communicator fails stops at once, and the others notice. Each of them then sends its versions over gloo,
 and reports so in the next round. After this round all ranks profile the training anew, for gloo.
@@ -23,7 +23,7 @@ from gemini_hpc.client.agent_connection import AgentClient
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device.interface import Event
-from gemini_hpc.train.device.memory import Keeper
+from gemini_hpc.train.device.memory import TensorShardOwner
 from gemini_hpc.train.nccl import own_copy
 from gemini_hpc.train.nccl.collective_schedule import whole
 from gemini_hpc.train.nccl.exchange import Exchange, Save
@@ -34,13 +34,13 @@ from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.nccl.slot_prefetch import Grant, SlotPrefetch
 from gemini_hpc.train.nccl.source import Piece, Tensors
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 
 _WORDS = 5
 _RATES = 8
@@ -61,7 +61,7 @@ class Carried:
         began: Event at the beginning of a copy that is enqueued all at once.
     """
 
-    job: Job
+    job: CaptureJob
     grant: Grant
     own: OwnSlot
     settled: threading.Event = field(default_factory=threading.Event)
@@ -80,7 +80,7 @@ class Driver:
         self,
         joined: Joined,
         traffic: Traffic,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         capture: Capture,
         gate: SealGate,
@@ -106,7 +106,7 @@ class Driver:
         self._say, self._broken = say, broken
         self._device, links = joined.device, joined.links
         self.meter = LinkMeter()
-        self._progress = Progress(joined.communicator, links.sizes, self, self._tell)
+        self._progress = Progress(joined.communicator, links.sizes, self, self._report_loss)
         self._exchange = Exchange(
             self._device,
             joined.communicator,
@@ -143,7 +143,7 @@ class Driver:
         self._watch = watch
         watch.before_launch, watch.launched_on = self._launching, self._launched
 
-    def open(self, keepers: Mapping[int, Keeper]) -> None:
+    def open(self, keepers: Mapping[int, TensorShardOwner]) -> None:
         """Start, while the memory is being reserved."""
         self.desk.open(keepers)
         self._progress.start()
@@ -169,7 +169,7 @@ class Driver:
 
     # ---- the training's threads ------------------------------------------------------------------------
 
-    def step(self, version: int, job: Job | None, *, saved: bool, following: bool) -> None:
+    def step(self, version: int, job: CaptureJob | None, *, saved: bool, following: bool) -> None:
         """Begin an iteration, once for each version and on all ranks alike.
 
         Args:
@@ -181,7 +181,7 @@ class Driver:
         if version <= self._stepped:
             return
         self._stepped = version
-        self.settle()
+        self.flush_copy()
         if self._watch is not None and self._watch.problem:
             self.fail(self._watch.problem)
         if self.problem:
@@ -196,7 +196,7 @@ class Driver:
             self._linked = self._met = False
         self.desk.want(version + 1 if following and self._active else 0)
 
-    def _save(self, version: int, job: Job | None) -> Save:
+    def _save(self, version: int, job: CaptureJob | None) -> Save:
         into = partial(self.desk.into, version)
         self._exchange.finish()  # the rest of the version before, which may have the slot that is requested now
         self.desk.reach(version)
@@ -206,20 +206,20 @@ class Driver:
                 self.desk.link(self._me.rank, version)
             return Save(version, None, None, into)
         job.streamed = True
-        grant = self.desk.take(self._me.rank, version) if len(job.small) <= self.small_capacity else None
+        grant = self.desk.take_slot(self._me.rank, version) if len(job.small) <= self.small_capacity else None
         if grant is None or not job.start():
             job.give_up()
             return Save(version, None, None, into)
         offset, size = self.area(self._me.rank)
         tensors = self._found(job)
         area = grant.slot.bytes[offset : offset + size]
-        own = self._own.begin(tensors, area, self._work)
+        own = self._own.begin_copy(tensors, area, self._work)
         self._open = self._carried[version] = Carried(job, grant, own)
         for old in [v for v in self._carried if v < version - 8]:
             del self._carried[old]
         return Save(version, tensors, own, into)
 
-    def _found(self, job: Job) -> Tensors:
+    def _found(self, job: CaptureJob) -> Tensors:
         views = self._capture.pieces(job)
         known = self._tensors
         if known is None or len(known[0]) != len(views) or any(map(is_not, known[0], views)):
@@ -233,7 +233,7 @@ class Driver:
             known = self._tensors = views, Tensors(pieces)
         return known[1]
 
-    def settle(self) -> None:
+    def flush_copy(self) -> None:
         """Enqueue the rest of the own copy, before the tensors may change."""
         carried, self._open = self._open, None
         if carried is None:
@@ -272,7 +272,7 @@ class Driver:
     def _guarded(self, then: Callable[[], None]) -> None:
         """Run `then` such that our own failure does not reach the training."""
         try:
-            self.settle()
+            self.flush_copy()
             if not self.ended:
                 then()
         except Exception as error:
@@ -299,7 +299,7 @@ class Driver:
 
     # ---- agreement of all ranks ------------------------------------------------------------------------
 
-    def follow(self, route: Route | None, s: int, *, active: bool) -> None:
+    def set_route(self, route: Route | None, s: int, *, active: bool) -> None:
         """Follow a route from the next saved version on, on all ranks alike.
 
         Args:
@@ -314,7 +314,7 @@ class Driver:
         if not isinstance(route, Joint):
             route = None
         traffic, size = self._traffic, self.area(self._me.rank)[1]
-        self._exchange.follow(
+        self._exchange.set_program(
             whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, traffic.device_chunk_bytes)
             if route is None
             else route.program(s)
@@ -332,7 +332,7 @@ class Driver:
         """Return this rank's numbers for the round at this version."""
         return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.word())]
 
-    def hear(self, words: Sequence[int]) -> None:
+    def on_round(self, words: Sequence[int]) -> None:
         """Process the result of a round, by which all ranks may leave NCCL.
 
         The last numbers of the round are the driver's.
@@ -425,7 +425,7 @@ class Driver:
     def _unpinned(self, reason: str) -> None:
         self.fail(reason)
 
-    def _tell(self, text: str) -> None:
+    def _report_loss(self, text: str) -> None:
         """Tell the user that the communicator is given up; called by the polling thread."""
         if not self._closing and (self._local or not self.ended):
             self._tell_end(self._progress.problem)

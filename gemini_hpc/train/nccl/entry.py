@@ -9,15 +9,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.client.session import Session
-from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.nccl.driver import Driver
 from gemini_hpc.train.nccl.gloo_links import GlooLinks
 from gemini_hpc.train.nccl.joint_planner import JointPlanner
 from gemini_hpc.train.nccl.messages import MessageOutbox
 from gemini_hpc.train.nccl.negotiation import Joined, Proposal, meet
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
@@ -27,9 +27,9 @@ Exchange = Callable[[bytes], list[bytes]]
 
 
 def join(
-    session: Session,
+    session: RankSession,
     tensors: Sequence[torch.Tensor],
-    layout: Layout,
+    layout: SlotLayout,
     all_ranks: Exchange,
     within: dist.ProcessGroup | None,
 ) -> tuple[OverNccl | None, str]:
@@ -55,10 +55,10 @@ class OverNccl:
 
     driver: Driver
 
-    def __init__(self, session: Session, joined: Joined, links: GlooLinks) -> None:
+    def __init__(self, session: RankSession, joined: Joined, links: GlooLinks) -> None:
         self._session, self._joined, self._links = session, joined, links
 
-    def drive(self, traffic: Traffic, me: Identity, capture: Capture, pacer: Pacer) -> Driver:
+    def drive(self, traffic: Traffic, me: RankIdentity, capture: Capture, pacer: Pacer) -> Driver:
         """Create the driver; called once."""
         session = self._session
         assert session.client is not None
@@ -84,7 +84,7 @@ class OverNccl:
         """Return the factory that replaces `Replicator`."""
         return partial(StreamedReplicator, driver=self.driver)
 
-    def receivers(self, me: Identity) -> list[StreamedReceiver]:
+    def receivers(self, me: RankIdentity) -> list[StreamedReceiver]:
         """Create the receivers of the shards that this rank holds for other ranks."""
         session = self._session
         assert session.client is not None

@@ -26,14 +26,14 @@ import torch
 
 from gemini_hpc.train.device.interface import Broken, Communicator, Device, Event, Message, Stream
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
-from gemini_hpc.train.nccl.launch_log import Launch, LaunchLog
+from gemini_hpc.train.nccl.launch_log import EnqueuedOperation, LaunchLog
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
-from gemini_hpc.train.nccl.staging_buffers import Part, Parts
+from gemini_hpc.train.nccl.staging_buffers import SubBuffer, SubBufferRing
 
 SEND_PARTS = 2  # one is packed while one is sent
 
 
-class Source(Protocol):
+class ShardBytes(Protocol):
     """The source of the bytes of this rank's shard."""
 
     def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
@@ -54,8 +54,8 @@ class Save:
     """
 
     version: int
-    now: Source | None
-    later: Source | None
+    now: ShardBytes | None
+    later: ShardBytes | None
     into: Callable[[int], torch.Tensor | None]
 
 
@@ -102,8 +102,8 @@ class Exchange:
         self._progress = progress
         self._pack, self._network = device.stream(), device.stream()
         self.copies = device.stream()  # the stream of all copies to host memory
-        self._send_parts = Parts(device, SEND_PARTS, part_bytes)
-        self._receive_parts = Parts(device, p, part_bytes)
+        self._send_parts = SubBufferRing(device, SEND_PARTS, part_bytes)
+        self._receive_parts = SubBufferRing(device, p, part_bytes)
         self.log = LaunchLog()
         self._lock = threading.Lock()
         self._program: Program | None = None
@@ -127,7 +127,7 @@ class Exchange:
 
     # ---- from the training's threads -------------------------------------------------------------------
 
-    def follow(self, program: Program | None) -> None:
+    def set_program(self, program: Program | None) -> None:
         """Follow a program from the next version on; None: no version is sent.
 
         All ranks call this between the same two steps. Chunks must not be larger than a sub-buffer.
@@ -174,7 +174,7 @@ class Exchange:
 
         Args:
             group: The process group.
-            work: The collective's work, as `Stream.follow` takes it.
+            work: The collective's work, as `Stream.wait_work` takes it.
         """
         with self._lock:
             if self._off():
@@ -242,7 +242,7 @@ class Exchange:
             return
         try:
             for work in self._recent.values():
-                self._network.follow(work)
+                self._network.wait_work(work)
             self._recent.clear()
             self._network.wait(self._device.current().record())
             while self._sent < until:
@@ -259,22 +259,22 @@ class Exchange:
         assert save is not None
         source = save.later if self._stepped else save.now
         sends: list[Message] = []
-        outgoing: Part | None = None
+        outgoing: SubBuffer | None = None
         size = links.part(self._rank, chunk)
         if size and chunk.replica < len(links.targets[self._rank]):
-            outgoing = self._send_parts.take(self._pack)
+            outgoing = self._send_parts.next_part(self._pack)
             if source is not None:
                 source.put(self._pack, outgoing.bytes[:size], chunk.offset)
             self._packed = self._pack.record()
             network.wait(self._packed)
             sends.append(Message(links.targets[self._rank][chunk.replica], outgoing.bytes[:size]))
-        incoming: list[tuple[Message, Part]] = []
+        incoming: list[tuple[Message, SubBuffer]] = []
         for peer in links.sources(self._rank, chunk.replica):
             size = links.part(peer, chunk)
             if size:
-                part = self._receive_parts.take(network)
+                part = self._receive_parts.next_part(network)
                 incoming.append((Message(peer, part.bytes[:size]), part))
-        self.log.add(Launch(save.version, self._iteration, self._gated, self._launched, *chunk))
+        self.log.add(EnqueuedOperation(save.version, self._iteration, self._gated, self._launched, *chunk))
         ready = network.record()
         if sends or incoming:
             self._communicator.exchange(network, sends, [message for message, _ in incoming])

@@ -94,7 +94,7 @@ class GlooLinks:
         """Create the link from a rank; called once for each."""
         return MessageInbox(self, rank)
 
-    def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> _Work:
+    def begin_transfer(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> _Work:
         """Begin to send or receive a message, see `messages.Carrier`."""
         chunks_leave = sending != (tag in REPLIES)  # direction of the chunks on this message's link
         backend = self._up if chunks_leave == (rank > self._rank) else self._down

@@ -19,7 +19,7 @@ from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.planner import Planner
-from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.stats_reporter import CachedProfile
 from gemini_hpc.train.schedule.traffic import Traffic
 
 
@@ -49,7 +49,7 @@ class JointPlanner(Planner):
         targets: Sequence[int],
         shard_bytes: int,
         meter: LinkMeter,
-        kept: Kept | None,
+        kept: CachedProfile | None,
         *,
         driver: Driver,
         watch: CollectiveMonitor,
@@ -97,12 +97,12 @@ class JointPlanner(Planner):
         self._agree(min((word.B for word in known), default=0.0), max((word.alpha for word in known), default=0.0))
         return self._terms is not None
 
-    def take(self, blobs: Sequence[bytes]) -> None:
+    def adopt_records(self, blobs: Sequence[bytes]) -> None:
         """Take over what all ranks have recorded, or end NCCL on all ranks if one program cannot serve them."""
         if self._driver.ended:
-            return super().take(blobs)
+            return super().adopt_records(blobs)
         words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
-        super().take([word.standing for word in words])
+        super().adopt_records([word.standing for word in words])
         self._terms = None
         unfit = next((word.refusal for word in words if word.refusal), "")
         if not unfit and len(self._profiles) == len(blobs):
@@ -156,10 +156,10 @@ class JointPlanner(Planner):
         """
         return not isinstance(planned, Joint) and super().drifted(planned)
 
-    def keepsake(self) -> Kept | None:
+    def keepsake(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan is unknown."""
         if self._driver.ended:
             return super().keepsake()
         if self.profile is None or self._terms is None:
             return None
-        return Kept(self.profile, self._others, self._terms.B, self._terms.alpha)
+        return CachedProfile(self.profile, self._others, self._terms.B, self._terms.alpha)

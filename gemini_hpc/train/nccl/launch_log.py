@@ -12,7 +12,7 @@ _KEPT = 1024
 _FIELDS = struct.Struct("<8Q")
 
 
-class Launch(NamedTuple):
+class EnqueuedOperation(NamedTuple):
     """An enqueued operation of ours. All fields are the same on every rank.
 
     Attributes:
@@ -40,11 +40,11 @@ class LaunchLog:
     """The newest launches, and a hash over all launches."""
 
     def __init__(self) -> None:
-        self.newest: deque[Launch] = deque(maxlen=_KEPT)
+        self.newest: deque[EnqueuedOperation] = deque(maxlen=_KEPT)
         self.count = 0
         self._hash = b""
 
-    def add(self, launch: Launch) -> None:
+    def add(self, launch: EnqueuedOperation) -> None:
         """Record an operation that is enqueued now."""
         self.newest.append(launch)
         self.count += 1

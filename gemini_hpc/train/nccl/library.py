@@ -18,7 +18,7 @@ from gemini_hpc.train.device.interface import Broken
 ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1
-LEAST_VERSION = 21800  # non-blocking communicators with all fields of `Config`
+LEAST_VERSION = 21800  # non-blocking communicators with all fields of `NcclConfig`
 _NAME = "libnccl.so.2"
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(1 << 31)
@@ -30,7 +30,7 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
 
 
-class Config(ctypes.Structure):
+class NcclConfig(ctypes.Structure):
     """The `ncclConfig_t` of NCCL 2.18; newer libraries read it by its size and version."""
 
     _fields_ = (
@@ -46,13 +46,13 @@ class Config(ctypes.Structure):
     )
 
 
-def config(most_ctas: int) -> Config:
+def config(most_ctas: int) -> NcclConfig:
     """Return a configuration for calls that return at once and kernels of at most `most_ctas` blocks.
 
     The limit bounds the SMs that are taken from the training.
     """
-    return Config(
-        size=ctypes.sizeof(Config),
+    return NcclConfig(
+        size=ctypes.sizeof(NcclConfig),
         magic=_MAGIC,
         version=LEAST_VERSION,
         blocking=0,
@@ -64,7 +64,7 @@ def config(most_ctas: int) -> Config:
     )
 
 
-class Unavailable(Exception):
+class NcclUnavailable(Exception):
     """The error for a missing or unusable NCCL, with the reason."""
 
 
@@ -110,12 +110,12 @@ class Library:
             except OSError as error:
                 reasons.append(str(error))
         if self._dll is None:
-            raise Unavailable(f"NCCL cannot be loaded: {'; '.join(reasons)}")
+            raise NcclUnavailable(f"NCCL cannot be loaded: {'; '.join(reasons)}")
         pointer, number, handle = ctypes.POINTER, ctypes.c_int, ctypes.c_void_p
         try:
             self._declare("ncclGetVersion", pointer(number))
             self._declare("ncclGetUniqueId", pointer(UniqueId))
-            self._declare("ncclCommInitRankConfig", pointer(handle), number, UniqueId, number, pointer(Config))
+            self._declare("ncclCommInitRankConfig", pointer(handle), number, UniqueId, number, pointer(NcclConfig))
             self._declare("ncclCommGetAsyncError", handle, pointer(number))
             self._declare("ncclCommAbort", handle)
             self._declare("ncclGroupStart")
@@ -125,12 +125,12 @@ class Library:
             self._dll.ncclGetErrorString.argtypes = (number,)
             self._dll.ncclGetErrorString.restype = ctypes.c_char_p
         except AttributeError as error:
-            raise Unavailable(f"this NCCL is too old: {error}") from None
+            raise NcclUnavailable(f"this NCCL is too old: {error}") from None
         found = ctypes.c_int()
         self.call("ncclGetVersion", ctypes.byref(found))
         self.version = found.value
         if self.version < LEAST_VERSION:
-            raise Unavailable(f"this NCCL has version {self.version}, at least {LEAST_VERSION} is needed")
+            raise NcclUnavailable(f"this NCCL has version {self.version}, at least {LEAST_VERSION} is needed")
 
     def _declare(self, name: str, *types: type) -> None:
         function = getattr(self._dll, name)

@@ -46,7 +46,7 @@ class Carrier(Protocol):
 
     interrupted: bool
 
-    def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> Message:
+    def begin_transfer(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> Message:
         """Begin to send a tensor's bytes to a rank, or to receive exactly as many bytes from it.
 
         The message keeps the tensor alive.
@@ -101,7 +101,7 @@ class _Link:
             raise self.break_off("interrupted")
         self.check()
         try:
-            message = self._carrier.begin(sending, self._rank, tensor, tag)
+            message = self._carrier.begin_transfer(sending, self._rank, tensor, tag)
         except LinkBroken as error:
             raise self.break_off(str(error)) from None
         self.under_way.add(message)
@@ -240,5 +240,5 @@ class MessageInbox(_Link):
         """Break the link, and notify the other end without waiting, because it may not be listening."""
         word = torch.frombuffer(bytearray(_GIVEN_UP), dtype=torch.uint8)
         with suppress(LinkBroken):
-            self._last = self._carrier.begin(True, self._rank, word, _ANSWER_TAG)
+            self._last = self._carrier.begin_transfer(True, self._rank, word, _ANSWER_TAG)
         return self.break_off(f"rank {self._rank} {why}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.device.interface import Broken, Communicator, Device
 from gemini_hpc.train.nccl import platform
 from gemini_hpc.train.nccl.exchange import Links
@@ -59,7 +59,7 @@ class Meeting:
         self._rank = rank
         self._platform: Platform | None = None
 
-    def propose(self, tensors: Sequence[torch.Tensor], layout: Layout) -> Proposal:
+    def propose(self, tensors: Sequence[torch.Tensor], layout: SlotLayout) -> Proposal:
         """Return this rank's proposal to all ranks.
 
         Args:
@@ -77,7 +77,7 @@ class Meeting:
         return Proposal(layout.tensor_offset, layout.tensor_bytes, refusal, unique_id)
 
     def connect(
-        self, proposals: Sequence[Proposal], targets: Sequence[Sequence[int]], layout: Layout
+        self, proposals: Sequence[Proposal], targets: Sequence[Sequence[int]], layout: SlotLayout
     ) -> tuple[Joined | None, str]:
         """Connect to all ranks. Return this rank's end, or the reason why there is none.
 
@@ -104,7 +104,11 @@ Exchange = Callable[[Proposal], list[Proposal]]
 
 
 def meet(
-    rank: int, tensors: Sequence[torch.Tensor], layout: Layout, targets: Sequence[Sequence[int]], all_ranks: Exchange
+    rank: int,
+    tensors: Sequence[torch.Tensor],
+    layout: SlotLayout,
+    targets: Sequence[Sequence[int]],
+    all_ranks: Exchange,
 ) -> tuple[Joined | None, str]:
     """Negotiate with all ranks. Collective. Return this rank's end, or the reason why there is none.
 

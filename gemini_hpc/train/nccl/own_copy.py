@@ -129,7 +129,7 @@ class OwnCopy:
         self._device, self._copies = device, copies
         self._version: _Version | None = None
 
-    def begin(self, tensors: Tensors, area: torch.Tensor, work: tuple[Piecework, ...]) -> OwnSlot:
+    def begin_copy(self, tensors: Tensors, area: torch.Tensor, work: tuple[Piecework, ...]) -> OwnSlot:
         """Begin to copy a version into `area`, the tensor area of the own slot.
 
         Called in the training's step(), before `Exchange.step`.

@@ -23,7 +23,7 @@ CONNECT_S = 60.0  # limit for the communicator's creation, and for its first mes
 class Platform(Protocol):
     """The platform of one rank.
 
-    `backend` is torch's name for process groups whose works `Stream.follow` takes.
+    `backend` is torch's name for process groups whose works `Stream.wait_work` takes.
     """
 
     backend: str

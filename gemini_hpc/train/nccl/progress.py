@@ -63,7 +63,7 @@ class Operation:
     waited: Event | None = None
 
 
-class Listener(Protocol):
+class ResultListener(Protocol):
     """The listener to the operations' results, called by the polling thread. Must not block."""
 
     def measured(self, size: int, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Progress:
         self,
         communicator: Communicator,
         sizes: Sequence[int],
-        listener: Listener,
+        listener: ResultListener,
         say: Callable[[str], None],
         *,
         patience_s: float = PATIENCE_S,
@@ -161,7 +161,7 @@ class Progress:
         while self.busy or not self._ending.is_set():
             clock.sleep(_LOOK_S if self.busy else 10 * _LOOK_S)
             try:
-                self.look()
+                self.poll_operations()
             except Exception as error:  # our own failure must not reach the training
                 self.fail(f"{type(error).__name__}: {error}")
                 self._communicator.abort()
@@ -170,7 +170,7 @@ class Progress:
                     self._listener.failed(version, False)
                 return
 
-    def look(self) -> None:
+    def poll_operations(self) -> None:
         """Poll all operations once and report to the listener."""
         now = self._clock()
         done = [operation for operation in tuple(self._running) if operation.done.query()]

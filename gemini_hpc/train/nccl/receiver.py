@@ -9,21 +9,21 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
 from gemini_hpc.train.nccl.messages import MessageInbox
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 
 _RETRY_S = 0.001
 
 
-class Receiver(Keeper):
+class Receiver(TensorShardOwner):
     """The receiver of training rank `rank`'s shard on this node."""
 
     def __init__(
         self,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         inbox: MessageInbox,
         rank: int,
@@ -51,7 +51,7 @@ class Receiver(Keeper):
         self.landed = 0
         self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)
 
-    def start(self, shard: Shard | None) -> None:
+    def start(self, shard: TensorShard | None) -> None:
         """Start to listen; without a shard every version is refused."""
         self.shard = shard
         self._thread.start()
@@ -65,14 +65,14 @@ class Receiver(Keeper):
     def _run(self) -> None:
         try:
             while (head := self._inbox.next()) is not None:
-                self._take(head)
+                self._receive_version(head)
         except LinkBroken as error:
             self._say("degraded", 0, f"the link from rank {self.rank} broke: {error}")
         except Exception as error:  # our own failure must not reach the training
             self._say("degraded", 0, f"receiving from rank {self.rank} ended: {type(error).__name__}: {error}")
 
-    def _take(self, head: Head) -> None:
-        index = self._begin(head)
+    def _receive_version(self, head: Head) -> None:
+        index = self._begin_version(head)
         self._inbox.answer(index is not None)
         if index is None:
             return
@@ -83,13 +83,13 @@ class Receiver(Keeper):
             self._inbox.receive(slot.bytes[: head.used_bytes])
             digest = self._inbox.digest()
         except Exception:  # errors of the copy into the slot included
-            self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
+            self._request(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
             raise
         self._landed(head, index, slot, digest)
 
-    def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
+    def _landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
         slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)
-        if self._tell(
+        if self._request(
             local.Landed(
                 set=self._me.set,
                 rank=self.rank,
@@ -112,14 +112,14 @@ class Receiver(Keeper):
         shard.populate()
         self.outgrow(shard)
 
-    def _tell(self, message: local.Message) -> bool:
+    def _request(self, message: local.Message) -> bool:
         try:
             self._client.request(message)
         except (AgentLost, AgentRefused):
             return False
         return True
 
-    def _begin(self, head: Head) -> int | None:
+    def _begin_version(self, head: Head) -> int | None:
         """Return the index of the slot to fill, or None.
 
         The seal of the version before may reach the sender's agent sooner than ours. The method waits for this seal,

@@ -21,9 +21,9 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.train.device.memory import Keeper, Slot
+from gemini_hpc.train.device.memory import TensorShardOwner, TensorSlot
 from gemini_hpc.train.device.pins import Pin, Pins
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
@@ -51,7 +51,7 @@ class Grant:
 
     version: int
     index: int
-    slot: Slot
+    slot: TensorSlot
     page: ControlPage | None
     handed: bool = False
     landed: bool = False
@@ -60,7 +60,7 @@ class Grant:
 
 
 @dataclass
-class _Shard:
+class _PrefetchedShard:
     """The state of one rank's shard, whose memory `keeper` has.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Shard:
         writing: Grants that were handed out and whose bytes have not all arrived.
     """
 
-    keeper: Keeper
+    keeper: TensorShardOwner
     grant: Grant | None = None
     busy: int = 0
     refused: int = 0
@@ -87,7 +87,7 @@ class SlotPrefetch:
 
     def __init__(
         self,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         gate: SealGate,
         area: Callable[[int], tuple[int, int]],
@@ -105,8 +105,8 @@ class SlotPrefetch:
             unpinned: Called once, with the reason, if memory cannot be pinned.
         """
         self._me, self._client, self._gate, self._area = me, client, gate, area
-        self._keepers: dict[int, Keeper] = {}
-        self._shards: dict[int, _Shard] = {}
+        self._keepers: dict[int, TensorShardOwner] = {}
+        self._shards: dict[int, _PrefetchedShard] = {}
         self._pins = Pins(pin, unpinned)
         self._changed = threading.Condition()
         self._wanted = 0
@@ -116,10 +116,10 @@ class SlotPrefetch:
         self._lost = self._ended = False
         self._thread: threading.Thread | None = None
 
-    def open(self, keepers: Mapping[int, Keeper]) -> None:
+    def open(self, keepers: Mapping[int, TensorShardOwner]) -> None:
         """Start the thread; the memory is reserved, or will be."""
         self._keepers = dict(keepers)
-        self._shards = {rank: _Shard(keeper) for rank, keeper in keepers.items()}
+        self._shards = {rank: _PrefetchedShard(keeper) for rank, keeper in keepers.items()}
         self._thread = threading.Thread(target=self._run, name="gemini-desk", daemon=True)
         self._thread.start()
 
@@ -141,7 +141,7 @@ class SlotPrefetch:
             self._wanted = max(self._wanted, version)
             self._changed.notify_all()
 
-    def take(self, rank: int, version: int) -> Grant | None:
+    def take_slot(self, rank: int, version: int) -> Grant | None:
         """Hand a shard's slot to the device for the version whose step() is reached.
 
         Return None if there is no slot, which is final for this version.
@@ -160,13 +160,13 @@ class SlotPrefetch:
 
     def into(self, version: int, rank: int) -> torch.Tensor | None:
         """Return the destination of the bytes of a peer's tensor area, see `exchange.Save`."""
-        grant = self.take(rank, version) if rank in self._shards else None
+        grant = self.take_slot(rank, version) if rank in self._shards else None
         if grant is None:
             return None
         offset, size = self._area(rank)
         return grant.slot.bytes[offset : offset + size]
 
-    def _await(self, shard: _Shard, version: int) -> Grant | None:
+    def _await(self, shard: _PrefetchedShard, version: int) -> Grant | None:
         if (grant := self._valid(shard, version)) is not None or shard.refused >= version:
             return grant
         if self._tired or self._gate.degraded:
@@ -176,7 +176,7 @@ class SlotPrefetch:
         self._tired = grant is None
         return grant
 
-    def _valid(self, shard: _Shard, version: int) -> Grant | None:
+    def _valid(self, shard: _PrefetchedShard, version: int) -> Grant | None:
         """Return the shard's grant if it is for this version and still valid, else None.
 
         Another agent does not know the grant. Where larger slots have replaced its slot, the agent means one of
@@ -188,7 +188,7 @@ class SlotPrefetch:
         return grant if grant.page is self._client.page and not self._outgrown(shard, grant) else None
 
     @staticmethod
-    def _outgrown(shard: _Shard, grant: Grant) -> bool:
+    def _outgrown(shard: _PrefetchedShard, grant: Grant) -> bool:
         return shard.keeper.shard is None or grant.slot not in shard.keeper.shard.slots
 
     # ---- from the threads that report versions ---------------------------------------------------------
@@ -221,7 +221,7 @@ class SlotPrefetch:
             return grant.index if grant is not None else None
 
     def link(self, rank: int, version: int) -> None:
-        """Request no later slot until `over`, because this version is about to go over the link.
+        """Request no later slot until `record_end`, because this version is about to go over the link.
 
         The agent would otherwise refuse this version, because a slot does not go back to an earlier version.
         """
@@ -249,7 +249,7 @@ class SlotPrefetch:
             return grant.landed
 
     def move_on(self, rank: int, version: int) -> None:
-        """Begin the next version of a shard, before `over`.
+        """Begin the next version of a shard, before `record_end`.
 
         This holder has lost a version that it had begun, and other holders may have it. Only a later version begun
         here shows them that it never comes. Until then they begin none.
@@ -271,7 +271,7 @@ class SlotPrefetch:
             self._shards[rank].grant = Grant(version + 1, reply.slot, slot, page)
             self._changed.notify_all()
 
-    def over(self, rank: int, version: int) -> None:
+    def record_end(self, rank: int, version: int) -> None:
         """Record that this version has been reported or given up; the next slot may be requested."""
         with self._changed:
             shard = self._shards[rank]
@@ -285,7 +285,7 @@ class SlotPrefetch:
     # ---- from the thread that polls the device ---------------------------------------------------------
 
     def landed(self, version: int, rank: int) -> None:
-        """Record that all bytes of a version's tensor area are in the slot from `take`."""
+        """Record that all bytes of a version's tensor area are in the slot from `take_slot`."""
         with self._changed:
             shard = self._shards[rank]
             for grant in shard.writing:
@@ -339,7 +339,7 @@ class SlotPrefetch:
                 if not self._ended:
                     self._changed.wait(_SOON_S if missing else _LATER_S)
 
-    def _ask(self, rank: int, keeper: Keeper) -> bool:
+    def _ask(self, rank: int, keeper: TensorShardOwner) -> bool:
         """Request the slot of the wanted version if possible. Return whether a slot is still missing."""
         shard, memory, page = self._shards[rank], keeper.shard, self._client.page
         with self._changed:
@@ -385,7 +385,7 @@ class SlotPrefetch:
         """
         self._client.request(local.Abort(set=self._me.set, rank=rank, version=version, slot=index))
 
-    def _free(self, shard: _Shard, version: int) -> bool:
+    def _free(self, shard: _PrefetchedShard, version: int) -> bool:
         """Return whether a request takes no slot away from a version still in transfer."""
         grant = shard.grant
         if shard.busy:

@@ -10,7 +10,7 @@ from gemini_hpc.train.device.interface import Device, Event, Stream
 
 
 @dataclass
-class Part:
+class SubBuffer:
     """A sub-buffer.
 
     Attributes:
@@ -22,17 +22,17 @@ class Part:
     free: Event | None = None
 
 
-class Parts:
+class SubBufferRing:
     """A ring of p sub-buffers. The host never waits for one: the stream that fills it does."""
 
     def __init__(self, device: Device, p: int, part_bytes: int) -> None:
         if p < 1 or part_bytes < 1:
             raise ValueError(f"{p} parts of {part_bytes} bytes: at least one of one byte is wanted")
         self.part_bytes = part_bytes
-        self._parts = [Part(device.buffer(part_bytes)) for _ in range(p)]
+        self._parts = [SubBuffer(device.buffer(part_bytes)) for _ in range(p)]
         self._next = 0
 
-    def take(self, stream: Stream) -> Part:
+    def next_part(self, stream: Stream) -> SubBuffer:
         """Return the next sub-buffer. Work enqueued on `stream` from now on begins after its last use."""
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)

@@ -18,11 +18,11 @@ from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
-from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.nccl.driver import Carried, Driver
 from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.replication.replicator import Replicator
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 
@@ -37,7 +37,7 @@ class StreamedReplicator(Replicator):
         self._driver = driver
         self._apart = False  # NCCL brings the present version's tensors to the holders
 
-    def _save(self, job: Job) -> None:
+    def _save(self, job: CaptureJob) -> None:
         carried = self._driver.carried(job.version)
         desk, me = self._driver.desk, self._me.rank
         try:
@@ -50,9 +50,9 @@ class StreamedReplicator(Replicator):
             else:
                 self._skip(job, "the device has not finished an earlier copy into this rank's own slot")
         finally:
-            desk.over(me, job.version)
+            desk.record_end(me, job.version)
 
-    def _lacking(self, job: Job) -> str:
+    def _lacking(self, job: CaptureJob) -> str:
         """Return the reason why this rank has nothing of a version that the others send over NCCL."""
         if len(job.small) > self._layout.small_capacity:
             try:
@@ -75,7 +75,7 @@ class StreamedReplicator(Replicator):
             except LinkBroken as error:
                 self._drop(rank, error, version)
 
-    def _begin(self, job: Job) -> tuple[int, Slot | None]:
+    def _begin(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
         granted = self._driver.desk.granted(self._me.rank, job.version)
         if granted is None or self.shard is None or len(job.small) > self._layout.small_capacity:
             begun = super()._begin(job)
@@ -85,7 +85,7 @@ class StreamedReplicator(Replicator):
         slot.content = Content()
         return granted, slot
 
-    def _finish(self, job: Job, carried: Carried) -> None:
+    def _finish(self, job: CaptureJob, carried: Carried) -> None:
         """Complete a version on the host, once its tensors are in the own slot."""
         grant, layout = carried.grant, self._layout
         slot = grant.slot
@@ -111,7 +111,7 @@ class StreamedReplicator(Replicator):
         finally:
             self._apart = False
 
-    def _spread(self, version: int, slot: Slot, used: int) -> str:
+    def _spread(self, version: int, slot: TensorSlot, used: int) -> str:
         if not self._apart or self._driver.problem:
             return super()._spread(version, slot, used)
         layout = self._layout
@@ -149,7 +149,7 @@ class StreamedReceiver(Receiver):
         super().__init__(*args, **more)
         self._driver = driver
 
-    def _take(self, head: Head) -> None:
+    def _receive_version(self, head: Head) -> None:
         desk = self._driver.desk
         try:
             if not head.used_bytes:
@@ -157,12 +157,12 @@ class StreamedReceiver(Receiver):
             elif head.apart[1]:
                 self._complete(head)
             elif desk.quiet(self.rank, QUIET_S):
-                super()._take(head)
+                super()._receive_version(head)
             else:
                 self._say("skipped", head.version, f"shard of rank {self.rank}: NCCL still uses its slots")
                 self._inbox.answer(False)
         finally:
-            desk.over(self.rank, head.version)
+            desk.record_end(self.rank, head.version)
 
     def _prepare(self, head: Head) -> None:
         """Enlarge the slots from the next version on; no bytes follow this head."""
@@ -173,10 +173,10 @@ class StreamedReceiver(Receiver):
                 self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
         self._inbox.answer(False)
 
-    def _begin(self, head: Head) -> int | None:
+    def _begin_version(self, head: Head) -> int | None:
         granted = self._driver.desk.granted(self.rank, head.version)
         if granted is None or self.shard is None or head.total_bytes != self.shard.total_bytes:
-            return super()._begin(head)
+            return super()._begin_version(head)
         return granted
 
     def _complete(self, head: Head) -> None:
@@ -198,7 +198,7 @@ class StreamedReceiver(Receiver):
         self._inbox.receive(rest)
         digest = self._inbox.digest()
         if not desk.arrived(self.rank, grant):
-            self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=grant.index))
+            self._request(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=grant.index))
             self._say("skipped", head.version, f"shard of rank {self.rank}: it did not arrive over NCCL")
             return self._move_on(head.version)
         slot = grant.slot
@@ -206,7 +206,7 @@ class StreamedReceiver(Receiver):
         slot.bytes[offset + length : head.used_bytes].copy_(rest[offset:])
         return self._landed(head, grant.index, slot, digest)
 
-    def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
+    def _landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
         super()._landed(head, index, slot, digest)
         if self.landed != head.version:
             self._move_on(head.version)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 from gemini_hpc.train.state.ownership import Own
 
 GAP_BYTES = 63  # largest padding between two tensors
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def directory(memory: torch.Tensor) -> tuple[Layout, shard_manifest.Manifest]:
+def directory(memory: torch.Tensor) -> tuple[SlotLayout, shard_manifest.ShardManifest]:
     """Read the layout and the manifest of a slot.
 
     Args:
@@ -47,7 +47,7 @@ def directory(memory: torch.Tensor) -> tuple[Layout, shard_manifest.Manifest]:
     return layout, shard_manifest.unpack(raw, layout.tensor_bytes)
 
 
-def pieces(manifest: shard_manifest.Manifest, layout: Layout, own: Mapping[str, Own]) -> list[Piece]:
+def pieces(manifest: shard_manifest.ShardManifest, layout: SlotLayout, own: Mapping[str, Own]) -> list[Piece]:
     """Return the manifest's pieces that this rank has.
 
     Args:
@@ -60,7 +60,7 @@ def pieces(manifest: shard_manifest.Manifest, layout: Layout, own: Mapping[str, 
 
 
 def _match(
-    manifest: shard_manifest.Manifest, piece: shard_manifest.Piece, layout: Layout, own: Mapping[str, Own]
+    manifest: shard_manifest.ShardManifest, piece: shard_manifest.Piece, layout: SlotLayout, own: Mapping[str, Own]
 ) -> Piece | None:
     row = manifest.rows[piece.row]
     mine = own.get(row.key)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentRefused, Exchange
 from gemini_hpc.core import parity
-from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.wire import local
 
 _RESERVE_S = 120.0
@@ -17,7 +17,7 @@ class StripeParity:
 
     def __init__(
         self,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         others: Sequence[int],
         homes: Sequence[int],

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentRefused
-from gemini_hpc.train.device.memory import Shard
+from gemini_hpc.train.device.memory import TensorShard
 from gemini_hpc.wire import local
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankIdentity:
     """The identity of a rank for its agent."""
 
     set: str
@@ -21,8 +21,8 @@ class Identity:
 
 
 def register(
-    client: AgentClient, me: Identity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
-) -> Shard:
+    client: AgentClient, me: RankIdentity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
+) -> TensorShard:
     """Ask the agent for a shard's slots and map them.
 
     Args:
@@ -43,4 +43,4 @@ def register(
     )
     if not isinstance(reply, local.Slots) or reply.bytes != (total_bytes or reply.bytes):
         raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-    return Shard(rank, me.world, home, reply.bytes, fds, pushed=pushed)
+    return TensorShard(rank, me.world, home, reply.bytes, fds, pushed=pushed)

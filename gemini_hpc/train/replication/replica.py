@@ -17,11 +17,11 @@ import torch
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core.ranges import Range, largest, merged
-from gemini_hpc.train.device.memory import Shard
+from gemini_hpc.train.device.memory import TensorShard
 from gemini_hpc.train.replication import overlap
 from gemini_hpc.train.replication.overlap import Piece
 from gemini_hpc.train.replication.reserved import Reserved
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.ownership import Own
 from gemini_hpc.wire import local
 
@@ -54,12 +54,12 @@ class Replica:
             epoch: Epoch of this rank.
             differs: Called with the reason when this rank stops filling the shard for good.
         """
-        self._pin: Callable[[Shard], None] | None = None
+        self._pin: Callable[[TensorShard], None] | None = None
         self._set, self._client, self._keeper, self._epoch, self._differs = set_name, client, keeper, epoch, differs
         self._own: Mapping[str, Own] = {}
         self._since = 0
         self._given_up = False
-        self._shard: Shard | None = None  # the shard to which `_pieces` apply
+        self._shard: TensorShard | None = None  # the shard to which `_pieces` apply
         self._pieces: list[Piece] = []
         self._writing: _Writing | None = None
         self._pairs: dict[int, tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
@@ -67,16 +67,16 @@ class Replica:
         self._eager = 0
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[TensorShard]:
         """Return the shards whose memory may be written to."""
         shard = self._keeper.shard
         return [*self._keeper.former, *([shard] if shard is not None else [])]
 
-    def pins(self, pin: Callable[[Shard], None] | None) -> None:
+    def pins(self, pin: Callable[[TensorShard], None] | None) -> None:
         """Set the function that pins memory to which a device copies; None for no pinning."""
         self._pin = pin
 
-    def follow(self, own: Mapping[str, Own], since: int) -> None:
+    def adopt_plan(self, own: Mapping[str, Own], since: int) -> None:
         """Adopt a new plan of the state.
 
         Args:
@@ -85,7 +85,7 @@ class Replica:
         """
         self._own, self._since, self._shard = own, since, None
 
-    def begin(self, job: Job, capture: Capture) -> bool:
+    def begin_fill(self, job: CaptureJob, capture: Capture) -> bool:
         """Ask the agent for a slot. Return whether this version is filled here."""
         self._writing = None
         if self._given_up or not self._own or not self._planned(capture):
@@ -105,7 +105,7 @@ class Replica:
             self._writing = _Writing(job.version, reply.slot, grants)
         return self._writing is not None
 
-    def copy(self, job: Job, capture: Capture) -> float:
+    def copy(self, job: CaptureJob, capture: Capture) -> float:
         """Fill the slot with this rank's pieces. Return the seconds that the copy took."""
         writing, shard = self._writing, self._shard
         if writing is None or shard is None:
@@ -120,7 +120,7 @@ class Replica:
             writing.whole = False
             return 0.0
 
-    def end(self, job: Job, *, unchanged: bool) -> None:
+    def end(self, job: CaptureJob, *, unchanged: bool) -> None:
         """Report to the agent the ranges that are filled.
 
         Args:
@@ -166,7 +166,7 @@ class Replica:
                 return bool(self._pieces)
         return False
 
-    def _bound(self, job: Job, shard: Shard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _bound(self, job: CaptureJob, shard: TensorShard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the (target, source) tensors of every piece.
 
         Raises:

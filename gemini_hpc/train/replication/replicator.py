@@ -17,14 +17,14 @@ from gemini_hpc.core.digest import digest
 from gemini_hpc.core.ranges import Range, between, largest, merged
 from gemini_hpc.core.ranges import size as size_of
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.slot_header import Layout, pack_header
-from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.format.slot_header import SlotLayout, pack_header
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
 from gemini_hpc.train.device.pins import Pins
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.schedule.outstanding import Outstanding
 from gemini_hpc.train.schedule.pacer import Pacer
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.layout import Plan, small_capacity
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
@@ -45,12 +45,12 @@ class Counters:
     reasons: dict[str, int] = field(default_factory=dict)
 
 
-class Replicator(Keeper):
+class Replicator(TensorShardOwner):
     """The thread that saves jobs of the training, one at a time."""
 
     def __init__(
         self,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         plan: Plan,
         outboxes: dict[int, Outbox],
@@ -85,8 +85,8 @@ class Replicator(Keeper):
         self._say, self._broken, self._catch_up = say, broken, catch_up
         self._pins = pins
         self.counters = Counters()
-        self._jobs: queue.SimpleQueue[Job | Plan | None] = queue.SimpleQueue()
-        self._current: Job | None = None
+        self._jobs: queue.SimpleQueue[CaptureJob | Plan | None] = queue.SimpleQueue()
+        self._current: CaptureJob | None = None
         self._last_saved = 0
         self._copied_s = 0.0  # duration of the last copy into the own slot
         self._refused: str | None = None  # why a holder does not take the version under way
@@ -107,7 +107,7 @@ class Replicator(Keeper):
             replica.pins(self.pin if self._pins is not None else None)
         self._capture.watches_all = bool(replicas) or self._sketches
 
-    def pin(self, shard: Shard) -> None:
+    def pin(self, shard: TensorShard) -> None:
         """Pin a shard's slots for copies from a device.
 
         Pinning takes some 0.1 s per GiB. Two calls must not run at the same time.
@@ -115,11 +115,11 @@ class Replicator(Keeper):
         if self._pins is not None:
             self._pins.add(shard.slots)
 
-    def start(self, shard: Shard) -> None:
+    def start(self, shard: TensorShard) -> None:
         """Begin to take jobs, with the slots of `shard`."""
         self.shard = shard
         for replica in self._replicas:
-            replica.follow(self._own, 0)
+            replica.adopt_plan(self._own, 0)
         self._thread.start()
 
     @property
@@ -133,7 +133,7 @@ class Replicator(Keeper):
         """Return whether an earlier version is still under way."""
         return self._current is not None and not self._current.done.is_set()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: CaptureJob) -> None:
         """Queue a job. The training calls this; at most one job waits behind the one in work."""
         self._current = job
         self._jobs.put(job)
@@ -183,22 +183,22 @@ class Replicator(Keeper):
     def _adopt(self, plan: Plan) -> None:
         assert self.shard is not None
         for replica in self._replicas:
-            replica.follow(plan.own, plan.since)
+            replica.adopt_plan(plan.own, plan.since)
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         self._sketches = bool(plan.live)
         for slot in self.shard.slots:
             slot.has_manifest = False
 
-    def _give_up(self, job: Job, reason: str, *, bereaved: bool = False) -> None:
+    def _give_up(self, job: CaptureJob, reason: str, *, bereaved: bool = False) -> None:
         job.give_up(bereaved=bereaved)
         self.counters.skipped += 1
         self.counters.reasons[reason] = self.counters.reasons.get(reason, 0) + 1
 
-    def _skip(self, job: Job, reason: str) -> None:
+    def _skip(self, job: CaptureJob, reason: str) -> None:
         self._give_up(job, reason)
         self._say("skipped", job.version, reason)
 
-    def _save(self, job: Job) -> None:
+    def _save(self, job: CaptureJob) -> None:
         if self._max_repeated > 1 and self._last_saved:
             self._gate.wait(self._last_saved, lambda: job.cancelled or job.urgent)
         try:
@@ -229,7 +229,7 @@ class Replicator(Keeper):
         if not slot.has_manifest:
             self._capture.clean(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
-        replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
+        replicas = [replica for replica in sharing if replica.begin_fill(job, self._capture)]
         took_s += sum(replica.copy(job, self._capture) for replica in replicas)
         ended = clock.monotonic()
         began = ended - took_s
@@ -250,7 +250,7 @@ class Replicator(Keeper):
         slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world, job.moment))
         return self._commit(job, slot_index, slot, began)
 
-    def _sketch(self, job: Job, slot_index: int, slot: Slot) -> None:
+    def _sketch(self, job: CaptureJob, slot_index: int, slot: TensorSlot) -> None:
         """Send the agent the version's directory and small state, of which only the tensors are missing.
 
         Nodes that have the tensors as well need them, should all holders die before this version is complete.
@@ -269,7 +269,7 @@ class Replicator(Keeper):
             )
         )
 
-    def _void(self, job: Job, slot_index: int, changed: Sequence[str]) -> None:
+    def _void(self, job: CaptureJob, slot_index: int, changed: Sequence[str]) -> None:
         """Give the version up, because these tensors changed too early."""
         job.give_up()
         self._abort(job, slot_index)
@@ -281,7 +281,7 @@ class Replicator(Keeper):
             "after step() by something other than the optimizer; copied at step() from now on",
         )
 
-    def _commit(self, job: Job, slot_index: int, slot: Slot, began: float) -> None:
+    def _commit(self, job: CaptureJob, slot_index: int, slot: TensorSlot, began: float) -> None:
         """Bring the complete own slot to the other holders and report the copy to the agent."""
         used = self._layout.small_offset + len(job.small)
         self._pacer.begin(job.version)
@@ -319,7 +319,7 @@ class Replicator(Keeper):
         self._pacer.moved()
         return None
 
-    def _begin(self, job: Job) -> tuple[int, Slot | None]:
+    def _begin(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
         assert self.shard is not None
         self._catch_up()
         if len(job.small) > self._layout.small_capacity:
@@ -336,7 +336,7 @@ class Replicator(Keeper):
         self._before, self._begun = self._begun, job.version
         if self._pins is not None:
             others = [shard for replica in self._replicas for shard in replica.shards]
-            self._pins.keep([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
+            self._pins.release_others([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
         slot = self.shard.slots[reply.slot]
         known = slot.content
         self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0
@@ -346,9 +346,9 @@ class Replicator(Keeper):
     def _grow(self, small_bytes: int) -> None:
         """Get larger slots, because the small state has outgrown its place."""
         old = self._layout
-        self._enlarge(Layout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes)))
+        self._enlarge(SlotLayout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes)))
 
-    def _enlarge(self, layout: Layout) -> None:
+    def _enlarge(self, layout: SlotLayout) -> None:
         """Get slots of this layout from the agent.
 
         Raises:
@@ -361,7 +361,7 @@ class Replicator(Keeper):
         self.outgrow(shard)
         self._layout = layout
 
-    def _abort(self, job: Job, slot_index: int) -> None:
+    def _abort(self, job: CaptureJob, slot_index: int) -> None:
         with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it
             self._client.request(
                 local.Abort(set=self._me.set, rank=self._me.rank, version=job.version, slot=slot_index)
@@ -382,7 +382,7 @@ class Replicator(Keeper):
         self._say("refused", version, self._refused)
         self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
 
-    def _spread(self, version: int, slot: Slot, used: int) -> str:
+    def _spread(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send the slot's used bytes to every holder that accepts them, one holder after the other.
 
         This is Algorithm 2, lines 21 to 23.

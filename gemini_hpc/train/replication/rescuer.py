@@ -19,14 +19,14 @@ import torch
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.train.replication import overlap
-from gemini_hpc.train.replication.registration import Identity
-from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.replication.registration import RankIdentity
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.ownership import Own
 from gemini_hpc.wire import local
 
 _RETRY_S = 1.0
 
-Frozen = Callable[[], AbstractContextManager[Job | None]]
+Frozen = Callable[[], AbstractContextManager[CaptureJob | None]]
 
 
 class Rescuer:
@@ -34,10 +34,10 @@ class Rescuer:
 
     def __init__(
         self,
-        me: Identity,
+        me: RankIdentity,
         client: AgentClient,
         frozen: Frozen,
-        at_once: Callable[[Job], None],
+        at_once: Callable[[CaptureJob], None],
         own: Callable[[], tuple[Mapping[str, Own], Capture]],
     ) -> None:
         """Create the thread; `start` starts it.
@@ -121,7 +121,7 @@ class Rescuer:
                     self._at_once(job)
                     self._standing(sock, job, message.wait_s)
 
-    def _standing(self, sock: socket.socket, job: Job, wait_s: float) -> None:
+    def _standing(self, sock: socket.socket, job: CaptureJob, wait_s: float) -> None:
         """Answer the agent's requests about the job until `GoOn`, for at most `wait_s` seconds."""
         deadline = clock.monotonic() + wait_s
         while (left_s := deadline - clock.monotonic()) > 0:
@@ -147,7 +147,7 @@ class Rescuer:
                 for fd in fds:
                     os.close(fd)
 
-    def _copy(self, job: Job, order: local.CopyLive, fds: list[int]) -> str:
+    def _copy(self, job: CaptureJob, order: local.CopyLive, fds: list[int]) -> str:
         """Fill in the tensors of a slot. Return the reason for a failure, or ""."""
         if len(fds) != 1 or order.version != job.version:
             return f"this rank stands at version {job.version}"

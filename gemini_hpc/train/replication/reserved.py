@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from gemini_hpc.client.agent_connection import AgentClient
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.train.device.memory import Keeper, Shard
-from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner
+from gemini_hpc.train.replication.registration import RankIdentity, register
 
 
-class Reserved(Keeper):
+class Reserved(TensorShardOwner):
     """The memory of `rank`'s shard, which this rank only keeps for the agent's successor."""
 
-    def __init__(self, me: Identity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
+    def __init__(self, me: RankIdentity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
         super().__init__()
         self._me, self._client, self.rank, self._home, self._gate = me, client, rank, home, gate
         self._grown = 0
@@ -43,7 +43,7 @@ class Reserved(Keeper):
         shard = self.shard
         return max(slot.known().version for slot in shard.slots) if shard is not None else 0
 
-    def start(self, shard: Shard | None) -> None:
+    def start(self, shard: TensorShard | None) -> None:
         """Keep the slots of `shard`."""
         self.shard = shard
 

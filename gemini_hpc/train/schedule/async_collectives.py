@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from gemini_hpc import clock
-from gemini_hpc.train.schedule.trace import Record
+from gemini_hpc.train.schedule.trace import OperationRecord
 
 PATIENCE_S, _LEAST_PATIENCE_S = 1.5, 0.1
 _POLL_S = 0.001
@@ -39,7 +39,7 @@ class AsyncCollectives:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        follow: Callable[[Callable[[], bool]], Record],
+        follow: Callable[[Callable[[], bool]], OperationRecord],
         caught_up: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepare rounds over a process group.
@@ -57,7 +57,7 @@ class AsyncCollectives:
         self._all: torch.Tensor | None = None
         self._broken = ""
         self._follow, self._caught_up = follow, caught_up
-        self._record: Record | None = None
+        self._record: OperationRecord | None = None
         self.over_at = 0.0  # when the last round that was read ended (CLOCK_MONOTONIC)
 
     @property

@@ -24,7 +24,7 @@ from gemini_hpc.train.device.streams import Streams
 from gemini_hpc.train.schedule.dispatch_hooks import Dispatch, Signature
 from gemini_hpc.train.schedule.in_flight import InFlight
 from gemini_hpc.train.schedule.launch_count import GroupWeights, LaunchCount
-from gemini_hpc.train.schedule.trace import Iteration, Record
+from gemini_hpc.train.schedule.trace import Iteration, OperationRecord
 
 SPAN_POLL_S = 1e-3
 _SURELY = 0.7  # share of the last duration for which operations are assumed to take again
@@ -221,7 +221,7 @@ class CollectiveMonitor:
         A waiting receive is not counted while no operation was launched after it.
         """
         if (front := self._front) is not None:  # a local, because `stop` may clear it at any moment
-            return front.look().launched
+            return front.poll_position().launched
         waiting = self._flight.waiting() if self._flight is not None else 0
         return max(0, self._launched - waiting)
 
@@ -229,13 +229,13 @@ class CollectiveMonitor:
         """Return the number of operations on the network now."""
         entering = self._entering  # read first: an operation that has left this count is in the others
         front, flight = self._front, self._flight
-        flying = front.look().flying if front is not None else 0
+        flying = front.poll_position().flying if front is not None else 0
         return flying or (flight.now() or entering if flight is not None else 0)
 
     def place(self) -> Place | None:
         """Return the position of the training's device; None: the training computes on the host."""
         front = self._front
-        return front.look() if front is not None else None
+        return front.poll_position() if front is not None else None
 
     def caught_up(self) -> bool:
         """Return whether the training's device, if there is one, has reached the newest `mark()`."""
@@ -279,8 +279,8 @@ class CollectiveMonitor:
 
     def _wait_front(self, front: Front, after: int, timeout_s: float) -> bool:
         deadline = clock.monotonic() + timeout_s
-        lap = front.look().lap
-        while (place := front.look()).lap == lap:
+        lap = front.poll_position().lap
+        while (place := front.poll_position()).lap == lap:
             began_s, now = front.begun_s, clock.monotonic()
             if place.launched >= after and not self.in_flight():
                 if place.launched == after:
@@ -305,14 +305,14 @@ class CollectiveMonitor:
         """Interrupt `wait_span`, so that its caller checks again."""
         self._reached.set()
 
-    def follow(self, asked: Callable[[], bool]) -> Record:
+    def track_round(self, asked: Callable[[], bool]) -> OperationRecord:
         """Return a record of something other than the training's operations, such as a round of ours.
 
         Its end is set when `asked` becomes true, to the millisecond while times are recorded.
         """
-        record = Record(0, 0, clock.monotonic())
+        record = OperationRecord(0, 0, clock.monotonic())
         if self._flight is not None:
-            self._flight.follow(asked, record)
+            self._flight.track_receive(asked, record)
         return record
 
     def quiet_since(self) -> float:
@@ -320,7 +320,7 @@ class CollectiveMonitor:
         front, flight = self._front, self._flight
         ended_s = flight.ended_s if flight is not None else 0.0
         if front is not None:
-            front.look()
+            front.poll_position()
             return max(ended_s, front.quiet_since)
         return max(ended_s, self._iteration.started_s)
 
@@ -451,7 +451,7 @@ class CollectiveMonitor:
             if self._recording:
                 size_bytes = signature.payload_bytes(args)
                 start_s = begun if isinstance(begun, float) else clock.monotonic()
-                record = Record(group.kind(signature.name, size_bytes), size_bytes, start_s)
+                record = OperationRecord(group.kind(signature.name, size_bytes), size_bytes, start_s)
             ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
         except Exception as error:
             self._note(error)
@@ -508,7 +508,7 @@ class CollectiveMonitor:
         """Return whether operations of this backend run on the device."""
         return self._device is not None and backend == self._device.backend
 
-    def _time(self, record: Record, backend: str, begun: Any, ended: Event | None) -> None:
+    def _time(self, record: OperationRecord, backend: str, begun: Any, ended: Event | None) -> None:
         """Record an operation's times on the device.
 
         Iterations that began before the device was known are not used.

@@ -20,13 +20,13 @@ class DeviceCopies(Protocol):
     def gate(self) -> None:
         """Prepare for the first optimizer step after step()."""
 
-    def follow(self, route: Route | None, s: int, *, active: bool) -> None:
+    def set_route(self, route: Route | None, s: int, *, active: bool) -> None:
         """Follow `route` within s iterations from the next saved version on; None: send all before the optimizer."""
 
     def words(self) -> list[int]:
         """Return the numbers that this rank adds to a round."""
 
-    def hear(self, words: Sequence[int]) -> None:
+    def on_round(self, words: Sequence[int]) -> None:
         """Process the result of a round."""
 
     def left(self) -> bool:

@@ -30,13 +30,13 @@ import torch.distributed as dist
 
 from gemini_hpc import clock
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
-from gemini_hpc.train.schedule.trace import Record
+from gemini_hpc.train.schedule.trace import OperationRecord
 
 _POLL_S, _REST_S = 1e-3, 0.1
 
 
 # The completion test of a work, and the record for its end time.
-_Asked = tuple[Callable[[], bool], Record | None]
+_Asked = tuple[Callable[[], bool], OperationRecord | None]
 
 
 class InFlight:
@@ -86,7 +86,7 @@ class InFlight:
         args: tuple[Any, ...],
         work: dist.Work | None,
         backend: str,
-        record: Record | None,
+        record: OperationRecord | None,
         ranks: int,
     ) -> None:
         """Record that the calling thread launched an operation.
@@ -152,7 +152,7 @@ class InFlight:
             over.clear()
             self._rouse()
 
-    def follow(self, asked: Callable[[], bool], record: Record) -> None:
+    def track_receive(self, asked: Callable[[], bool], record: OperationRecord) -> None:
         """Poll `asked` until true and set the record's end; the operation does not count as in flight."""
         with self._lock:
             self._receives.append((asked, record))

@@ -35,7 +35,7 @@ from typing import Any, Literal
 from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.moments import Moment
-from gemini_hpc.core.pace import Pace
+from gemini_hpc.core.pace import IterationPace
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.core.wait_budget import MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.device.interface import Event
@@ -58,7 +58,7 @@ from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.wire.traffic import TrafficState
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
@@ -171,7 +171,7 @@ class IntervalController:
         self._because = 0  # the rank that needs the j in effect
         self._cost = CaptureCost(_BEHIND)
         self._others_s = 0.0  # seconds of the longest capture of all ranks
-        self._pace = Pace(traffic.overhead)
+        self._pace = IterationPace(traffic.overhead)
         self._latency, self._budget = SealLatency(seal), WaitBudget(traffic.overhead)
         self._waits: deque[float] = deque(maxlen=4)  # seconds of the waits for the latest versions
         self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; else 0
@@ -231,12 +231,12 @@ class IntervalController:
         agreed = self._agreed if self._version >= self._agreed.base else self._former
         return agreed.j + agreed.s - 1 if self._paced else 1
 
-    def captured(self, began: float, mark: Event | None, job: Job | None = None) -> None:
+    def captured(self, began: float, mark: Event | None, job: CaptureJob | None = None) -> None:
         """Record that a version has been captured in this step(); see `CaptureCost`."""
         self._cost.captured(began, mark)
         self._budget.spend(self._cost.seconds)
         if job is not None:
-            self._latency.begin(job)
+            self._latency.begin_version(job)
 
     def moment(self) -> Moment:
         """Return the moment of the training at this `step()`; called once in each, before anything else."""
@@ -325,7 +325,7 @@ class IntervalController:
         try:
             stage = self._stage
             self._step(version, under_way)
-            self._reporter.tell(self.state, now=self._stage != stage)
+            self._reporter.send_summary(self.state, now=self._stage != stage)
         except Exception as error:  # our own failure must not reach the training
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -433,7 +433,7 @@ class IntervalController:
                 f"versions; from now on versions take at most {100 * self._traffic.overhead:g} % of its time"
             )
         self._settled = True
-        self._budget.settle()
+        self._budget.end_first_phase()
 
     def _change(self, j: int, s: int, version: int) -> None:
         """Follow j and s from this version on, or from the first that has no earlier version in transfer."""
@@ -442,7 +442,7 @@ class IntervalController:
     def _again(self, wanted: int, version: int) -> None:
         self._stage, self._wanted, self._hasty = "profile", wanted, 0
         self._waits.clear()
-        self._planner.begin()
+        self._planner.discard_iterations()
         self._since, self._next_word = version, version + min(wanted, self._soon())
         if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would exceed the ceiling
             self._hasty = self._agreed.s
@@ -560,11 +560,11 @@ class IntervalController:
         if self._stage == "offers":
             assert self._replanning is not None
             offers, self._offer, self._compared = collectives.blobs(patience_s=_OFFERS_S), b"", 0
-            self._replanning.take(offers, version)
+            self._replanning.adopt_offers(offers, version)
             self._again(PROFILED_AGAIN, version)
             return
         if self._stage == "plan":
-            self._planner.take(collectives.blobs(waited_s))
+            self._planner.adopt_records(collectives.blobs(waited_s))
             self._stage, self._next_word = "agree", version
             if self._driver is not None and self._driver.left():
                 self._again(PROFILED_AGAIN, version)
@@ -575,11 +575,11 @@ class IntervalController:
             return
         if self._replanning is not None:
             first = {"agree": 2, "profile": 4}.get(self._stage, 3)
-            if self._replanning.hear(words[first : first + self._replanning.count]):
+            if self._replanning.on_round(words[first : first + self._replanning.count]):
                 self._stage, self._next_word, self._offer = "sizes", version, self._replanning.offer()
                 return
         if self._driver is not None:
-            self._driver.hear(words)
+            self._driver.on_round(words)
             if self._driver.left():
                 self._again(PROFILED_AGAIN, version)
                 return
@@ -635,14 +635,14 @@ class IntervalController:
         self._latency.follow_plan()
         self._end_first()
         self._history.append((self._agreed.base, j, s))
-        self._overhead.begin(self._planner.profile, self._planner.controller)
+        self._overhead.adopt_plan(self._planner.profile, self._planner.controller)
         self._renew = ""
         self._record_from, self._next_word = version, version + self._word_every()
         self._follow()
         self._tell(j, self._planner.profile.iteration_s if self._planner.profile is not None else 0.0)
         keepsake = self._planner.keepsake()
         if keepsake is not None:
-            self._reporter.keep(keepsake)
+            self._reporter.send_profile(keepsake)
 
     def _follow(self) -> None:
         """Set monitor, pacer and driver by stage and scheme, from the next version on."""
@@ -666,7 +666,7 @@ class IntervalController:
                 if self._driver is None or self._driver.ended or self._scheme != "gemini":
                     pacer.timetable = self._route.timetable(self._agreed.s)
         if self._driver is not None:
-            self._driver.follow(self._route, self._agreed.s, active=self._planned and self._scheme == "gemini")
+            self._driver.set_route(self._route, self._agreed.s, active=self._planned and self._scheme == "gemini")
 
     @property
     def transport(self) -> str:

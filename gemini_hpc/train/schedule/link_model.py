@@ -58,14 +58,14 @@ class LinkMeter:
         self._under_way -= 1
         self._bytes += size
         if self._under_way == 0:
-            self._over(at - self._began)
+            self._record_transfer(at - self._began)
 
     def lost(self) -> None:
         """Record that a chunk will never be acknowledged, and discard the period's bytes so far."""
         self._under_way -= 1
         self._bytes = 0
 
-    def _over(self, took_s: float) -> None:
+    def _record_transfer(self, took_s: float) -> None:
         if self._bytes <= 0 or took_s <= 0:
             return
         if self._bytes <= _PROBE_BYTES:

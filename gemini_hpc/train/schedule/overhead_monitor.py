@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from gemini_hpc.core import spans
-from gemini_hpc.core.save_interval import BATCH, Controller, sure_high
+from gemini_hpc.core.save_interval import BATCH, OverheadController, sure_high
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.pacer import Sent
 
@@ -65,7 +65,7 @@ class OverheadMonitor:
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
         self._profile: Profile | None = None
-        self._controller: Controller | None = None
+        self._controller: OverheadController | None = None
         self._cycle: list[float] = []  # lengths of the iterations since the last version was saved
         self._alike: list[Trace] = []
         self._unlike = self._others = 0
@@ -77,7 +77,7 @@ class OverheadMonitor:
         self._waits: deque[float] = deque(maxlen=64)
         self.pictured: Pictured | None = None
 
-    def begin(self, profile: Profile | None, controller: Controller | None) -> None:
+    def adopt_plan(self, profile: Profile | None, controller: OverheadController | None) -> None:
         """Follow another plan, or another frequency, from now on."""
         if profile is not self._profile:
             self._costs.clear()

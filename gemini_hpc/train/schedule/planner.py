@@ -9,13 +9,13 @@ from math import ceil
 import msgspec
 
 from gemini_hpc.core import spans
-from gemini_hpc.core.save_interval import Controller, Need, choose
+from gemini_hpc.core.save_interval import Need, OverheadController, choose
 from gemini_hpc.core.schedule import seconds
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, common, settled
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
-from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.stats_reporter import CachedProfile
 from gemini_hpc.train.schedule.traffic import Traffic
 
 BLOB_BYTES = 16384
@@ -60,7 +60,7 @@ class Planner:
         targets: Sequence[int],
         shard_bytes: int,
         meter: LinkMeter,
-        kept: Kept | None,
+        kept: CachedProfile | None,
         *,
         whole: bool = False,
         on_host: bool = False,
@@ -86,7 +86,7 @@ class Planner:
         self._on_host, self._left_out = on_host, 0.0
         self._whole = False  # this rank's and all targets' profiles are known
         self.profile: Profile | None = None
-        self.controller: Controller | None = None
+        self.controller: OverheadController | None = None
         self.longest_s = 1.0  # the longest iteration of all ranks
         self.own_s = 0.0  # seconds of the training's thread that a version takes
         self.fixed_s = 0.0  # seconds between step() and seal in which nothing travels
@@ -118,7 +118,7 @@ class Planner:
 
     # ---- profiling -------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def discard_iterations(self) -> None:
         """Discard the recorded iterations."""
         self._clean = {}
 
@@ -176,7 +176,7 @@ class Planner:
             self._others = [(known[rank] or profiles[0], 0.0) for rank in self._targets]
         return True
 
-    def take(self, blobs: Sequence[bytes]) -> None:
+    def adopt_records(self, blobs: Sequence[bytes]) -> None:
         """Take over what all ranks have recorded."""
         standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
         self._know([s.profile for s in standings if s.profile is not None])
@@ -210,11 +210,11 @@ class Planner:
     def _know(self, profiles: Sequence[Profile]) -> None:
         self.longest_s = max((p.iteration_s for p in profiles), default=1.0)
 
-    def keepsake(self) -> Kept | None:
+    def keepsake(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan or the link is unknown."""
         if self.profile is None or not self._whole or not self._meter.known:
             return None
-        return Kept(self.profile, self._others, self._meter.B, self._meter.alpha)
+        return CachedProfile(self.profile, self._others, self._meter.B, self._meter.alpha)
 
     # ---- planning --------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Planner:
             fresh: Whether the profile or the link has changed since the last call.
         """
         if fresh:
-            self._settle()
+            self._choose_left_out()
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return max(1, self._traffic.every), 1
@@ -300,7 +300,9 @@ class Planner:
             roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling, own_s=self.own_s)
             known = None if roomy.j < j else known
         if known is None:
-            known = Controller(need, usual_s, ceiling=ceiling, forced=self._traffic.every or None, own_s=self.own_s)
+            known = OverheadController(
+                need, usual_s, ceiling=ceiling, forced=self._traffic.every or None, own_s=self.own_s
+            )
         elif fresh or self._dearer(known) or self._slower(known, need):
             known.replan(need, usual_s, self.own_s)
         elif self.lag_s:
@@ -309,12 +311,12 @@ class Planner:
         self.controller = known
         return known.frequency.j, known.frequency.s
 
-    def _dearer(self, known: Controller) -> bool:
+    def _dearer(self, known: OverheadController) -> bool:
         """Return whether the capture's cost differs so much from the planned cost that a new plan is needed."""
         most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
         return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
 
-    def _slower(self, known: Controller, need: Callable[[int], float]) -> bool:
+    def _slower(self, known: OverheadController, need: Callable[[int], float]) -> bool:
         """Return whether seals come so much later than planned that the ceiling is exceeded."""
         j, s = known.frequency.j, known.frequency.s
         return need(s) - max(0.0, known.need(s)) > self._traffic.overhead * j * known.iteration_s
@@ -333,7 +335,7 @@ class Planner:
 
         return need
 
-    def _settle(self) -> None:
+    def _choose_left_out(self) -> None:
         """Choose how much of the beginnings of spans to leave out.
 
         Versions must remain as frequent and as soon, with time to spare: spans vary, and the training waits for what

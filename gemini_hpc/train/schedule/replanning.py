@@ -79,7 +79,7 @@ class Replanning:
         """Return how many numbers `words` has; the same on all ranks."""
         return 1 + self._divergence.count
 
-    def hear(self, words: Sequence[int]) -> bool:
+    def on_round(self, words: Sequence[int]) -> bool:
         """Process the result of a round. Return whether all ranks plan anew."""
         differs = self.differed = Divergence.differs(words[1:])
         self.closely = words[0] >= CLOSELY
@@ -92,7 +92,7 @@ class Replanning:
         """Return this rank's offer for the round of offers."""
         return self._offer(self.closely)
 
-    def take(self, offers: Sequence[bytes], version: int) -> None:
+    def adopt_offers(self, offers: Sequence[bytes], version: int) -> None:
         """Adopt the plan that follows from all ranks' offers."""
         self._wanted, self.under_way = NOT_WANTED, False
         self._next, self._pause = version + self._pause, min(_MOST_PAUSE, 4 * self._pause)
@@ -117,7 +117,7 @@ class Replanning:
         else:
             self.reason = "a copy differed from its home's, but all replicated tensors are the same on all ranks now"
 
-    def follow(self, divergence: Divergence) -> None:
+    def set_divergence(self, divergence: Divergence) -> None:
         """Compare the tensors that are replicated under the new plan."""
         self._divergence = divergence
 

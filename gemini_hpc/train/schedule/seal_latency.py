@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.capture import CaptureJob
 
 _LATEST, _LAGS, _LATE = 8, 4, 3
 _MOST_S = 1e5
@@ -22,14 +22,14 @@ class SealLatency:
             seal: Returns the last sealed (epoch, version) and its time (CLOCK_MONOTONIC, seconds).
         """
         self._seal = seal
-        self._job: Job | None = None
+        self._job: CaptureJob | None = None
         self._epoch: int | None = None
         self._due_at, self._was_due = 0.0, False
         self._whole: deque[float] = deque(maxlen=_LATEST)
         self._fixed: deque[float] = deque(maxlen=_LATEST)
         self._lags: deque[float] = deque(maxlen=_LAGS)
 
-    def begin(self, job: Job) -> None:
+    def begin_version(self, job: CaptureJob) -> None:
         """Measure this version from now on. An earlier, unsealed version counts as late by its delay so far."""
         self.poll()
         if self._job is not None and self._job.saved and self._due_at:

@@ -21,7 +21,7 @@ DRAW_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedProfile:
     """The profile and link values with which the next incarnation can begin.
 
     Attributes:
@@ -60,7 +60,7 @@ class StatsReporter:
         """Use another key from now on, because the state is distributed anew and the profile is another one."""
         self._key = key
 
-    def tell(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
+    def send_summary(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
         """Send a summary to the agent, every `TELL_EVERY_S` seconds or, if `now`, at once."""
         at = clock.monotonic()
         if now or at - self._told_at > TELL_EVERY_S:
@@ -94,18 +94,18 @@ class StatsReporter:
         )
         self._client.post(local.Timeline(self._set, self._rank, state))
 
-    def keep(self, kept: Kept) -> None:
+    def send_profile(self, kept: CachedProfile) -> None:
         """Send the profile to the agent, which keeps it for the next incarnation."""
         message = stats_messages.kept(self._set, self._rank, self._key, msgspec.msgpack.encode(kept))
         if message is not None:
             self._client.post(message)
 
-    def recall(self) -> Kept | None:
+    def recall(self) -> CachedProfile | None:
         """Ask the agent for the profile of an earlier incarnation of the training; None if there is none."""
         data = self._client.recall(self._set, self._rank, self._key)
         if data is None:
             return None
         try:
-            return msgspec.msgpack.decode(data, type=Kept)
+            return msgspec.msgpack.decode(data, type=CachedProfile)
         except msgspec.MsgspecError:
             return None

@@ -10,7 +10,7 @@ from gemini_hpc.core.spans import Op, Trace
 from gemini_hpc.train.device.interface import Event
 
 
-class Record:
+class OperationRecord:
     """A recorded operation, timed by the monotonic clock or by two events of the device."""
 
     __slots__ = ("bytes", "end_s", "events", "kind", "receives", "start_s")
@@ -37,7 +37,7 @@ class Iteration:
         self.gate_s: float | None = None
         self.gate_event: Event | None = None
         self.passed_event: Event | None = None
-        self.records: list[Record] = []
+        self.records: list[OperationRecord] = []
 
     def known(self, following: Iteration) -> bool:
         """Return whether the device has reached the iteration's end, so that all its times are known."""

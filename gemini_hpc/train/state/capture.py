@@ -20,16 +20,16 @@ import xxhash
 from gemini_hpc import clock
 from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.ranges import Range, merged
-from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Manifest
+from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, ShardManifest
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device import host_copy
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.encode import Gaps
-from gemini_hpc.train.state.lifted import LiftedSources, Seen
-from gemini_hpc.train.state.ownership import Block, Entry
+from gemini_hpc.train.state.lifted import LiftedSources, LiftedTensor
+from gemini_hpc.train.state.ownership import Block, TensorEntry
 from gemini_hpc.train.state.sample import OTHERS, PARAMETERS, Turns, few, same_bits
-from gemini_hpc.train.state.source import Source
+from gemini_hpc.train.state.source import TensorSource
 from gemini_hpc.train.state.tree import Leaf, local
 
 _TURNS = 32  # one in so many of the pieces not copied again is compared in each version
@@ -42,11 +42,11 @@ class Bound:
     Lists are needed because a training has thousands of sources.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[TensorSource]) -> None:
         self.eager = [source for source in sources if source.eager]
         sampled = [source for source in sources if not source.eager]
         self.views = [source.views for source in sources]
-        self.watch: list[tuple[Source, torch.Tensor]] = []  # a source and the tensor that counts its changes
+        self.watch: list[tuple[TensorSource, torch.Tensor]] = []  # a source and the tensor that counts its changes
         self._wholes: list[Any] = []
         self._parts: list[torch.Tensor | None] = []
         self._bases: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ class Bound:
         """Return a few elements of the parameters, and of the optimizer tensors, whose turn it is in this version."""
         return self._parameters.of(version).read(), self._others.of(version).read()
 
-    def other(self, job: Job, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
+    def other(self, job: CaptureJob, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of tensors whose copies have other elements than the job's samples.
 
         If most of the parameters whose turn it was differ, all parameters were swapped and all are returned.
@@ -134,7 +134,7 @@ class Bound:
 
 
 @dataclass
-class Job:
+class CaptureJob:
     """A version under way into a slot. `left` is set when the training may change its tensors again."""
 
     version: int
@@ -144,7 +144,7 @@ class Job:
     counts: list[int]  # at step()
     digests: list[str] | None
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
-    lifted: Sequence[Seen] = ()  # at step()
+    lifted: Sequence[LiftedTensor] = ()  # at step()
     leaves: Sequence[Leaf] = ()  # all leaves of this rank, also those that other ranks keep
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the leaves by key, as at step()
     unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had already
@@ -214,7 +214,7 @@ class Capture:
     """The tensors behind the pieces of a manifest, found anew at every step."""
 
     def __init__(
-        self, manifest: Manifest, leaves: Sequence[Leaf], entries: Sequence[Entry], blocks: Sequence[Block]
+        self, manifest: ShardManifest, leaves: Sequence[Leaf], entries: Sequence[TensorEntry], blocks: Sequence[Block]
     ) -> None:
         """Create the sources of the pieces.
 
@@ -226,9 +226,9 @@ class Capture:
         """
         self.manifest = manifest
         self._planned = {leaf.key for leaf in leaves if leaf.optimizer != LIFTED}
-        self._sources: list[Source] = []
-        lifted: list[Source] = []
-        self._by_key: dict[str, Source] = {}
+        self._sources: list[TensorSource] = []
+        lifted: list[TensorSource] = []
+        self._by_key: dict[str, TensorSource] = {}
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self.eager_since: dict[str, str] = {}
         self.watches_all = False
@@ -244,7 +244,7 @@ class Capture:
             if source is None:
                 here = local(leaf.tensor)
                 parameter = leaf.optimizer == PARAMETER
-                source = Source(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
+                source = TensorSource(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
                 self._by_key[leaf.key] = source
                 (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
                 source.eager = leaf.eager
@@ -296,7 +296,7 @@ class Capture:
             here = local(tensor)
             if here.data_ptr() != source.ptr or here is not source.base:
                 if not source.fits(here):
-                    misfits[source.key] = source.misfit(here)
+                    misfits[source.key] = source.describe_mismatch(here)
                     continue
                 source.bind(here)
             source.whole = tensor
@@ -314,7 +314,7 @@ class Capture:
         """Return an event at the present position of the training's device; None without a device."""
         return self._copies.mark() if self._copies is not None else None
 
-    def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> Job:
+    def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> CaptureJob:
         """Begin the capture of a version: copy eager tensors now, record the others."""
         with torch.no_grad(), self.lock:
             bound = self._bound
@@ -328,7 +328,9 @@ class Capture:
             views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
             samples = bound.samples(version)
-        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps)
+        job = CaptureJob(
+            version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps
+        )
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
             job.memory = self._memory_of(job.leaves)
@@ -379,7 +381,7 @@ class Capture:
         found = (self.manifest.pieces[number] for number in pieces)
         return merged(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
 
-    def copy(self, job: Job, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
+    def copy(self, job: CaptureJob, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
         """Copy all tensors of the job into the tensor area of slot `index`.
 
         Args:
@@ -405,7 +407,7 @@ class Capture:
             area[at : piece.at].zero_()
             at = piece.at + self.manifest.nbytes(piece)
 
-    def bring(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    def bring(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair into the first.
 
         Args:
@@ -431,7 +433,7 @@ class Capture:
                 torch._foreach_copy_(small_to, small_from)
         return clock.monotonic() - began
 
-    def read(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def read(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy as `bring` does, from a thread beside the one that saves.
 
         The copies run on a stream of their own, because the training's streams may be blocked forever.
@@ -444,7 +446,7 @@ class Capture:
             for target, view in pairs:
                 target.copy_(view)
 
-    def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
+    def _fetch(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
         """Copy these pairs, the samples, and the missing tensors of the small state to host memory."""
         assert self._copies is not None and job.ready is not None
         gaps, job.gaps = job.gaps, None
@@ -462,19 +464,19 @@ class Capture:
         job.lifted = [seen._replace(samples=to) for to, seen in zip(lifted, job.lifted, strict=True)]
         return took_s
 
-    def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+    def changed(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
         """Return, after `copy`, the names of tensors whose copy cannot be trusted. Make these eager from now on."""
         bad = self._moved(job) + self._torn(job, index, area)
         return self.make_eager(bad, "changed before its copy was made")
 
-    def moved(self, job: Job) -> list[str]:
+    def moved(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that have changed since step(), or have other memory, and make these eager.
 
         This is the first check for copies that the device makes later, in order with the work it gets from here on.
         """
         return self.make_eager(self._moved(job) + self._replaced(job), "changed before its copy was made")
 
-    def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+    def torn(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
         """Return the names of tensors whose copies by the device differ, and make these eager.
 
         This is the second check, after the device has made the copies. It compares samples and, in an audited
@@ -484,11 +486,11 @@ class Capture:
             self._fetch(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
-    def pieces(self, job: Job) -> list[torch.Tensor]:
+    def pieces(self, job: CaptureJob) -> list[torch.Tensor]:
         """Return the job's tensors, in the order of the manifest's pieces."""
         return [view for views in job.views for view in views]
 
-    def _moved(self, job: Job) -> list[str]:
+    def _moved(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that were written since step().
 
         A tensor that got other memory was copied from its old memory. The old memory is unchanged unless its samples
@@ -502,7 +504,7 @@ class Capture:
         pairs = zip(bound.watch, counts, job.counts, strict=True)
         return lifted + [source.key for (source, _), now, then in pairs if now != then]
 
-    def _replaced(self, job: Job) -> list[str]:
+    def _replaced(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that have other memory since step()."""
         if job.bound.holds():
             return []
@@ -513,7 +515,7 @@ class Capture:
             if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
         ]
 
-    def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+    def _torn(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
         targets = self._target(index, area)
         bad = job.bound.other(job, index, targets)
         bad += [seen.source.key for seen in job.lifted if seen.torn(targets)]
@@ -527,7 +529,7 @@ class Capture:
                 number += count
         return bad
 
-    def _stale(self, job: Job, targets: Sequence[torch.Tensor]) -> list[str]:
+    def _stale(self, job: CaptureJob, targets: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of uncopied pieces whose copy in the slot is stale.
 
         These pieces were not copied again, because no version counter changed. Some are compared whole in each
@@ -546,7 +548,7 @@ class Capture:
 
     # ---- at the pre-hook -------------------------------------------------------------------------------
 
-    def audit(self, job: Job) -> list[str]:
+    def audit(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that have changed since `step()` without an optimizer, and make these eager."""
         if job.digests is None:
             return []

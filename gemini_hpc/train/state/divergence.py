@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from gemini_hpc.train.state import host_bytes
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.sample import few
 
 _GROUPS = 8  # groups of ranks compared in one round
@@ -31,7 +31,7 @@ class Divergence:
     Every rank makes one from the same entries and calls it in the same rounds.
     """
 
-    def __init__(self, gathered: Sequence[Sequence[Entry]], alone: frozenset[str], rank: int) -> None:
+    def __init__(self, gathered: Sequence[Sequence[TensorEntry]], alone: frozenset[str], rank: int) -> None:
         """Find the groups of ranks that have the same tensors.
 
         Args:
@@ -70,10 +70,10 @@ class Divergence:
             tensors: The present tensors by key, sampled for the next round.
         """
         said = self._digests()
-        self._look(tensors)
+        self._sample_tensors(tensors)
         return [word for digest in said for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
 
-    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _sample_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._samples, self._device, self._event = [], None, None
         number, self._round = self._round, self._round + 1
         for ranks, keys in self._turn(number):

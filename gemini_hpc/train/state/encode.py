@@ -55,7 +55,7 @@ class Lifted(NamedTuple):
     cuda: bool
 
 
-class Part(NamedTuple):
+class DTensorPart(NamedTuple):
     """A rank's part of a DTensor with this shape and these placements; see `sharded`."""
 
     tensor: torch.Tensor | Lifted
@@ -256,7 +256,7 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     Counter: lambda out, value, where, depth: _put_mapping(out, b"C", value, where, depth),
     set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
     frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
-    Part: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
+    DTensorPart: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
     Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, 4, where, depth),
     torch.dtype: lambda out, value, where, depth: _sized(out, b"D", str(value).encode()),
     torch.device: lambda out, value, where, depth: _sized(out, b"v", str(value).encode()),
@@ -347,7 +347,7 @@ class _Reader:
         self.at = 0
         self.enums = enums
 
-    def take(self, count: int) -> memoryview:
+    def read_bytes(self, count: int) -> memoryview:
         if count > len(self.data) - self.at:
             raise ValueError(f"encoded state ends early: {count} bytes wanted, {len(self.data) - self.at} left")
         part = self.data[self.at : self.at + count]
@@ -355,18 +355,18 @@ class _Reader:
         return part
 
     def count(self) -> int:
-        value = int(_COUNT.unpack(self.take(4))[0])
+        value = int(_COUNT.unpack(self.read_bytes(4))[0])
         if value > len(self.data) - self.at:
             raise ValueError(f"encoded state names {value} items, with {len(self.data) - self.at} bytes left")
         return value
 
     def sized(self) -> memoryview:
-        return self.take(int(_SIZE.unpack(self.take(8))[0]))
+        return self.read_bytes(int(_SIZE.unpack(self.read_bytes(8))[0]))
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH + 1:
             raise ValueError(f"encoded state is nested deeper than {MAX_DEPTH} levels")
-        tag = bytes(self.take(1))
+        tag = bytes(self.read_bytes(1))
         read = _READ.get(tag)
         if read is None:
             raise ValueError(f"encoded state has an unknown tag {tag!r}")
@@ -397,15 +397,15 @@ class _Reader:
         return int.from_bytes(self.sized(), "little", signed=True)
 
     def array(self) -> tuple[str, tuple[int, ...], memoryview]:
-        name = bytes(self.take(self.count())).decode()
+        name = bytes(self.read_bytes(self.count())).decode()
         ndim = self.count()
         if ndim > MAX_DIMS:
             raise ValueError(f"encoded state has an array of {ndim} dimensions")
-        shape = tuple(int(_SIZE.unpack(self.take(8))[0]) for _ in range(ndim))
+        shape = tuple(int(_SIZE.unpack(self.read_bytes(8))[0]) for _ in range(ndim))
         return name, shape, self.sized()
 
     def tensor(self, cuda: bool) -> torch.Tensor:
-        if bytes(self.take(1)) != b"X":
+        if bytes(self.read_bytes(1)) != b"X":
             raise ValueError("encoded state has a tensor without a body")
         name, shape, payload = self.array()
         dtype = _TORCH_DTYPES.get(name)
@@ -420,12 +420,12 @@ class _Reader:
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).clone().view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
 
-    def part(self, depth: int) -> Part:
+    def part(self, depth: int) -> DTensorPart:
         found = self.items(depth)
         kinds: tuple[Any, ...] = ((torch.Tensor, Lifted), tuple, str)
         if len(found) != 3 or not all(map(isinstance, found, kinds)):
             raise ValueError("encoded state has an invalid part of a DTensor")
-        return Part(*found)
+        return DTensorPart(*found)
 
     def lifted(self, depth: int) -> Lifted:
         found = self.items(depth)
@@ -494,7 +494,7 @@ class _Reader:
         return datetime.datetime.fromisoformat(plain).replace(fold=len(text) - len(plain))
 
     def timedelta(self) -> datetime.timedelta:
-        days, seconds, microseconds = _TIMEDELTA.unpack(self.take(24))
+        days, seconds, microseconds = _TIMEDELTA.unpack(self.read_bytes(24))
         return datetime.timedelta(days, seconds, microseconds)
 
 
@@ -503,8 +503,8 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"T": lambda r, depth: True,
     b"F": lambda r, depth: False,
     b"i": lambda r, depth: r.integer(),
-    b"f": lambda r, depth: _FLOAT.unpack(r.take(8))[0],
-    b"j": lambda r, depth: complex(*_COMPLEX.unpack(r.take(16))),
+    b"f": lambda r, depth: _FLOAT.unpack(r.read_bytes(8))[0],
+    b"j": lambda r, depth: complex(*_COMPLEX.unpack(r.read_bytes(16))),
     b"s": lambda r, depth: bytes(r.sized()).decode("utf-8", "surrogatepass"),
     b"b": lambda r, depth: bytes(r.sized()),
     b"B": lambda r, depth: bytearray(r.sized()),

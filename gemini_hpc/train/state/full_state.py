@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gemini_hpc.format.shard_manifest import LIFTED, Manifest, Piece, Row
+from gemini_hpc.format.shard_manifest import LIFTED, Piece, ShardManifest, TensorRow
 from gemini_hpc.tier import publish, version
 from gemini_hpc.train.state import groups, lifted
-from gemini_hpc.train.state.restore import Saved
+from gemini_hpc.train.state.restore import SavedShard
 from gemini_hpc.train.state.torch_dtypes import dtype_of
 from gemini_hpc.wire.stored import Stored
 
 if TYPE_CHECKING:
-    from gemini_hpc.tier.nodefile import Reader
+    from gemini_hpc.tier.nodefile import NodeFileReader
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
@@ -40,13 +40,13 @@ class Whole:
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, TensorRow] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
-def opened(where: str, manifest: version.Manifest) -> Iterator[list[Saved]]:
+def opened(where: str, manifest: version.VersionManifest) -> Iterator[list[SavedShard]]:
     """Open all shards of a version and yield them by rank.
 
     Only directories and small states are read now. Tensors are read on demand, each checked against its digest.
@@ -63,27 +63,27 @@ def opened(where: str, manifest: version.Manifest) -> Iterator[list[Saved]]:
         yield sorted(shards, key=lambda saved: saved.manifest.rank)
 
 
-def _open(path: str) -> Reader:
-    from gemini_hpc.tier.nodefile import Reader
+def _open(path: str) -> NodeFileReader:
+    from gemini_hpc.tier.nodefile import NodeFileReader
 
     try:
-        return Reader(path)
+        return NodeFileReader(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, and this version needs it: choose another version") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {publish.why(error)}") from None
 
 
-def _shard(reader: Reader, stored: Stored) -> Saved:
+def _shard(reader: NodeFileReader, stored: Stored) -> SavedShard:
     header, manifest, small = reader.parts(stored)
-    return Saved(header, manifest, lambda piece: _raw(reader, manifest, piece), small)
+    return SavedShard(header, manifest, lambda piece: _raw(reader, manifest, piece), small)
 
 
-def _raw(reader: Reader, manifest: Manifest, piece: Piece) -> torch.Tensor:
+def _raw(reader: NodeFileReader, manifest: ShardManifest, piece: Piece) -> torch.Tensor:
     return torch.frombuffer(reader.piece(manifest, piece), dtype=torch.uint8)
 
 
-def read(where: str, manifest: version.Manifest) -> Whole:
+def read(where: str, manifest: version.VersionManifest) -> Whole:
     """Read the version from its directory `where`.
 
     Raises:
@@ -94,14 +94,14 @@ def read(where: str, manifest: version.Manifest) -> Whole:
         return _join(shards)
 
 
-def _join(shards: Iterable[Saved]) -> Whole:
+def _join(shards: Iterable[SavedShard]) -> Whole:
     whole, have = Whole(), dict[str, set[Box]]()
     for saved in shards:
         small = saved.small(enums=False) if saved.small_raw else {}
         if saved.manifest.rank == 0 and small:
             whole.small, whole.aliases = small, dict(saved.manifest.aliases)
         for fields, tensor in small.get("late", ()):
-            _add_late(whole, saved, Row(*fields), tensor)
+            _add_late(whole, saved, TensorRow(*fields), tensor)
         for row in saved.manifest.rows:
             key = saved.key(row)
             first = whole.rows.setdefault(key, row)
@@ -142,7 +142,7 @@ def put_back(whole: Whole) -> None:
     whole.small = lifted.put_back(whole.small, {key: found[own.get(key, key)] for key in wanted})
 
 
-def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> None:
+def _add_late(whole: Whole, saved: SavedShard, row: TensorRow, tensor: torch.Tensor) -> None:
     """Add a tensor that appeared after the first step, which is in each rank's small state."""
     if tuple(tensor.shape) != row.shape:
         raise ValueError(

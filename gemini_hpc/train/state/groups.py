@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
+class ParameterGroup(msgspec.Struct, frozen=True, array_like=True):
     """A parameter group.
 
     Attributes:
@@ -22,7 +22,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     param_names: list[str] = []
 
 
-_decoder = msgspec.msgpack.Decoder(list[Group])
+_decoder = msgspec.msgpack.Decoder(list[ParameterGroup])
 
 
 class Members:
@@ -47,7 +47,7 @@ class Members:
         if not self._packed or not _same([group["params"] for group in groups], self._known):
             self._known = [list(group["params"]) for group in groups]
             found = [
-                Group([names[id(p)] for p in g["params"] if id(p) in names], [*g.get("param_names", ())])
+                ParameterGroup([names[id(p)] for p in g["params"] if id(p) in names], [*g.get("param_names", ())])
                 for g in groups
             ]
             self._packed = msgspec.msgpack.encode(found)
@@ -60,7 +60,7 @@ def _same(groups: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> bo
     )
 
 
-def unpack(data: bytes) -> list[Group]:
+def unpack(data: bytes) -> list[ParameterGroup]:
     """Unpack the result of `Members.pack`.
 
     Raises:

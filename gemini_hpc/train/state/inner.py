@@ -51,7 +51,7 @@ def parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[
             yield f"{above}{name}", inner
 
 
-class Made(NamedTuple):
+class CompositeTensor(NamedTuple):
     """A tensor that is made of others, with those others.
 
     Attributes:
@@ -76,12 +76,12 @@ class Made(NamedTuple):
         return same and _here(self.whole) is self.tensor
 
 
-def levels(tensor: torch.Tensor) -> Iterator[Made]:
+def levels(tensor: torch.Tensor) -> Iterator[CompositeTensor]:
     """Yield the tensor, and those of its inner tensors that are made of others again."""
     here = _here(tensor)
     names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
     found = [getattr(here, name) for name in names]
-    yield Made(tensor, here, tuple(names), about, found)
+    yield CompositeTensor(tensor, here, tuple(names), about, found)
     for value in found:
         if composed(value):
             yield from levels(value)

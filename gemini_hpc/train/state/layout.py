@@ -11,10 +11,10 @@ import msgspec
 
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import LIFTED
-from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.capture import Capture
-from gemini_hpc.train.state.ownership import Entry, Own
+from gemini_hpc.train.state.ownership import Own, TensorEntry
 from gemini_hpc.train.state.tree import Leaf, StateTree
 
 LEAST_SMALL_BYTES = 256 << 10
@@ -37,7 +37,7 @@ class Plan:
 
     capture: Capture
     packed: bytes
-    layout: Layout
+    layout: SlotLayout
     alone: frozenset[str]
     frozen_bytes: int
     own: dict[str, Own]
@@ -57,8 +57,8 @@ class Draft:
     """
 
     leaves: list[Leaf]
-    rows: list[shard_manifest.Row]
-    entries: list[Entry]
+    rows: list[shard_manifest.TensorRow]
+    entries: list[TensorEntry]
     small_bytes: int
 
     @classmethod
@@ -94,7 +94,7 @@ class Draft:
         return cls(every, [row for row, _ in described], [entry for _, entry in described], len(packed.data))
 
     @property
-    def shared(self) -> list[Entry]:
+    def shared(self) -> list[TensorEntry]:
         """Return the entries that other ranks have as well, or have other parts of."""
         return [entry for entry, row in zip(self.entries, self.rows, strict=True) if row.shared]
 
@@ -115,7 +115,7 @@ def small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
 
 def lay_out(
     draft: Draft,
-    gathered: Sequence[Sequence[Entry]],
+    gathered: Sequence[Sequence[TensorEntry]],
     rank: int,
     mode: ownership.Ownership,
     aliases: Mapping[str, str],
@@ -153,12 +153,12 @@ def lay_out(
     blocks.sort(key=lambda b: (rows[b.entry].optimizer == LIFTED, b.entry not in frozen))
     frozen_bytes = sum(math.prod(b.size) * entries[b.entry].itemsize for b in blocks if b.entry in frozen)
     pieces = shard_manifest.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
-    manifest = shard_manifest.Manifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
+    manifest = shard_manifest.ShardManifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
     packed = shard_manifest.pack(manifest)
     tensor_bytes, capacity = manifest.tensor_bytes(), small_capacity(draft.small_bytes, kept_capacity)
-    layout = Layout.plan(len(packed), tensor_bytes, capacity)
+    layout = SlotLayout.plan(len(packed), tensor_bytes, capacity)
     if layout.total < least_bytes:
-        layout = Layout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
+        layout = SlotLayout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
     own = {rows[i].key: Own(entries[i], rows[i].dtype) for i in shared if rows[i].optimizer != LIFTED}
     live = _live(rank, rows, blocks, entries, gathered) if own else frozenset[int]()
     return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes, own, live)
@@ -166,10 +166,10 @@ def lay_out(
 
 def _live(
     rank: int,
-    rows: Sequence[shard_manifest.Row],
+    rows: Sequence[shard_manifest.TensorRow],
     blocks: Sequence[ownership.Block],
-    entries: Sequence[Entry],
-    gathered: Sequence[Sequence[Entry]],
+    entries: Sequence[TensorEntry],
+    gathered: Sequence[Sequence[TensorEntry]],
 ) -> frozenset[int]:
     """Return the other ranks that have all of these blocks in tensors of their own.
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini_hpc.format.dtypes import item_bytes
-from gemini_hpc.train.state.encode import MAX_DEPTH, Lifted, Part
+from gemini_hpc.train.state.encode import MAX_DEPTH, DTensorPart, Lifted
 from gemini_hpc.train.state.sample import few
-from gemini_hpc.train.state.source import Source
+from gemini_hpc.train.state.source import TensorSource
 from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 
 LEAST_BYTES = 64 << 10
@@ -58,9 +58,9 @@ class Lift:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path) if value.numel() * value.element_size() >= LEAST_BYTES else value
-        if kind is Part:
+        if kind is DTensorPart:
             tensor = self._walk(value.tensor, path)
-            return value if tensor is value.tensor else Part(tensor, value.shape, value.placements)
+            return value if tensor is value.tensor else DTensorPart(tensor, value.shape, value.placements)
         if kind in (dict, OrderedDict):
             pairs = [(key, self._walk(item, (*path, *_step(key)))) for key, item in value.items()]
             if all(a is b for (_, a), b in zip(pairs, value.values(), strict=True)):
@@ -103,8 +103,8 @@ def put_back(saved: Any, loaded: Mapping[str, torch.Tensor]) -> Any:
     """Return a decoded small state with the lifted tensors put back."""
     if isinstance(saved, Lifted):
         return loaded[saved.key]
-    if type(saved) is Part:
-        return Part(put_back(saved.tensor, loaded), saved.shape, saved.placements)
+    if type(saved) is DTensorPart:
+        return DTensorPart(put_back(saved.tensor, loaded), saved.shape, saved.placements)
     if type(saved) in (dict, OrderedDict):
         for key, value in saved.items():
             saved[key] = put_back(value, loaded)
@@ -118,7 +118,7 @@ def all_in(saved: Any) -> Iterable[Lifted]:
     """Yield the references to lifted tensors in a decoded small state."""
     if isinstance(saved, Lifted):
         yield saved
-    elif type(saved) is Part:
+    elif type(saved) is DTensorPart:
         yield from all_in(saved.tensor)
     elif isinstance(saved, Mapping):
         for value in saved.values():
@@ -141,10 +141,10 @@ def room_for(lifted: Lifted) -> torch.Tensor:
 # ---- version by version --------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class LiftedTensor(NamedTuple):
     """A tensor that is copied behind the training's back, as it was at step()."""
 
-    source: Source
+    source: TensorSource
     base: torch.Tensor
     ptr: int
     changes: int
@@ -170,7 +170,7 @@ class LiftedSources:
     """
 
     def __init__(
-        self, planned: Mapping[str, torch.Tensor], sources: Sequence[Source], shared: frozenset[str]
+        self, planned: Mapping[str, torch.Tensor], sources: Sequence[TensorSource], shared: frozenset[str]
     ) -> None:
         """Create the sources.
 
@@ -212,7 +212,7 @@ class LiftedSources:
                 source.whole = tensor
         return gone
 
-    def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[Seen]]:
+    def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[LiftedTensor]]:
         """Return the tensors to copy, by source, and the records to check after the copy."""
         seen = []
         for source in self.sources:
@@ -223,5 +223,5 @@ class LiftedSources:
                 source.since = version
                 base = source.base
                 samples = [line.clone() for line in source.fews]
-                seen.append(Seen(source, base, source.ptr, base._version, samples))
+                seen.append(LiftedTensor(source, base, source.ptr, base._version, samples))
         return [source.staging if source.eager else source.views for source in self.sources], seen

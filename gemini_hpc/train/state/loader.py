@@ -140,7 +140,7 @@ class StatefulLoader:
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
         if not self._loader.num_workers:  # then the batch is made in this process and may draw from its generators
             self._call_before_batch()
-        for batch in self._begin():
+        for batch in self._new_iterator():
             if self._restored != started:
                 raise RuntimeError("the loader's position was restored during iteration: start a new iterator")
             self._taken += 1
@@ -153,7 +153,7 @@ class StatefulLoader:
     def _go_to(self, epoch: int, start: int = 0, taken: int = 0) -> None:
         self._epoch, self._start, self._taken = epoch, start, taken
 
-    def _begin(self) -> Iterator[Any]:
+    def _new_iterator(self) -> Iterator[Any]:
         """Return an iterator of torch's loader.
 
         The loader draws a number where its generator is, so its default device must be the host.

@@ -32,7 +32,7 @@ class UnsupportedStateError(TypeError):
     """The training has state that cannot be captured; the message names it and the remedy."""
 
 
-class Slot(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place where a module keeps a tensor.
 
     After an assignment the place has another tensor.
@@ -101,8 +101,8 @@ class Modules:
         """
         self.roots = dict(roots)
         self.reshard()
-        self.parameters: list[Slot] = []
-        self.buffers: list[Slot] = []
+        self.parameters: list[TensorPlace] = []
+        self.buffers: list[TensorPlace] = []
         self.transient: set[str] = set()  # names of buffers that `Module.state_dict` leaves out
         self.with_extra: dict[str, nn.Module] = {}  # modules with extra state, by its names
         self._modules: dict[str, nn.Module] = {}
@@ -135,9 +135,9 @@ class Modules:
                 parameters, buffers = m._parameters, m._buffers
                 for key in parameters.keys():  # noqa: SIM118 (a script module's dict cannot be iterated)
                     fqn = where + key
-                    self.parameters.append(Slot(fqn, parameters, key, replicated and fqn not in ignored, m))
+                    self.parameters.append(TensorPlace(fqn, parameters, key, replicated and fqn not in ignored, m))
                 for key in buffers.keys():  # noqa: SIM118
-                    self.buffers.append(Slot(where + key, buffers, key, replicated, m))
+                    self.buffers.append(TensorPlace(where + key, buffers, key, replicated, m))
                 self.transient |= {where + key for key in m._non_persistent_buffers_set if key in buffers}
                 fixed += [parameters, m._modules]
                 dicts.append(buffers)

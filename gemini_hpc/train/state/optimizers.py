@@ -16,15 +16,15 @@ def with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optim
     """
     found: list[torch.optim.Optimizer] = []
 
-    def take(optimizer: torch.optim.Optimizer) -> None:
+    def add_optimizer(optimizer: torch.optim.Optimizer) -> None:
         found.append(optimizer)
         for inner in _inside(optimizer):
             if not shares_state(inner, found):
-                take(inner)
+                add_optimizer(inner)
 
     for optimizer in given:
         if not any(optimizer is known for known in found):
-            take(optimizer)
+            add_optimizer(optimizer)
     return found
 
 

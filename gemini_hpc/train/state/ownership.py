@@ -22,7 +22,7 @@ _EVERYWHERE_BYTES = 64
 _LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs balance
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor as one rank has it: the box (offset, size) of the global tensor `key` of `shape`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 class Own(NamedTuple):
     """A tensor that a rank shares with others: the part that the rank has, and its type."""
 
-    entry: Entry
+    entry: TensorEntry
     dtype: str
 
 
@@ -64,13 +64,13 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     size: tuple[int, ...]
 
 
-def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
+def unequal(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
     """Return the keys that cannot be one global tensor. Each rank has to keep those for itself.
 
     Shapes or item sizes differ between ranks, or fingerprints of the same box differ, or boxes overlap partly or
     leave gaps.
     """
-    seen: dict[str, Entry] = {}
+    seen: dict[str, TensorEntry] = {}
     prints: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
     boxes: dict[str, set[_Box]] = {}
     bad = set()
@@ -94,7 +94,7 @@ def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
     return frozenset(bad)
 
 
-def printed(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
+def printed(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
     """Return the keys for which several ranks are assumed to have the same content in the same box."""
     return frozenset(entry.key for part in entries for entry in part if entry.print)
 
@@ -111,7 +111,7 @@ def _tiles(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
     return True
 
 
-def deal(entries: Sequence[Sequence[Entry]], mode: Ownership = "split") -> list[list[Block]]:
+def deal(entries: Sequence[Sequence[TensorEntry]], mode: Ownership = "split") -> list[list[Block]]:
     """Return for every rank the blocks that it keeps, in the order of its entries.
 
     The function is pure, so all ranks come to the same result from the same gathered lists.
@@ -158,7 +158,7 @@ def deal(entries: Sequence[Sequence[Entry]], mode: Ownership = "split") -> list[
     return kept
 
 
-def _cut(entry: Entry, block_bytes: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _cut(entry: TensorEntry, block_bytes: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Cut an entry into blocks of whole rows, as equal as possible, none much above `block_bytes`.
 
     Returns:

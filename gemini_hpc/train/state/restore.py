@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Manifest, Piece, Row
+from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Piece, ShardManifest, TensorRow
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 from gemini_hpc.train.state import encode, inner, lifted
 from gemini_hpc.train.state.torch_dtypes import dtype_of
@@ -39,16 +39,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedShard:
     """A shard in memory or in a file. `raw` returns the bytes of one of its pieces."""
 
     header: Header
-    manifest: Manifest
+    manifest: ShardManifest
     raw: Callable[[Piece], torch.Tensor]
     small_raw: bytes
 
     @classmethod
-    def read(cls, memory: torch.Tensor, total_bytes: int) -> Saved:
+    def read(cls, memory: torch.Tensor, total_bytes: int) -> SavedShard:
         """Parse the used bytes of a slot.
 
         Args:
@@ -97,7 +97,7 @@ class Saved:
             raise ValueError("the small state lacks some of its parts")
         return value
 
-    def key(self, row: Row) -> str:
+    def key(self, row: TensorRow) -> str:
         """Return the name of a row among all shards. A tensor that is not shared is named after its rank."""
         return row.key if row.shared else f"rank{self.manifest.rank}:{row.key}"
 
@@ -105,10 +105,10 @@ class Saved:
 class MemoryReader(StorageReader):
     """A storage reader from which DCP reads its chunks of mapped memory."""
 
-    def __init__(self, shards: Iterable[Saved]) -> None:
+    def __init__(self, shards: Iterable[SavedShard]) -> None:
         super().__init__()
-        self._at: dict[tuple[str, tuple[int, ...]], tuple[Saved, Piece]] = {}
-        found: dict[str, tuple[Row, dict[tuple[int, ...], tuple[int, ...]]]] = {}
+        self._at: dict[tuple[str, tuple[int, ...]], tuple[SavedShard, Piece]] = {}
+        found: dict[str, tuple[TensorRow, dict[tuple[int, ...], tuple[int, ...]]]] = {}
         for saved in shards:
             manifest = saved.manifest
             for piece in manifest.pieces:
@@ -206,7 +206,7 @@ def _overlap(a: Box, b: Box) -> int:
     return math.prod(sides)
 
 
-def enough_alone(saved: Saved, tree: StateTree) -> bool:
+def enough_alone(saved: SavedShard, tree: StateTree) -> bool:
     """Return whether this rank's own shard has everything that this rank needs.
 
     The shard has it if the state is sharded and the world is the same.
@@ -226,14 +226,14 @@ def enough_alone(saved: Saved, tree: StateTree) -> bool:
     return needed.keys() <= {row.key for row in manifest.rows}
 
 
-def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, Any]) -> None:
+def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict[str, Any]) -> None:
     """Give each optimizer exactly the state tensors that the saved run had, with any content.
 
     Running a step of the optimizer would do less well: it also makes state for parameters that had none.
     """
     params = {p.fqn: p.tensor for p in tree.params}
-    wanted: dict[tuple[int, str], dict[str, Row | None]] = {}
-    composed: dict[tuple[int, str, str], dict[str, Row]] = {}  # parts of tensors made of others
+    wanted: dict[tuple[int, str], dict[str, TensorRow | None]] = {}
+    composed: dict[tuple[int, str, str], dict[str, TensorRow]] = {}  # parts of tensors made of others
     made = {where: recipe for where, recipe in inner.recipes(small).items() if where[0] >= 0}
     parts = {
         (i, owner, f"{name}.{path}"): (name, path) for (i, owner, name), m in made.items() for path in inner.paths(m)
@@ -288,7 +288,7 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
                     state[name] = torch.empty(row.shape, dtype=dtype, device=device)
 
 
-def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: torch.Tensor) -> torch.Tensor:
+def _composed(old: Any, made: dict[str, Any], rows: dict[str, TensorRow], parameter: torch.Tensor) -> torch.Tensor:
     """Return the present tensor if it is made in this way, of such parts; else a new one.
 
     Raises:
@@ -309,7 +309,9 @@ def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: t
     return inner.make(made, part, parameter)
 
 
-def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_world: bool) -> dict[str, Any]:
+def load(
+    tree: StateTree, own: SavedShard, shards: Sequence[SavedShard], rank: int, same_world: bool
+) -> dict[str, Any]:
     """Fill parameters and optimizer state from `shards`, and put the small state of `own` back.
 
     The generators are not put back. The call is collective only as far as DDP's buckets are replayed.
@@ -338,7 +340,9 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
         rows = {key: row for key, row in rows.items() if _is_mine(row, steps)}
         for saved in shards:
             rows = {row.key: row for row in saved.manifest.rows if _is_mine(row, steps)} | rows
-    late = {row.key: (row, tensor) for row, tensor in ((Row(*fields), tensor) for fields, tensor in small["late"])}
+    late = {
+        row.key: (row, tensor) for row, tensor in ((TensorRow(*fields), tensor) for fields, tensor in small["late"])
+    }
     if same_world and own.manifest.rank == rank:
         _check_nothing_is_lost(tree, [*own.manifest.rows, *(row for row, _ in late.values())])
     with torch.no_grad():
@@ -379,7 +383,7 @@ def counts(small: Mapping[str, Any], world: int) -> dict[str, int]:
     return {**small.get("counted", {}), "ranks": world}
 
 
-def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: Saved) -> dict[str, Any]:
+def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: SavedShard) -> dict[str, Any]:
     """Return the small state of `own` with the lifted tensors put back.
 
     Raises:
@@ -399,7 +403,7 @@ def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: Saved) -> dic
     return found
 
 
-def _is_mine(row: Row, steps: Sequence[set[str]]) -> bool:
+def _is_mine(row: TensorRow, steps: Sequence[set[str]]) -> bool:
     return row.optimizer < 0 or (row.optimizer < len(steps) and row.owner in steps[row.optimizer])
 
 
@@ -418,7 +422,7 @@ def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
         raise ValueError(str(first)) from error
 
 
-def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:
+def _check_nothing_is_lost(tree: StateTree, rows: Iterable[TensorRow]) -> None:
     known = {leaf.key for leaf in tree.leaves()[0] if leaf.optimizer < 0} | tree.aliases.keys()
     if unknown := sorted(row.key for row in rows if row.optimizer == PARAMETER and row.key not in known):
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
@@ -428,7 +432,7 @@ def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:
         )
 
 
-def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:
+def _fill_late(leaf: Leaf, row: TensorRow, saved: torch.Tensor) -> None:
     here = local(leaf.tensor)
     if here.shape != saved.shape:
         raise ValueError(
@@ -438,7 +442,7 @@ def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:
     here.copy_(saved)
 
 
-def _source(reader: MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[str, str]:
+def _source(reader: MemoryReader, own: SavedShard, leaf: Leaf, rank: int) -> tuple[str, str]:
     """Return the leaf's key among the shards, and the reason why it cannot be read or an empty text."""
     if not local(leaf.tensor).numel():
         return leaf.key, ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from gemini_hpc.train.state.encode import Part
+from gemini_hpc.train.state.encode import DTensorPart
 
 
 def parts(state: Any) -> Any:
@@ -22,7 +22,7 @@ def parts(state: Any) -> Any:
     A state without DTensors is returned itself. DTensors elsewhere stay, and the encoder refuses them.
     """
     if isinstance(state, DTensor):
-        return Part(state._local_tensor, tuple(state.shape), str(state.placements))
+        return DTensorPart(state._local_tensor, tuple(state.shape), str(state.placements))
     if isinstance(state, Mapping):
         found = {key: parts(value) for key, value in state.items()}
         return state if all(found[key] is value for key, value in state.items()) else found
@@ -34,7 +34,7 @@ def parts(state: Any) -> Any:
 
 def has_parts(saved: Any) -> bool:
     """Return whether a decoded state has parts of DTensors."""
-    if isinstance(saved, Part):
+    if isinstance(saved, DTensorPart):
         return True
     values = saved.values() if isinstance(saved, Mapping) else saved if isinstance(saved, (list, tuple)) else ()
     return any(has_parts(value) for value in values)
@@ -64,7 +64,7 @@ class Wholes:
         Raises:
             ValueError: No DTensor here matches a part, or the matching one has a local part of another shape.
         """
-        if isinstance(saved, Part):
+        if isinstance(saved, DTensorPart):
             return self._one(saved, now, where)
         if isinstance(saved, Mapping):
             known = now if isinstance(now, Mapping) else {}
@@ -76,7 +76,7 @@ class Wholes:
             )
         return saved
 
-    def _one(self, saved: Part, now: Any, where: str) -> DTensor:
+    def _one(self, saved: DTensorPart, now: Any, where: str) -> DTensor:
         like = now if isinstance(now, DTensor) else self._likes.get((saved.shape, saved.placements))
         if like is None:
             raise ValueError(f"{where} was a DTensor {saved.shape} {saved.placements}; nothing here matches it")

@@ -14,7 +14,7 @@ class StateChangedError(Exception):
 
 
 @dataclass
-class Source:
+class TensorSource:
     """A tensor with pieces in this rank's shard."""
 
     key: str
@@ -42,7 +42,7 @@ class Source:
             StateChangedError: The tensor has another shape or type.
         """
         if not self.fits(here):
-            raise StateChangedError(self.misfit(here))
+            raise StateChangedError(self.describe_mismatch(here))
         self.ptr, self.base, self.token = here.data_ptr(), here, ()
         detached = here.detach()
         self.views = []
@@ -64,7 +64,7 @@ class Source:
         """Return whether this tensor has the planned shape and type."""
         return here.shape == self.shape and here.dtype == self.dtype
 
-    def misfit(self, here: torch.Tensor) -> str:
+    def describe_mismatch(self, here: torch.Tensor) -> str:
         """Return the reason why this tensor does not fit."""
         return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
 

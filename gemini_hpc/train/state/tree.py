@@ -20,16 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gemini_hpc.client import mistake
-from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
+from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, TensorRow
 from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, host_bytes, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.comm_hooks import CommHooks
-from gemini_hpc.train.state.groups import Group, Members, unpack
+from gemini_hpc.train.state.groups import Members, ParameterGroup, unpack
 from gemini_hpc.train.state.inner import composed
 from gemini_hpc.train.state.lifted import Lift, early
 from gemini_hpc.train.state.loader import counted_in
 from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, gathered, same
-from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.torch_dtypes import dtype_name
 
 _PRINT_SAMPLES = 4096
@@ -200,7 +200,7 @@ class _OptimizerState:
                 return False
             if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
                 return False
-        return self._parts.hold()
+        return self._parts.are_same()
 
     def loose(self) -> dict[Any, Any]:
         """Return the present state that belongs to no parameter."""
@@ -215,16 +215,16 @@ class _Parts:
     """Tensors made of others, with those others, as found."""
 
     def __init__(self) -> None:
-        self._found: list[inner.Made] = []
+        self._found: list[inner.CompositeTensor] = []
 
     def of(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return the parts of a tensor, by their paths in it, and remember them."""
         self._found += inner.levels(tensor)
         return list(inner.parts(tensor))
 
-    def hold(self) -> bool:
+    def are_same(self) -> bool:
         """Return whether each tensor is made of the same parts, in the same way."""
-        return all(map(inner.Made.holds, self._found))
+        return all(map(inner.CompositeTensor.holds, self._found))
 
 
 def _alike(value: Any, kept: torch.Tensor | None) -> bool:
@@ -381,7 +381,7 @@ class StateTree:
         """
         self.refresh()
         states = self._states
-        held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
+        held = self._leaves and len(states) == len(self.optimizers) and self._parts.are_same()
         held = held and all(beside.holds() for beside in self._beside.values())
         if not (held and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
@@ -460,7 +460,7 @@ class StateTree:
             self._made = encode.encode(found) if found else b""
         return self._made
 
-    def describe(self, leaf: Leaf, world: int, *, closely: bool = False) -> tuple[Row, Entry]:
+    def describe(self, leaf: Leaf, world: int, *, closely: bool = False) -> tuple[TensorRow, TensorEntry]:
         """Return the manifest's row and the ownership entry of a leaf.
 
         Args:
@@ -493,7 +493,7 @@ class StateTree:
                 )
         elif world > 1 and (leaf.owner.replicated or (isinstance(owner, DTensor) and tensor.numel() == 1)):
             shared, fingerprint = True, _fingerprint(here, closely)
-        row = Row(
+        row = TensorRow(
             key=leaf.key,
             dtype=dtype_name(tensor.dtype),
             shape=shape,
@@ -505,7 +505,7 @@ class StateTree:
             like_owner=like_owner,
         )
         lifted = leaf.optimizer == LIFTED
-        return row, Entry(leaf.key, shape, tuple(offset), size, here.element_size(), fingerprint, lifted)
+        return row, TensorEntry(leaf.key, shape, tuple(offset), size, here.element_size(), fingerprint, lifted)
 
     # ---- small state -----------------------------------------------------------------------------------
 
@@ -666,7 +666,7 @@ class StateTree:
                 else:
                     group[key] = value
 
-    def _append_members(self, optimizer: torch.optim.Optimizer, saved: Sequence[Group]) -> None:
+    def _append_members(self, optimizer: torch.optim.Optimizer, saved: Sequence[ParameterGroup]) -> None:
         """Append parameters that the saved run put into a group in mid-training and that are in no group here."""
         by_name = {param.fqn: param.tensor for param in self.params}
         have = {id(p) for group in optimizer.param_groups for p in group["params"]}
