@@ -117,7 +117,7 @@ def fetch(host: str, target: str, address: str, runs: int) -> None:
     whole, eighth = offer.copies
 
     def pulled(copy: Copy, memory: Memfd, connections: int) -> None:
-        client = Client(
+        client = HandshakeClient(
             purpose="pull",
             cluster="bench",
             job=JOB,

@@ -11,7 +11,7 @@ from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.spares import Spares
-from gemini_hpc.agent.tier.flush import Flush
+from gemini_hpc.agent.tier.flush import FlushRequests
 from gemini_hpc.agent.transfer import pull_source
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.wake_peers import Wake

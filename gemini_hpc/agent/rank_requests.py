@@ -290,7 +290,7 @@ class RankRequests:
                 if (memory := shard.memory[index]).fd >= 0:  # else it was trimmed or freed
                     await beside("gemini-populate", memory.populate)
 
-    async def _register_parity(self, client: Client, training: Training, m: local.Register) -> Reply:
+    async def _register_parity(self, client: LocalClient, training: Training, m: local.Register) -> Reply:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""
         here, number = self._membership, self._membership.round
         mine = here.noderanks[self._node]

@@ -15,7 +15,7 @@ from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report import columns, history, traffic_text
 from gemini_hpc.report.summary import age, share, summary
-from gemini_hpc.wire.sanitize import tame as _tame
+from gemini_hpc.wire.sanitize import sanitize as _tame
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
-    source = _Source(settings, job)
+    source = _AnswerSource(settings, job)
 
     def text() -> str:
         document = source.document()
@@ -150,7 +150,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
     Sentences are folded to at most `width` columns. Rows of tables are as long as their names require.
 
     Args:
-        d: The document, without control characters (`tame`).
+        d: The document, without control characters (`sanitize`).
         width: Columns of the terminal.
         full: Whether to list every node, every shard with its holders, and every event of a recovery.
     """

@@ -128,7 +128,7 @@ def render(d: Document) -> str:
         step, nodes = str(j["sealed_version"] or "-"), str(j["nodes"] or "-")
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
         texts = (j["id"], j["user"], j["state"], j["slurm"], nodes, step, age, survives, str(j["recoveries"]))
-        rows.append(tuple(tame(text) for text in texts))
+        rows.append(tuple(sanitize(text) for text in texts))
         if j["state_of"]:
             rows.append(("", "", j["state_of"].replace(" trainings", ""), "", "", "", "", "", ""))
     widths = [min(limit, max(len(row[i]) for row in rows)) for i, limit in enumerate(WIDEST)]

@@ -55,7 +55,7 @@ class Action(NamedTuple):
     user_id: int | None
 
 
-def _action(record: Record) -> Action:
+def _action(record: JournalRecord) -> Action:
     user_id = record.data.get("user_id")
     return Action(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
@@ -85,14 +85,14 @@ class Journal:
         self._path = path
         records = list(_read(path))
         self._actions: dict[str, list[Action]] = {"down": [], "drain": [], "resume": []}
-        self._open: dict[str, list[Record]] = {}
+        self._open: dict[str, list[JournalRecord]] = {}
         for record in records:
             self._apply_record(record)
         self._compact(records)
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (open for the life of the controller)
         end_line(self._file)
 
-    def _follow(self, record: Record) -> None:
+    def _apply_record(self, record: JournalRecord) -> None:
         if record.phase == "before" and record.step in self._actions:
             self._remember(record.step, _action(record))
         if record.step == "open":
@@ -109,7 +109,7 @@ class Journal:
         last = {a.node: a for a in [*actions, action]}
         self._actions[step] = [a for a in actions if a.t >= fresh or a is last[a.node]] + [action]
 
-    def _compact(self, records: list[Record]) -> None:
+    def _compact(self, records: list[JournalRecord]) -> None:
         if not os.path.exists(self._path) or os.path.getsize(self._path) < _COMPACT_BYTES:
             return
         fresh = clock.time() - _KEEP_S
@@ -126,7 +126,7 @@ class Journal:
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
-        self._follow(record)
+        self._apply_record(record)
 
     def fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
         """Return the number of nodes fenced (or about to be) within the last `window_s` seconds.

@@ -13,7 +13,7 @@ from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.operators import Operators
 from gemini_hpc.query import past
-from gemini_hpc.query.inspect_document import Document, picture, recoveries
+from gemini_hpc.query.inspect_document import Document, inspect_document, recoveries
 from gemini_hpc.query.slurm_facts import NOT_YOURS, slurm_facts
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.facts import Job
@@ -127,7 +127,7 @@ class Questions:
         job = track.job
         missing = tuple(h for h in job.nodes if h not in parts) if job is not None else ()
         facts = slurm_facts(job) if job is not None else dict(SILENT)
-        return picture(track.raw_id, tuple(parts.values()), (), facts, missing, "controller", clock.time())
+        return inspect_document(track.raw_id, tuple(parts.values()), (), facts, missing, "controller", clock.time())
 
     async def _listed(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:
         operator = await self._operators.allows(uid)

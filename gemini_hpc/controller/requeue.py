@@ -99,7 +99,7 @@ class Requeue:
         """
         self._nodes = dict(nodes)
         await self._bar(job)
-        await self.survivors.look(nodes)
+        await self.survivors.probe_survivors(nodes)
         self.held.wanted = wanted + len(self.survivors.left_out(patient=True))
         if self.held.name:
             await self._adapt(job)

@@ -527,7 +527,7 @@ class Checkpointer:
             self.close()
 
 
-def _digest_of(slot: Slot, stamp: Stamp, own: memoryview, until: float) -> Callable[[], str]:
+def _digest_of(slot: MappedSlot, stamp: Stamp, own: memoryview, until: float) -> Callable[[], str]:
     """Return a function that returns the digest which the agent has made of a version, "" before that.
 
     An agent that is gone makes none. This rank makes it from the moment `until` on, so that the exchange ends.

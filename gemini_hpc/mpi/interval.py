@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.core.pace import Pace
+from gemini_hpc.core.pace import IterationPace
 from gemini_hpc.core.wait_budget import WaitBudget
 
 _SURE = 3  # versions that are measured before j changes; the cheapest of this many is what a version costs at least
@@ -52,7 +52,7 @@ class SaveInterval:
         self.j = max(1, every)
         self._every, self._overhead, self._rank, self._say = every, overhead, rank, say
         self._next, self._told = 0, 1
-        self._pace, self._budget, self._settled = Pace(overhead), WaitBudget(overhead), False
+        self._pace, self._budget, self._settled = IterationPace(overhead), WaitBudget(overhead), False
         self._own: deque[float] = deque(maxlen=_SURE)
         self._met: deque[float] = deque(maxlen=_SURE)
         self._sealed: deque[float] = deque(maxlen=_LATEST)
@@ -136,7 +136,7 @@ class SaveInterval:
         if not self._settled:
             self._settled = True
             waited_s = self._budget.first_waited_s
-            self._budget.settle()
+            self._budget.end_first_phase()
             if waited_s >= _TOLD_WAIT_S and self._rank == 0:
                 self._say(
                     f"rank 0: the program has waited {waited_s:.1f} s for its first versions; "

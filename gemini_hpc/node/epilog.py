@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
         _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        complain("epilog", job, f"could not tell the agent that the job has ended: {exc}")
+        log_fault("epilog", job, f"could not tell the agent that the job has ended: {exc}")
     except Exception as exc:  # an epilog that fails drains its node: never for a fault of ours
-        complain("epilog", job, f"could not tell the agent that the job has ended: {type(exc).__name__}: {exc}")
+        log_fault("epilog", job, f"could not tell the agent that the job has ended: {type(exc).__name__}: {exc}")
     return 0
 
 

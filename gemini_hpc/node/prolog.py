@@ -249,7 +249,7 @@ def main(argv: list[str]) -> int:
     except Exception as exc:  # a prolog that fails drains its node: never for a fault of ours
         _unprotected(inc.job, f"{type(exc).__name__}: {exc}")
         outcome = _NOT_STARTED
-    _notes[-1].settle()
+    _notes[-1].publish()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 
 

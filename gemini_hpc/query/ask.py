@@ -58,7 +58,7 @@ class ControllerLine:
 
         Raises:
             NoControllerError: No controller answers.
-            AskError: The controller refuses the connection, or its user is unknown here.
+            QueryError: The controller refuses the connection, or its user is unknown here.
         """
         hosts = settings.controller_hosts()
         if not hosts:
@@ -348,11 +348,11 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
     try:
         job = await slurm.job(raw_id)
     except UnknownJob:
-        raise AskError(refusal) from None
+        raise QueryError(refusal) from None
     # A courtesy check: the agents ask MUNGE and decide for themselves.
     allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
     if not await allowed.allows(os.geteuid()):
-        raise AskError(refusal)
+        raise QueryError(refusal)
     return job, await slurm.nodes(job.nodes) if job.nodes else {}
 
 

@@ -17,10 +17,10 @@ from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
-from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 from gemini_hpc.node import priority
 from gemini_hpc.train.device import pins, streams
-from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.planning import FirstPlan, Join, Planning
 from gemini_hpc.train.replication.parity import StripeParity
@@ -353,7 +353,7 @@ class SaveEngine:
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def _reserve(self, me: Identity, own_bytes: int, totals: list[int]) -> None:
+    def _reserve(self, me: RankIdentity, own_bytes: int, totals: list[int]) -> None:
         """Reserve and map the memory of all shards that this rank fills. Runs in the background.
 
         The slots that no version fills at first are mapped last, when the training is protected already.
@@ -386,7 +386,7 @@ class SaveEngine:
                 priority.lower()
                 self._populate([slot for slots in filled for slot in slots[1:]])
 
-    def _populate(self, slots: Sequence[Slot]) -> bool:
+    def _populate(self, slots: Sequence[TensorSlot]) -> bool:
         """Fault in all pages of these slots. Return False if the training ends meanwhile."""
         for slot in slots:
             if self._session.ending:

@@ -16,7 +16,7 @@ from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.config import Settings
 from gemini_hpc.devcluster import cgroups
 from gemini_hpc.node import cgroup, epilog, ledger, prolog
-from gemini_hpc.node.cgroup import Group
+from gemini_hpc.node.cgroup import AgentCgroup
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice, Place, scope_name
 
 MIB = 1 << 20

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from gemini_hpc.config import ConfigError, Settings, parse
 from gemini_hpc.controller import metrics
 from gemini_hpc.controller.metrics import EVENTS, Metrics
-from gemini_hpc.query.inspect_document import picture
-from tests.controller.test_inspect_document import SLURM, pairs
+from gemini_hpc.query.inspect_document import inspect_document
+
+from .test_inspect_document import SLURM, pairs
 
 MONITORING = Path(__file__).parents[2] / "examples/monitoring"
 
@@ -32,7 +33,7 @@ def track(raw_id: int, ended: float = 0.0) -> Any:
 async def ask(of: Any) -> dict[str, Any]:
     if of.raw_id == 9:
         raise OSError("its agents are gone")
-    return picture(of.raw_id, pairs({}), (), SLURM, (), "controller", 1000.0)
+    return inspect_document(of.raw_id, pairs({}), (), SLURM, (), "controller", 1000.0)
 
 
 def made(tmp_path: Path, **settings: Any) -> Metrics:

@@ -11,7 +11,7 @@ import pytest
 from gemini_hpc.cli import jobs
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.query import figures, past
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import inspect_document
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import MAX_DETAIL, sanitize
 
@@ -149,9 +149,11 @@ def test_the_table() -> None:
 
 
 def test_a_row_of_a_living_job() -> None:
-    d = picture(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
+    d = inspect_document(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
     assert figures.survivable_nodes(d) == 1 and figures.sealed_age_s(d) is not None
-    nothing = picture(7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW)
+    nothing = inspect_document(
+        7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW
+    )
     assert figures.survivable_nodes(nothing) is None
 
 

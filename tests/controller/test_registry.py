@@ -75,10 +75,10 @@ def test_a_training_has_finished_where_all_agents_say_so(
 @pytest.mark.parametrize("word", [False, None, True])
 def test_a_node_that_a_spare_has_replaced_has_not_to_finish(tmp_path: Path, word: bool | None) -> None:
     """Its rank was ended where it was, and reports that for ever."""
-    track = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    track = Track(StoredJob(7, 5001), str(tmp_path / "7.job"))
     for host, said, without in (("n1", word, ("n2",)), ("n2", False, ()), ("n3", True, ("n2",))):
         track.agents[host] = agent(host, verified=True, closed=True)
-        track.agents[host].take(
+        track.agents[host].apply_registration(
             Registration(7, 1, host, (), 2, 17000, "x", "detached", without=without, finished=said)
         )
     assert track.finished(1) is (word is not False)

@@ -8,7 +8,7 @@ import pytest
 
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.query.inspect_document import inspect_document
 from gemini_hpc.report.summary import advice, summary
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
 
@@ -41,7 +41,7 @@ def job(nodes: int, ranks: int, **changes: Any) -> list[InspectPart]:
 def document(nodes: int = 4, ranks: int = 4, absent: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
     parts = [part for part in job(nodes, ranks, **changes) if part.host not in absent]
     slurm = RUNNING | {"nodes": ",".join(f"n{i}" for i in range(nodes))}
-    return picture(7, parts, changes.get("events", ()), slurm, absent, "controller", NOW)
+    return inspect_document(7, parts, changes.get("events", ()), slurm, absent, "controller", NOW)
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (8, 64), (64, 512)])
@@ -91,7 +91,7 @@ def test_the_three_lines(changes: dict[str, Any], state: str, lost: str, to_do: 
 def test_jobs_that_wait() -> None:
     def lines(state: str, restarts: int) -> list[str]:
         slurm = {"state": state, "reason": "Resources", "restarts": str(restarts)}
-        return summary(picture(7, [], [], slurm, (), "controller", NOW), 80)
+        return summary(inspect_document(7, [], [], slurm, (), "controller", NOW), 80)
 
     assert lines("PENDING", 0)[0] == "job 7: pending   slurm PENDING (Resources)   restarts 0"
     assert lines("PENDING", 0)[2] == lines("PENDING", 1)[2] == "to do: nothing; the job waits for Slurm"

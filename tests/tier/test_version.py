@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import index, names, nodefile, publish, retention, scratch, version
-from gemini_hpc.tier.version import Manifest
+from gemini_hpc.tier.version import VersionManifest
 
 from . import slots
 from .places import version_directory

@@ -197,7 +197,7 @@ class RealJob:
         """A connection to the agent's TCP port. Credentials are open in this process too: see `open_munge`."""
         greeting = {"job": JOB, "restart": self.restart, "source": "n9", "target": node.name, "cluster": CLUSTER}
         greeting |= {"instance": "i"} | changes
-        client = Client(purpose=purpose, server_uid=my_uid(), **greeting)  # type: ignore[arg-type]
+        client = HandshakeClient(purpose=purpose, server_uid=my_uid(), **greeting)  # type: ignore[arg-type]
         return BlockingLink.connect("127.0.0.1", node.port, client)
 
     def held(self, node: RealNode, rank: int) -> set[tuple[int, int]]:

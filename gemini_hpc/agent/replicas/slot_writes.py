@@ -88,7 +88,7 @@ class SlotWrites:
         shard.pair.void(index)
         self._sets.recount(shard.set)
 
-    def read(self, shard: Shard, index: int, used: int) -> Reading:
+    def read(self, shard: Shard, index: int, used: int) -> PendingDigest:
         """Return the reading of the leading `used` bytes of a slot in progress, made once in the background.
 
         The writer guarantees that these bytes do not change any more. A caller that waits for the digest must shield
@@ -106,7 +106,7 @@ class SlotWrites:
             reading.found.cancel()
         pieces = Pieces(used)
         hashing = self._pool.hash(shard.memory[index], pieces, 0, pieces.count, urgency=Urgency.OWN)
-        reading = shard.readings[index] = Reading(slot, used, pieces, asyncio.wrap_future(hashing))
+        reading = shard.readings[index] = PendingDigest(slot, used, pieces, asyncio.wrap_future(hashing))
         return reading
 
     def landed(self, shard: Shard, index: int, claimed: Committed) -> None:

@@ -22,7 +22,7 @@ from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest, root
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 AT_ONCE = 8  # copies of a node at once, and connections that they share: more streams do not make a link faster

@@ -326,7 +326,7 @@ class PushReceiver:
         """
         while True:
             lead.wait()  # a chunk is sent only when the training leaves bandwidth for it
-            message = link.take()
+            message = link.receive_any()
             if isinstance(message, peer.PushDone):
                 lead.tell()
                 if not is_digest(message.digest) or lead.arrival.missing:

@@ -28,7 +28,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Reading, Shard, Store
+from gemini_hpc.agent.replicas.store import PendingDigest, Shard, Store
 from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.stripes import Stripes
 from gemini_hpc.agent.transfer.threads import beside
@@ -131,7 +131,7 @@ class Channel:
         self._reader: tuple[threading.Thread, Stripes] | None = None
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
-        self._reading: Reading | None = None  # of the whole slot
+        self._reading: PendingDigest | None = None  # of the whole slot
         self._part: Digest | None = None  # digest of the bytes sent, if the holder wants only a part of the shard
         self._there: deque[Range] = deque()  # ranges that the holder has, still to be skipped
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
@@ -332,7 +332,7 @@ class Channel:
         except TimeoutError:
             raise PushLost(f"its bytes have not been read within {READ_S:g} s") from None
 
-    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, Reading, list[BlockingLink]]:
+    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, PendingDigest, list[BlockingLink]]:
         """Return the offer, its slot, the reading of its bytes, and new connections if there were none.
 
         Raises:
@@ -437,7 +437,7 @@ class Channel:
                 if not (ready := link.lead.ready(link.links, _LOOK_S)):
                     self._look()
                 for one in ready:
-                    message = one.take()
+                    message = one.receive_any()
                     if isinstance(message, peer.PushAck):
                         self._acknowledge(link.acknowledged(one, message.arrived))
                     elif one is link.lead:
