@@ -16,7 +16,7 @@ from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.client import mapped_slots
-from gemini_hpc.client.mapped_slots import Content, Shard, Slot, populate
+from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, populate
 from gemini_hpc.config import Settings
 from gemini_hpc.node import priority
 
@@ -102,7 +102,7 @@ def test_the_slot_that_is_filled_first_comes_first() -> None:
     fds = [os.memfd_create("gemini:test") for _ in range(2)]
     for fd in fds:
         os.ftruncate(fd, 2 * mmap.PAGESIZE)
-    shard = Shard(0, 1, 0, mmap.PAGESIZE, fds, Slot)
+    shard = MappedShard(0, 1, 0, mmap.PAGESIZE, fds, MappedSlot)
     assert shard.in_turn() == shard.slots
     shard.slots[0].content = Content(1, 7, 10, "ab")
     assert shard.in_turn() == shard.slots[::-1]

@@ -20,7 +20,7 @@ from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.digest import PIECE_BYTES, digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import munge, peer
-from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.handshake import HandshakeClient
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, accept
 
 from .test_push_bad_input import Site
@@ -49,7 +49,7 @@ class Holder:
     @property
     def source(self) -> pull.Source:
         port = self.server.sockets[0].getsockname()[1]
-        client = Client(
+        client = HandshakeClient(
             purpose="pull", cluster="", job=1, restart=0, source="n0", target=self.name, instance="i",
             server_uid=os.geteuid(),
         )  # fmt: skip

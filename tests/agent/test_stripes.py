@@ -20,7 +20,7 @@ from gemini_hpc.agent.transfer.push_sender import Channel, PushLost
 from gemini_hpc.agent.transfer.stripes import Stripes
 from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
 from gemini_hpc.wire import local, peer
-from gemini_hpc.wire.handshake import Session
+from gemini_hpc.wire.handshake import LinkSession
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 from .test_push_to_the_dead import channel, tcp_pair
@@ -31,8 +31,8 @@ USED = 16 * PIECE_BYTES + 5
 def links() -> tuple[BlockingLink, BlockingLink]:
     near, far = tcp_pair()
     one, other = b"a" * 32, b"b" * 32
-    near_link = BlockingLink(near, Session(one, other, 0, "n2", "i", 0, "push", 7))
-    far_link = BlockingLink(far, Session(other, one, 0, "n1", "i", 0, "push", 7))
+    near_link = BlockingLink(near, LinkSession(one, other, 0, "n2", "i", 0, "push", 7))
+    far_link = BlockingLink(far, LinkSession(other, one, 0, "n1", "i", 0, "push", 7))
     for link in (near_link, far_link):
         link.bound(5.0)
     return near_link, far_link

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from gemini_hpc.client.mapped_slots import Slot
+from gemini_hpc.client.mapped_slots import MappedSlot
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import commit_record
@@ -14,13 +14,13 @@ from gemini_hpc.mpi.checkpointer import _digest_of
 STAMP, BYTES = Stamp(2, 7), 8192
 
 
-def slot() -> Slot:
+def slot() -> MappedSlot:
     fd = os.memfd_create("test")
     os.ftruncate(fd, BYTES + commit_record.ROOM_BYTES)
-    return Slot(fd, BYTES)
+    return MappedSlot(fd, BYTES)
 
 
-def commit(into: Slot, stamp: Stamp, told: str) -> None:
+def commit(into: MappedSlot, stamp: Stamp, told: str) -> None:
     os.pwrite(into.fd, commit_record.pack(Committed(stamp, BYTES, told)), BYTES)
 
 

@@ -19,7 +19,7 @@ from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.replicas.voting import Ballot, Voting
+from gemini_hpc.agent.replicas.voting import SubtreeVote, Voting
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import FANOUT, Decision, Vote, children
 from gemini_hpc.format.commit_record import Committed
@@ -311,7 +311,7 @@ def _seals(truth: Truth) -> None:
             if word.sealed is not None and word.sealed != before:
                 truth.seals(self, word.sealed)
 
-    def heard(was: Any, self: Voting, child: str, ballot: Ballot) -> None:
+    def heard(was: Any, self: Voting, child: str, ballot: SubtreeVote) -> None:
         truth.heard[id(self), child] = ballot.vote.complete
         was(self, child, ballot)
 

@@ -304,6 +304,10 @@ class Condition:
         while not there():
             current().loop.block(self._waiting.append)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Until `notify_all`, or `timeout` seconds."""
+        current().loop.block(self._waiting.append, timeout)
+
     def notify_all(self) -> None:
         waiting, self._waiting = self._waiting, []
         for go_on in waiting:
