@@ -7,6 +7,7 @@ later, a cancelled order at once; what they have left there is what a crash leav
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextvars
 import io
 import os
@@ -32,6 +33,7 @@ from gemini_hpc.tier import (
     owned,
     publish,
     retention,
+    scratch,
     version,
     worker,
 )
@@ -279,9 +281,11 @@ class Tier:
         for module in (owned, job_directory, publish, version, retention, names, nodefile, worker):
             _put(module, os=files)
         shutil = copy_of("shutil", files)
-        for module in (publish, job_directory):
-            _put(module, shutil=shutil, tempfile=SimpleNamespace(mkdtemp=files.mkdtemp))
-        _put(retention, shutil=shutil)
+
+        def make(above: str, name: str) -> str:
+            return files.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=above)
+
+        _put(scratch, make=make, remove=shutil.rmtree)
         _put(names, open=files.open_file)
         _put(worker, open=files.open_file, sys=_System(), Ahead=NothingAhead)
         _put(worker, _no_longer_than=lambda parent: None, _humble=lambda: None)
@@ -298,4 +302,5 @@ class Tier:
 def _put(module: ModuleType, **values: Any) -> None:
     """In place of what is there."""
     for name, value in values.items():
+        assert hasattr(module, name) or hasattr(builtins, name), f"{module.__name__} has no {name}"
         setattr(module, name, value)

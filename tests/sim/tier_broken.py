@@ -29,6 +29,7 @@ class _NoTurns:
 
 def _put(where: Any, **values: Any) -> None:
     for name, value in values.items():
+        assert hasattr(where, name), f"{where} has no {name}"
         setattr(where, name, value)
 
 
