@@ -23,7 +23,7 @@ _MAX_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one file has to say: the line, the reason, and what was found.
+    """A line that a file needs, with the reason and what was found.
 
     `met` is whether the file says it already, `found` is what it says now; empty if it says nothing.
     """
