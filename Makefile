@@ -34,7 +34,7 @@ CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := spank devcluster controller recovery
 
-.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench tags clean
+.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench deb rpm tags clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -153,6 +153,18 @@ test-here: install deps-site ## the same on this machine's own release
 
 bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, fig13, fig16, ...); writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+# Their trees are made here, with a compiler and a package index; the hosts that they are for need neither.
+PACKAGES := dist/packages
+
+deb: $(VENV)/.python deps ## packages for Debian in dist/packages, the plugin for the Slurm whose headers are here
+	@slurm/packaging/stage.sh $(PY) $(PACKAGES)
+	@slurm/packaging/deb.sh $(PACKAGES)
+
+rpm: $(VENV)/.python deps ## the same as rpm; PLUGIN_DIR=/usr/lib64/slurm for RHEL's place
+	$(call install_debian,rpm)
+	@PLUGIN_DIR=$(PLUGIN_DIR) slurm/packaging/stage.sh $(PY) $(PACKAGES)
+	@PLUGIN_DIR=$(PLUGIN_DIR) slurm/packaging/rpm.sh $(PACKAGES)
 
 tags: ## a tag for each release in CHANGELOG.md's table; nothing is pushed
 	@$(PYTHON) -m tests.docs.tags

@@ -13,7 +13,7 @@ from gemini_hpc import __version__
 from gemini_hpc.cli.examples import add_examples
 
 _OF_JOBS = ("jobs", "inspect", "report", "flush", "evacuate", "versions", "export", "run")
-VERBS = (*_OF_JOBS, "controller", "doctor", "plan", "simulate", "devcluster", "demo")
+VERBS = (*_OF_JOBS, "controller", "doctor", "install", "plan", "simulate", "devcluster", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Options of other programs that the pages name.
 FOREIGN = {
+    "--now",  # systemctl
+    "--root",  # rpm
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),

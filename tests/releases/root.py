@@ -25,7 +25,7 @@ from .errors import ReleaseError
 
 CACHE = Path("/var/cache/gemini-hpc")
 # Slurm's major.minor -> the Debian that has it.
-SUITES = {"24.11": "trixie", "26.05": "sid"}
+SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "sid"}
 SCRIPT = Path(__file__).with_name("make_root.sh")
 # Beside the packages of the Makefile: `scontrol --json` needs its plugins, and people in a root need to look around.
 _MORE_PACKAGES = ("slurmrestd", "python3-dev")

@@ -1,0 +1,157 @@
+"""The lines that slurm.conf and plugstack.conf need, against the files of this host; nothing is changed.
+
+doctor asks the Slurm that runs. This module reads files, so it works before slurmctld has read them.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gemini_hpc.doctor import plugin, scripts
+from gemini_hpc.doctor.configuration import Configuration
+from gemini_hpc.doctor.installation import SCRIPTS
+
+DROP_IN = "/usr/share/gemini-hpc/plugstack.conf.d/gemini-hpc.conf"  # in the plugin's package
+_USUAL_PLUGIN_DIRS = ("/usr/lib/*/slurm-wlm", "/usr/lib64/slurm", "/usr/lib/slurm", "/usr/local/lib/slurm")
+_LONGEST_WAIT_S = 60.0  # Slurm's default for UnkillableStepTimeout
+_MAX_BYTES = 1 << 20
+_MAX_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A line that a file needs, with the reason and what was found.
+
+    `met` is whether the file says it already, `found` is what it says now; empty if it says nothing.
+    """
+
+    file: str
+    line: str
+    why: str
+    met: bool
+    found: str
+
+
+def read(path: str) -> Configuration:
+    """Return the keys of a slurm.conf and of what it includes. Raises OSError."""
+    values: dict[str, str] = {}
+    for name, value in _assignments(path, set()):
+        values[_KEYS.get(name.lower(), name)] = value
+    return Configuration(values)
+
+
+_KEYS = {
+    name.lower(): name
+    for name in (
+        "PrologFlags",
+        "Prolog",
+        "Epilog",
+        "PlugStackConfig",
+        "JobRequeue",
+        "UnkillableStepTimeout",
+        "PluginDir",
+    )
+}
+
+
+def _assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
+    if path in seen or len(seen) >= _MAX_FILES:
+        return
+    seen.add(path)
+    with open(path, encoding="utf-8", errors="replace") as f:
+        text = f.read(_MAX_BYTES).replace("\\\n", " ")
+    for line in text.splitlines():
+        words = line.partition("#")[0].split(maxsplit=1)
+        if len(words) == 2 and words[0].lower() == "include":
+            for included in sorted(glob.glob(os.path.join(os.path.dirname(path), words[1].strip()))):
+                yield from _assignments(included, seen)
+            continue
+        name, equals, value = line.partition("#")[0].partition("=")
+        if equals and " " not in name.strip():
+            yield name.strip(), value.strip().strip('"')
+
+
+def needs(conf: Configuration, slurm_conf: str) -> list[Need]:
+    """Return all needs of the two files, met or not."""
+    return [
+        _prolog_flags(conf, slurm_conf),
+        *_scripts(conf, slurm_conf),
+        *_jobs(conf, slurm_conf),
+        _plugin(conf, slurm_conf),
+    ]
+
+
+def _prolog_flags(conf: Configuration, file: str) -> Need:
+    found = conf["PrologFlags"]
+    flags = [f for f in found.split(",") if f]
+    # These imply Alloc, as slurm.conf(5) says.
+    alloc = {f.lower() for f in flags} & {"alloc", "contain", "nohold", "x11"}
+    kept = [f for f in flags if f.lower() != "runinjob"]
+    line = "PrologFlags=" + ",".join(kept if alloc else ["Alloc", *kept])
+    why = "the prolog starts the agents before the batch script. RunInJob would kill an agent with its job"
+    return Need(file, line, why, bool(alloc) and kept == flags, found)
+
+
+def _scripts(conf: Configuration, file: str) -> Iterator[Need]:
+    for kind, does in (("Prolog", "starts the agents"), ("Epilog", "releases the agents' memory")):
+        ours, found = f"{SCRIPTS}/{kind.lower()}", conf[kind]
+        met = any(_calls(path, kind) for path in scripts.in_force(conf, kind))
+        if not found or met:
+            line = f"{kind}={found or ours}"
+        elif glob.has_magic(found):
+            line = f"ln -s {ours} {os.path.dirname(found)}/50-gemini-hpc"
+        else:
+            line = f"in {found}: {ours}"
+        yield Need(file, line, f"{ours} {does}; it does nothing for jobs without --gemini-replicas", met, found)
+
+
+def _calls(path: str, kind: str) -> bool:
+    try:
+        return scripts.called_by(path, kind) is not None
+    except OSError:
+        return path == f"{SCRIPTS}/{kind.lower()}"  # the nodes have it, this host need not
+
+
+def _jobs(conf: Configuration, file: str) -> Iterator[Need]:
+    requeue = conf["JobRequeue"]
+    why = "Slurm requeues a job whose node died; users may still say --no-requeue. It is Slurm's default"
+    yield Need(file, "JobRequeue=1", why, requeue in ("", "1"), requeue)
+    wait = conf["UnkillableStepTimeout"]
+    why = "a survivor whose step hangs on the dead node is not drained while it waits. It is Slurm's default"
+    met = not wait or (conf.number("UnkillableStepTimeout") or 0.0) >= _LONGEST_WAIT_S
+    yield Need(file, f"UnkillableStepTimeout={_LONGEST_WAIT_S:.0f}", why, met, wait)
+
+
+def _plugin(conf: Configuration, slurm_conf: str) -> Need:
+    path = conf["PlugStackConfig"] or os.path.join(os.path.dirname(slurm_conf), "plugstack.conf")
+    usual = [d for pattern in _USUAL_PLUGIN_DIRS for d in sorted(glob.glob(pattern))]
+    seen: set[str] = set()
+    try:
+        lines = list(plugin.lines(path, conf["PluginDir"] or ":".join(usual) or "/usr/lib/slurm", seen))
+    except OSError:
+        lines = []
+    ours = next((line for line in lines if os.path.basename(line.path) == plugin.NAME), None)
+    directory = f"{path}.d"
+    if os.path.isfile(DROP_IN) and _includes(path, directory):
+        line = f"cp {DROP_IN} {directory}/"
+    else:
+        line = f"optional {plugin.NAME}"
+    why = "the plugin adds --gemini-replicas to sbatch and srun; `optional`, so that it can never stop other jobs"
+    met = ours is not None and ours.need == "optional"
+    return Need(path, line, why, met, f"{ours.need} {ours.path}" if ours else "")
+
+
+def _includes(path: str, directory: str) -> bool:
+    """Return whether a plugstack.conf includes the files of a directory."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            lines = [line.split() for line in f.read(_MAX_BYTES).splitlines()]
+    except OSError:
+        return False
+    included = [
+        os.path.join(os.path.dirname(path), words[1]) for words in lines if words[:1] == ["include"] and words[1:]
+    ]
+    return f"{directory}/*.conf" in included
