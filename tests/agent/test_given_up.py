@@ -23,7 +23,7 @@ from .conftest import JOB, STEP, AgentProcess
 
 
 def state(training: Training) -> TrainingState:
-    silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda _: None, sentences=lambda _: (), problem="")
+    silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda *_: None, sentences=lambda _: (), problem="")
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
     identity, store = AgentIdentity(Settings(), JOB, 0, "n1", ""), Store(nothing)
     made = InspectView(
@@ -31,6 +31,7 @@ def state(training: Training) -> TrainingState:
         Membership(),
         [training],
         store,
+        silent,
         silent,
         silent,
         silent,

@@ -85,13 +85,13 @@ def test_supervisor_that_is_gone_is_said() -> None:
 SHUT = """
 import os, sys
 from gemini_hpc.node import privileges
-from gemini_hpc.agent.tier.workers import Workers, Channel
+from gemini_hpc.agent.tier.workers import Workers, SupervisorChannel
 os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 privileges.shut()
 workers = Workers(lambda _: os.write(1, f"traceable={privileges.traceable()} {sys.argv[0]}".encode()) and 0)
 import threading
 threading.Thread(target=workers.serve, daemon=True).start()
-pidfd = Channel(workers.theirs).start({1: 1})
+pidfd = SupervisorChannel(workers.theirs).start({1: 1})
 os.waitpid(-1, 0)
 """
 
