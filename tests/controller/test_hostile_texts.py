@@ -139,7 +139,7 @@ def test_a_job_with_such_texts_loses_a_node_and_goes_on(site: Site) -> None:
         return out.strip() == f"RUNNING|{restart}|"
 
     def inspected(*words: str) -> None:
-        done = site.inspect(job, user="alice")
+        done = site.inspect(job, "--full", user="alice")
         assert all(word in done.stdout for word in words), done.stdout + done.stderr
 
     until(lambda: runs(0))

@@ -35,7 +35,7 @@ from gemini_hpc.launch.rank_process import Forked, RankProcess, note_error
 open(sys.argv[1] + "/cgroup.procs", "w").write("0")
 memory = OutOfMemory()
 for what in sys.argv[2:]:
-    memory.begin()
+    memory.begin_attempt()
     try:
         rank = RankProcess({})
     except Forked:

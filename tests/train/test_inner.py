@@ -85,7 +85,7 @@ def test_quantized_optimizer_states_come_back(
     assert job.requeue() is not None
     start, again, state_again, _ = once(2)
     assert (start, again) == (5, losses[5:]) and state_again == state
-    assert "protected" not in capfd.readouterr().err
+    assert "not protected" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

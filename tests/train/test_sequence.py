@@ -204,7 +204,8 @@ def test_a_closed_training_goes_on(steps: Steps, undisturbed: list[str]) -> None
     assert steps.begun[-1] == ("default", STEPS) and len(steps.held("default")) == 8, steps.errors
     assert steps.run("81.2", 1, series="run-1", steps=STEPS + 4) == [0, 0], steps.errors
     assert steps.begun[-1][1] in (STEPS + 2, STEPS + 3), (steps.begun, steps.errors)
-    assert steps.errors[0] == "" and steps.digests[0] == undisturbed[0]
+    assert steps.errors[0].count("gemini-hpc") == 1 and "protected since step" in steps.errors[0], steps.errors
+    assert steps.digests[0] == undisturbed[0]
 
 
 def test_what_has_gone_is_never_begun_anew(steps: Steps) -> None:

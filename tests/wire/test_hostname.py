@@ -31,7 +31,7 @@ DIAL = """
 import asyncio, socket
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.probe import probe
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import connect
 
 async def main():
@@ -44,7 +44,7 @@ async def main():
     port = server.sockets[0].getsockname()[1]
     assert await probe("0123", port) is Port.ANSWERS
     names = {"cluster": "c", "source": "a", "target": "0123", "instance": "x"}
-    client = Client(purpose="peer", job=1, restart=0, server_uid=0, **names)
+    client = HandshakeClient(purpose="peer", job=1, restart=0, server_uid=0, **names)
     try:
         await connect("0123", port, client, 5.0)
     except (OSError, HandshakeError, TimeoutError):
