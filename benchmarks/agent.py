@@ -105,7 +105,7 @@ def _starts(on: Cluster, runs: int) -> list[Line]:
 
 
 def _late_ms(state_bytes: int, versions: int) -> list[float]:
-    """How late the loops of two agents are: 99 % of each version, in milliseconds."""
+    """Return how late the loops of two agents are: 99 % of each version, in milliseconds."""
     with tempfile.TemporaryDirectory(prefix="gemini-late-") as place:
         try:
             done = subprocess.run(

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import gemini_hpc as gemini
 from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.config import Settings
-from gemini_hpc.node import ask_agent
 from gemini_hpc.wire import munge
 
 if TYPE_CHECKING:
@@ -92,20 +91,6 @@ def train(state_bytes: int, runs: int) -> None:
     ckpt.close()
 
 
-def _attach(directory: str, node: str) -> None:
-    deadline = time.monotonic() + sealer.SEALED_S
-    while True:
-        try:
-            sock = ask_agent.connect(f"{directory}/{node}", os.getuid(), deadline)
-            break
-        except ask_agent.NobodyAnswersError:
-            time.sleep(0.01)
-    question = {"op": "attach", "job": JOB, "restart": 0, "nodelist": ",".join(NODES), "node": node, "replicas": 2}
-    answer = ask_agent.ask(sock, {**question, "tier": "", "tier_interval": 0}, deadline)
-    if answer.get("op") != "ready" or answer.get("state") != "mapped":
-        raise SystemExit(f"the agent is not ready: {answer}")
-
-
 def _start(started: list[subprocess.Popen[str]], *words: str, **more: str) -> tuple[IO[str], IO[str]]:
     argv = [sys.executable, os.path.abspath(__file__), *words]
     process = subprocess.Popen(
@@ -122,7 +107,9 @@ def measure(directory: str, state_bytes: str, runs: str, started: list[subproces
     for node in NODES:
         os.mkdir(f"{directory}/{node}", 0o700)
         agents.append(_start(started, "--agent", f"{directory}/{node}", node))
-    attaching = [threading.Thread(target=_attach, args=(directory, node)) for node in NODES]
+    attaching = [
+        threading.Thread(target=sealer.attach, args=(f"{directory}/{node}", JOB, node, NODES)) for node in NODES
+    ]
     for thread in attaching:
         thread.start()
     for thread in attaching:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 import gemini_hpc as gemini
 from gemini_hpc.agent.transfer import stripes
-from gemini_hpc.node import ask_agent
 
 if TYPE_CHECKING:
     from benchmarks.programs import sealer, trainer
@@ -32,21 +31,6 @@ else:  # the programs lie beside each other
 
 JOB, WARM, NODES = 900_002, 3, ("n1", "n2")
 _PORTS = 23000
-
-
-def _attach(directory: str, node: str) -> None:
-    """Have an agent take its part of the job."""
-    deadline = time.monotonic() + sealer.SEALED_S
-    while True:
-        try:
-            sock = ask_agent.connect(f"{directory}/{node}", os.getuid(), deadline)
-            break
-        except ask_agent.NobodyAnswersError:
-            time.sleep(0.01)
-    question = {"op": "attach", "job": JOB, "restart": 0, "nodelist": ",".join(NODES), "node": node, "replicas": 2}
-    answer = ask_agent.ask(sock, {**question, "tier": "", "tier_interval": 0}, deadline)
-    if answer.get("op") != "ready" or answer.get("state") != "mapped":
-        raise SystemExit(f"the agent is not ready: {answer}")
 
 
 def train(state_bytes: int) -> None:
@@ -126,7 +110,9 @@ def measure(directory: str, node_bytes: int, runs: int, ranks: int, started: lis
         agent = [sys.executable, f"{here}/lone_agent.py", f"{directory}/{node}", str(JOB), node, str(_PORTS)]
         agents.append(_start(agent))
         started.append(agents[-1])
-    attaching = [threading.Thread(target=_attach, args=(directory, node)) for node in NODES]
+    attaching = [
+        threading.Thread(target=sealer.attach, args=(f"{directory}/{node}", JOB, node, NODES)) for node in NODES
+    ]
     for thread in attaching:
         thread.start()
     for thread in attaching:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,22 @@ else:  # the programs lie beside each other
 
 JOB, WARM = 900_001, 3
 SEALED_S, UNSAVED_S = 60.0, 0.2
+
+
+def attach(directory: str, job: int, node: str, nodes: Sequence[str]) -> None:
+    """Have the agent in `directory` take its part of a job, one copy on each of `nodes`."""
+    deadline = time.monotonic() + SEALED_S
+    while True:
+        try:
+            sock = ask_agent.connect(directory, os.getuid(), deadline)
+            break
+        except ask_agent.NobodyAnswersError:
+            time.sleep(0.01)
+    question = {"op": "attach", "job": job, "restart": 0, "nodelist": ",".join(nodes), "node": node}
+    more = {"replicas": len(nodes), "tier": "", "tier_interval": 0}
+    answer = ask_agent.ask(sock, {**question, **more}, deadline)
+    if answer.get("op") != "ready" or answer.get("state") != "mapped":
+        raise SystemExit(f"the agent is not ready: {answer}")
 
 
 def _is_sealed(ckpt: gemini.Checkpointer) -> bool:
@@ -49,21 +66,6 @@ def _wait(ckpt: gemini.Checkpointer) -> bool:
             raise SystemExit(f"version {ckpt.version} is not sealed: {ckpt.report()}")
         time.sleep(0.0002)
     return True
-
-
-def _attach(directory: str) -> None:
-    """Have the agent take a job of this node alone."""
-    deadline = time.monotonic() + SEALED_S
-    while True:
-        try:
-            sock = ask_agent.connect(directory, os.getuid(), deadline)
-            break
-        except ask_agent.NobodyAnswersError:
-            time.sleep(0.01)
-    question = {"op": "attach", "job": JOB, "restart": 0, "nodelist": "n1", "node": "n1", "replicas": 1}
-    answer = ask_agent.ask(sock, {**question, "tier": "", "tier_interval": 0}, deadline)
-    if answer.get("op") != "ready" or answer.get("state") != "mapped":
-        raise SystemExit(f"the agent is not ready: {answer}")
 
 
 def train(directory: str, state_bytes: int, runs: int) -> None:
@@ -100,7 +102,7 @@ def main() -> None:
     os.mkdir(directory, 0o700)
     with subprocess.Popen([sys.executable, f"{sys.path[0]}/lone_agent.py", directory, str(JOB)]) as agent:
         try:
-            _attach(directory)
+            attach(directory, JOB, "n1", ("n1",))
             train(directory, int(sys.argv[2]), int(sys.argv[3]))
         finally:
             agent.kill()

@@ -64,7 +64,7 @@ class CpuUse:
         self._versions: dict[str, _Versions] = {}
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
-    def look(self, now: float) -> None:
+    def take_sample(self, now: float) -> None:
         """Take a sample for the average, if one is due (monotonic seconds)."""
         if not self._samples or now - self._samples[-1][0] >= _EVERY_S:
             self._samples.append((now, self._used_s()))

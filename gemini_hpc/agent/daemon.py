@@ -302,7 +302,7 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             now = clock.monotonic()
-            self._cpu.look(now)
+            self._cpu.take_sample(now)
             self.controller_link.beat(now)
             self._fence.check_alone(now)
             self.trainings.beat()

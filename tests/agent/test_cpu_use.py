@@ -55,7 +55,7 @@ def test_ranks_see_what_a_version_takes_and_may_take(agent: Agent) -> None:
 
 
 def test_a_recovery_is_no_version(agent: Agent) -> None:
-    """What an incarnation takes before its first seal counts for none."""
+    """Count nothing that an incarnation takes before its first seal."""
     for version in range(1, 6):
         agent.seal(version, 1.0)
     assert agent.seal(6, 60.0, epoch=2) == agent.seal(7, 1.0, epoch=2) == (1.0, 0.5)
@@ -64,13 +64,13 @@ def test_a_recovery_is_no_version(agent: Agent) -> None:
 
 
 def test_inspect_has_the_average_and_the_gigabyte(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last minute, whatever the agent did in it."""
+    """Average over the last minute, whatever the agent did in it."""
     now = [1000.0]
     monkeypatch.setattr(cpu_use.clock, "monotonic", lambda: now[0])
     state = agent.use.state()
     assert (state.cores, state.version_s, state.gb_s) == (0.0, None, None)
     for _ in range(200):
-        agent.use.look(now[0])
+        agent.use.take_sample(now[0])
         now[0] += 1.0
         agent.used_s += 0.25
     assert agent.use.state().cores == pytest.approx(0.25)

@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 class Link:
-    """What is sent; `more`: whether a message is there already."""
+    """Return the acknowledgements sent; `more`: whether a message is there already."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []

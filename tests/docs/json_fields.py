@@ -42,7 +42,7 @@ def fields_of(cls: type) -> str:
 
 
 def words_of(cls: type) -> dict[str, str]:
-    """What the docstring says of each attribute."""
+    """Return the docstring's text on each attribute."""
     block = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].split("\n\n")[0]
     found = re.findall(r"^    (\w+): ((?:.+\n?)(?:     +.+\n?)*)", block, re.M)
     return {name: text[:1].lower() + " ".join(text[1:].split()) for name, text in found}

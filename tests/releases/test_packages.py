@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,7 +61,6 @@ def test_a_site_installs_and_removes_them_by_the_page(debs: Path, clean_root: Pa
     assert int(seconds) < INSTALLED_WITHIN_S
 
 
-@pytest.mark.skipif(not shutil.which("lintian"), reason="needs lintian")
 def test_lintian_finds_nothing(debs: Path, tmp_path: Path) -> None:
     argv = ["lintian", "--fail-on", "error,warning", *sorted(debs.glob("*.deb"))]
     env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TMPDIR": str(tmp_path)}  # lintian leaves files there
@@ -70,7 +68,6 @@ def test_lintian_finds_nothing(debs: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.skipif(not shutil.which("rpmbuild"), reason="needs rpmbuild")
 def test_rpm_installs_them_in_a_root(staged: Path, clean_root: Path, tmp_path: Path) -> None:
     """The database of rpm knows no package of Debian's, so dependencies are not checked."""
     subprocess.run([PACKAGING / "rpm.sh", staged], check=True, timeout=_RUN_LIMIT_S)

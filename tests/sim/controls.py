@@ -47,7 +47,7 @@ def control(broken: Callable[[], None]) -> Callable[[], None]:
 
 
 def patch(owner: Any, name: str, value: Any) -> None:
-    """For the rest of this process. What a control replaces must be there, or the control breaks nothing."""
+    """Replace an attribute for the rest of this process. It must exist, or the control breaks nothing."""
     assert hasattr(owner, name), f"{owner} has no {name}"
     setattr(owner, name, value)
 

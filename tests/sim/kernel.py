@@ -300,12 +300,12 @@ class Condition:
     def __exit__(self, *_: object) -> None: ...
 
     def wait_for(self, there: Callable[[], object]) -> None:
-        """Until it is there; whoever makes it so calls `notify_all`."""
+        """Wait until `there()` is true. The thread that makes it true calls `notify_all`."""
         while not there():
             current().loop.block(self._waiting.append)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until `notify_all`, or `timeout` seconds."""
+        """Wait until `notify_all`, or for `timeout` seconds."""
         current().loop.block(self._waiting.append, timeout)
 
     def notify_all(self) -> None:
