@@ -17,7 +17,7 @@ from benchmarks.rows import Row
 ROOT = Path(__file__).resolve().parents[2]
 # What chunks leave of the idle spans; in a run of so few iterations there may be none.
 IN_SPANS = ("fig8.after", "fig13.after")
-UNITS = {"", "s", "ms", "us", "x", "GB/s", "MB/s", "1/s", "MB", "MiB", "iterations", "nodes", "steps"}
+UNITS = {"", "s", "ms", "us", "x", "GB/s", "MB/s", "1/s", "MB", "MiB", "iterations", "nodes", "steps", "core-s/GB"}
 LIMIT_S = 280.0
 EACH = [
     pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.cluster] if family.cluster else [])])
