@@ -12,6 +12,8 @@ from typing import Any
 
 UNBOUNDED = 1e18
 SLURM_APIS = ("auto", "pyslurm", "json", "commands")
+OBSERVE, CANARY, ACT = "observe", "canary", "act"
+MODES = (OBSERVE, CANARY, ACT)
 
 
 class ConfigError(ValueError):
@@ -66,6 +68,14 @@ class Settings:
         "Name under which agents dial each other; `{host}` is the node's name in Slurm. Set it together with "
         '`interface`, e.g. to `"{host}-ib0"`: peers must reach the address that agents listen on.',
     )
+    mode: str = _setting(
+        ACT,
+        'What the controller may do to Slurm. `"observe"`: nothing; it records what it would have done, and how '
+        'Slurm itself judged ([the first month](first_month.md)). `"canary"`: it acts on jobs in '
+        '`canary_partitions`, and observes elsewhere. `"act"`: all that '
+        "[this page](#what-the-controller-does-to-slurm-and-when) says. Copies are kept in all modes.",
+    )
+    canary_partitions: tuple[str, ...] = _setting((), 'Partitions in which the mode `canary` acts.')
     heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
     heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
     attach_timeout_s: float = _setting(
