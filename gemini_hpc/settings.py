@@ -75,7 +75,7 @@ class Settings:
         '`canary_partitions`, and observes elsewhere. `"act"`: all that '
         "[this page](#what-the-controller-does-to-slurm-and-when) says. Copies are kept in all modes.",
     )
-    canary_partitions: tuple[str, ...] = _setting((), 'Partitions in which the mode `canary` acts.')
+    canary_partitions: tuple[str, ...] = _setting((), "Partitions in which the mode `canary` acts.")
     heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
     heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
     attach_timeout_s: float = _setting(
@@ -282,6 +282,11 @@ class Settings:
         "",
         'Address and port where the controller serves them, such as `"127.0.0.1:9417"`. Whoever can connect sees job '
         "numbers and user names. Empty: none.",
+    )
+    accepted_warnings: tuple[str, ...] = _setting(
+        (),
+        'Checks of [doctor](#doctor) whose warnings this site accepts, such as `["munge.version"]`: they are counted '
+        "and not shown. What is wrong is always shown.",
     )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 
