@@ -283,6 +283,11 @@ class Settings:
         'Address and port where the controller serves them, such as `"127.0.0.1:9417"`. Whoever can connect sees job '
         "numbers and user names. Empty: none.",
     )
+    canary_program: str = _setting(
+        "",
+        "Program (absolute path) with which [`doctor --canary`](#the-canary) stops and starts a node's slurmd. "
+        "Empty: no canary.",
+    )
     accepted_warnings: tuple[str, ...] = _setting(
         (),
         'Checks of [doctor](#doctor) whose warnings this site accepts, such as `["munge.version"]`: they are counted '

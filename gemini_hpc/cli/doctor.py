@@ -47,6 +47,13 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "--cluster", action="store_true", help="one table of all nodes, each asked by a short srun; as root only"
     )
+    parser.add_argument(
+        "--canary",
+        metavar="PARTITION",
+        help="run a small protected job in this partition, and take one of its nodes away and back; as root only",
+    )
+    parser.add_argument("--user", default=os.environ.get("SUDO_USER", ""), help="whose job the canary is")
+    parser.add_argument("--yes", action="store_true", help="do not ask before the canary")
     parser.set_defaults(func=run)
 
 
@@ -72,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc doctor: {args.config}: no such file", file=sys.stderr)
         return UNUSABLE
     facts = HostFacts(os.path.abspath(args.config), args.host_role)
+    if args.canary:
+        from gemini_hpc.cli import canary
+
+        return canary.run(facts, args.canary, args.user, args.yes)
     if args.cluster:
         return _cluster(facts, args)
     findings = list(examine(facts, args.only))
