@@ -27,7 +27,8 @@ from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.client import find_tool
 
 JOB_NODES, NODES = 2, 3  # the job's, and with one to replace the lost one
-STEPS, TAKEN_AT = 60, 15
+STEPS, TAKEN_AT = 40, 10
+SMALL = ("--layers", "2", "--dim", "96", "--workers", "0")  # a drill of the recovery: any state will do
 ITERATION_S = 0.25  # the training must not end before its loss is noticed
 NOTICED_S = 30.0  # peers miss an agent within seconds
 START_S, BACK_S, END_S = 300.0, 300.0, 300.0  # imports of torch from a shared file system may take minutes
@@ -78,7 +79,7 @@ class SiteJobs:
         self.as_user(["/bin/mkdir", "-p", str(directory)])
         files = [str(path) for path in demo.example().iterdir() if path.is_file()]
         self.as_user(["/bin/cp", "--", *files, str(directory)])
-        training = ["--steps", str(STEPS), "--log", str(directory / "loss.jsonl"), *more]
+        training = [*SMALL, "--steps", str(STEPS), "--log", str(directory / "loss.jsonl"), *more]
         job = self.as_user(
             [
                 *(find_tool("sbatch"), "--parsable", f"--partition={partition}", f"-N{JOB_NODES}", "--exclusive"),

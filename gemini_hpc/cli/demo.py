@@ -139,7 +139,7 @@ def example() -> Path:
     """Return the directory of the examples."""
     import gemini_hpc
 
-    package = Path(gemini_hpc.__file__).parent
+    package = Path(gemini_hpc.__file__).resolve().parent
     for candidate in (package / "_site" / "examples", package.parent / "examples"):
         if (candidate / "job.sh").exists():
             return candidate

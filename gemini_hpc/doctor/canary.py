@@ -29,6 +29,7 @@ TRIES = 5  # to start slurmd again
 TRY_PAUSE_S = 2.0
 BACK_S = 120.0  # a slurmd that starts registers within seconds, on a busy controller within a minute
 LOOK_S = 1.0
+LONGEST_S = 1800.0  # longer than a canary, whose parts are bounded at five minutes each
 OWN_REASON = "gemini-hpc doctor --canary"
 SLURMS_REASON = "Not responding"  # what slurmctld itself writes after SlurmdTimeout
 

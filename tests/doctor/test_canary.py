@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gemini_hpc.controller.fencing import REASON
 from gemini_hpc.devcluster import Cluster
 from gemini_hpc.doctor import canary
 from gemini_hpc.doctor.canary import OWN_REASON, Taken, is_own
+from gemini_hpc.doctor.examine import examine
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.slurm.text import parse_node
@@ -93,6 +95,27 @@ def test_what_is_refused(program: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "only root" in refusal(Site(program))
 
 
+def test_the_example(tmp_path: Path) -> None:
+    """It says what it would do on the node; here with an ssh that runs nothing."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift 4\necho "$@"\n')
+    ssh.chmod(0o755)
+    example = Path(__file__).resolve().parents[2] / "examples/canary_slurmd"
+    found = {}
+    for words in ("check n2 0", "stop n2 7", "start n2 7", "reboot n2 7", "stop n2 x;y"):
+        argv, env = [str(example), *words.split()], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+        found[words.split()[0] + words[-1]] = (done.returncode, done.stdout.splitlines())
+    kill = "root@n2 pkill -KILL -f 'gemini_hp[c].agent --job 7 ' || true"
+    assert found == {
+        "check0": (0, ["root@n2 systemctl is-active --quiet slurmd"]),
+        "stop7": (0, ["root@n2 systemctl stop slurmd", kill]),
+        "start7": (0, ["root@n2 systemctl start slurmd"]),
+        "reboot7": (2, []),
+        "stopy": (2, []),
+    }
+
+
 # ---- what is taken away comes back ---------------------------------------------------------------------
 
 TAKEN = Taken("n2", 7, "/x", 1000.0)
@@ -157,6 +180,22 @@ def test_what_cannot_be_undone_is_said_and_kept(
     assert not canary.undo(taken, said.append, str(state))
     assert "NOT undone" in said[-1] and len(calls(tmp_path)) == canary.TRIES
     assert os.geteuid() or canary.left(str(state)) == taken
+
+
+def test_doctor_tells_of_it(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> str:
+        site = Site(program)
+        monkeypatch.setattr(site, "need_root", lambda what: None)
+        [found] = examine(site, ["leftovers.canary"])
+        return found.status
+
+    taken = Taken("n2", 7, str(program), time.time())
+    monkeypatch.setattr(canary, "left", lambda: taken)
+    assert look() == "ok", "it is at work"
+    taken = Taken("n2", 7, str(program), time.time() - 2 * canary.LONGEST_S)
+    assert look() == "wrong"
+    taken = None  # type: ignore[assignment]
+    assert look() == "ok"
 
 
 # ---- on a cluster --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ HERE = {
     "train_lightning.py": ("--steps 6", "6 steps done"),
 }
 ELSEWHERE = {
+    "canary_slurmd": "doctor/test_canary.py::test_the_example",
     "disk_or_memory.py": "examples/test_disk_or_memory.py::test_each_way_is_killed_once",
     "disk_or_memory.sh": "benchmarks/test_families.py::test_a_tiny_run_gives_every_figure",
     "health_check": "node/test_health_check.py::test_the_example",
