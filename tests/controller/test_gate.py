@@ -26,7 +26,7 @@ from gemini_hpc.slurm.text import parse_node
 
 from .fake_slurm import FakeSlurm
 from .test_last_judgement import SILENT, Controller, TwoJobs
-from .test_takeover import JOB
+from .test_takeover import JOB, HalfDone, take_over
 
 OBSERVE = Settings(mode="observe")
 CANARY = Settings(mode="canary", canary_partitions=("debug",))
@@ -157,6 +157,15 @@ def test_a_dead_node_is_recorded_once_and_left(tmp_path: Path, found: dict[str, 
     assert slurm.done == [] and not slurm.held
     (act,) = Withheld(str(tmp_path), lambda *said: None).acts
     assert (act.verdict, act.evidence) == (CONFIRMED, "Slurm has n2 DOWN"), "it survives the controller"
+
+
+@pytest.mark.slow
+def test_a_recovery_that_an_earlier_mode_began(tmp_path: Path, found: dict[str, ProbeResult]) -> None:
+    """n2 was drained by a controller that acted. The one that observes leaves it, tells, and is open for reports."""
+    slurm, found["n2"] = HalfDone(), SILENT
+    assert take_over(slurm, tmp_path, mode="observe") == []  # type: ignore[arg-type]
+    journal = (tmp_path / "journal").read_text()
+    assert '"close"' in journal and "the mode forbids to let a recovery finish" in journal
 
 
 # ---- Slurm's verdict -----------------------------------------------------------------------------------

@@ -15,6 +15,10 @@ from .conftest import Patient
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
+def score(site: Patient) -> str:
+    return str(site.doctor("--only", "controller.mode")["controller.mode"]["found"])
+
+
 def test_a_power_cut() -> None:
     settings = {"mode": "observe"}
     with Cluster.up(f"observing{os.getpid()}", nodes=3, settings=settings) as cluster:
@@ -25,13 +29,7 @@ def test_a_power_cut() -> None:
             cluster.power_off(victim)
             until(lambda: "withheld" in [e["name"] for e in site.picture(job).get("events", [])], 60)
             until(lambda: cluster.node_state(victim).lower().startswith("down"), 60)
-            until(
-                lambda: (
-                    "confirmed 1 and refuted 0"
-                    in site.doctor("--only", "controller.mode")["controller.mode"]["found"]
-                ),
-                60,
-            )
+            until(lambda: "confirmed 1 and refuted 0" in score(site), 60)
             reason = cluster.run(["sinfo", "-h", "-n", victim, "-o", "%E"]).stdout
             assert "gemini" not in reason, "Slurm's own reason"
             assert "gemini_" not in cluster.run(["scontrol", "show", "reservation"]).stdout

@@ -79,6 +79,19 @@ def power(seed: int) -> Site:
     return site
 
 
+def canary(seed: int) -> Site:
+    """The same where the job's partition is a canary: the agents are told, and the controller acts as ever."""
+    site = Site(seed, mode="canary")
+    _loses_power(site)
+
+    def check() -> None:
+        if len(site.fenced) != 1 or site.training.restart != 1:
+            raise Wrong(f"fenced {site.fenced}, restart {site.training.restart}")
+
+    site.checks.append(check)
+    return site
+
+
 def observes(seed: int) -> Site:
     """A node loses power at a site that only observes: Slurm finds it, and its own judgement confirms ours."""
     site = Site(seed, mode="observe")
@@ -375,6 +388,7 @@ def chaos(seed: int) -> Site:
 SCENARIOS: dict[str, Callable[[int], Site]] = {
     "success": success,
     "power": power,
+    "canary": canary,
     "observes": observes,
     "ends-early": ends_early,
     "ends-well": ends_well,

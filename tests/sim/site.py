@@ -97,6 +97,7 @@ class Site:
             auto_resume_s=auto_resume_s,
             failure_domains="none",
             mode=mode,
+            canary_partitions=("all",) if mode == "canary" else (),
         )
         self.hosts = [self.world.network.add(name) for name in names]
         self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}
