@@ -35,7 +35,7 @@ SLURMS_REASON = "Not responding"  # what slurmctld itself writes after SlurmdTim
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What was taken away.
+    """A node that was taken away.
 
     Attributes:
         node: The node.

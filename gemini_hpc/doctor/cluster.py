@@ -38,7 +38,7 @@ OK, DIFFERS, BAD, SILENT, UNASKED = "ok", "differs", "wrong", "no answer", "not 
 
 @dataclass(frozen=True, slots=True)
 class ClusterRow:
-    """What is known of one node.
+    """The facts about one node.
 
     Attributes:
         node: The node's name.

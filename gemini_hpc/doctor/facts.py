@@ -35,7 +35,7 @@ _PENDING = object()
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What names this host and its installation.
+    """The name of this host, and the facts that tell its installation from another.
 
     Attributes:
         host: Short name of the host.
