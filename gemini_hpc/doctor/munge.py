@@ -27,7 +27,7 @@ def answers(facts: HostFacts) -> Outcome:
     nonce = os.urandom(16)
     fix = "start munged; its socket is /run/munge/munge.socket.2 unless libmunge was built otherwise"
     try:
-        payload, uid = munge.decode(munge.encode(nonce, for_uid=facts.uid))
+        payload, uid, _ = munge.decode(munge.encode(nonce, for_uid=facts.uid))
     except munge.MungeError as exc:
         if "libmunge" in str(exc):
             fix = "install MUNGE's library (Debian: libmunge2; others: munge-libs) and munged"
