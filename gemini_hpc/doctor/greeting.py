@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import credentials, endpoint, hostname
+from gemini_hpc.wire import credentials, endpoint, hostname, site_key
 from gemini_hpc.wire.frames import FrameError, bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeClient, HandshakeError
 
@@ -45,6 +45,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     )
     where = f"{host}:{port}"
     try:
+        site_key.adopt(settings)
         with socket.create_connection((hostname.dialled(host), port), timeout=TIMEOUT_S) as sock:
             sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
@@ -53,7 +54,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
         opened = credentials.decode(envelope.credential)
     except FrameError:
         raise GreetingError(
-            f"{where} closes the connection; possible causes: a different MUNGE key there, clocks more than "
+            f"{where} closes the connection; possible causes: a different key there, clocks more than "
             f"{credentials.TTL_S} s apart, a different slurm_user, or another program on this port"
         ) from None
     except OSError as exc:

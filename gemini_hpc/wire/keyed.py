@@ -63,12 +63,13 @@ def job_key(of_user: bytes, job: int) -> bytes:
     return _derive(of_user, b"gemini-hpc job", struct.pack(">Q", job))
 
 
-def read_key(path: str, owner: int) -> bytes:
+def read_key(path: str, *owners: int) -> bytes:
     """Return the key in a file.
 
     Args:
-        path: A file of `owner` alone (mode 0600 or 0400), no link, in a directory in which nobody else can write.
-        owner: Uid of the file's owner.
+        path: A file of one of the owners alone (mode 0600 or 0400), no link, in a directory in which nobody but them
+            and root can write.
+        owners: Uids that the file may belong to.
 
     Raises:
         KeyFileError: The file is missing, another kind of file, of another owner, or open to others.
@@ -77,7 +78,7 @@ def read_key(path: str, owner: int) -> bytes:
         above = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             info = os.fstat(above)
-            if info.st_uid not in (owner, 0) or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if info.st_uid not in (*owners, 0) or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise KeyFileError(f"key file {path}: others can write in its directory")
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(os.path.basename(path), flags, dir_fd=above)
@@ -89,8 +90,9 @@ def read_key(path: str, owner: int) -> bytes:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise KeyFileError(f"key file {path}: wanted a plain file")
-        if info.st_uid != owner:
-            raise KeyFileError(f"key file {path}: wanted a file of uid {owner}, found one of uid {info.st_uid}")
+        if info.st_uid not in owners:
+            wanted = " or ".join(map(str, owners))
+            raise KeyFileError(f"key file {path}: wanted a file of uid {wanted}, found one of uid {info.st_uid}")
         if info.st_mode & 0o077:
             raise KeyFileError(f"key file {path}: wanted mode 0600, found {stat.S_IMODE(info.st_mode):04o}")
         key = os.read(fd, KEY_BYTES + 1)
@@ -290,17 +292,20 @@ class Ticket:
 class Tickets(Keyed):
     """The tickets of a user's command, fetched when they are needed."""
 
-    def __init__(self, fetch: Callable[[int], Ticket], uid: int) -> None:
+    def __init__(self, fetch: Callable[[int], Ticket], slurm_uid: int, uid: int) -> None:
         """Hold no ticket yet.
 
         Args:
             fetch: Returns the ticket for a job (0: the controller). Raises `CredentialError`.
+            slurm_uid: Uid of the controller.
             uid: Uid of this process.
         """
         super().__init__(uid)
-        self._fetch, self._held = fetch, dict[int, Ticket]()
+        self._fetch, self._slurm_uid, self._held = fetch, slurm_uid, dict[int, Ticket]()
 
     def _subject(self, for_uid: int, job: int) -> bytes:
+        if for_uid not in (self._uid, self._slurm_uid):
+            raise CredentialError("key: a job's agents answer its owner and root; ask the controller")
         at = job if for_uid == self._uid else 0
         ticket = self._held.get(at)
         if ticket is None or ticket.end_s < clock.time():
