@@ -63,6 +63,11 @@ def job_key(of_user: bytes, job: int) -> bytes:
     return _derive(of_user, b"gemini-hpc job", struct.pack(">Q", job))
 
 
+def fingerprint(key: bytes) -> str:
+    """Return a name of a key by which people compare it; the name tells nothing else."""
+    return _derive(key, b"gemini-hpc name")[:6].hex()
+
+
 def read_key(path: str, *owners: int) -> bytes:
     """Return the key in a file.
 
