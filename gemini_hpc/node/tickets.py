@@ -2,9 +2,9 @@
 
     python3 -I -m gemini_hpc.node.tickets
 
-The kernel says who asks (SO_PEERCRED). A user gets a key for the controller, or for the agents of a job, that ends
-soon and names the user; a job of another user has another key, so nothing needs to be looked up. The service reads
-eight bytes of each caller and writes one packet.
+The kernel says who asks (SO_PEERCRED). A user gets a key for the controller, or for the agents of a job. It ends soon
+and names the user. A job of another user has another key, so nothing needs to be looked up. The service reads eight
+bytes of each caller and writes one packet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 import sys
 from contextlib import suppress
 
-from gemini_hpc import clock
+from gemini_hpc import clock, lines
 from gemini_hpc.config import ConfigError, load
 from gemini_hpc.wire import site_key
 from gemini_hpc.wire.keyed import KeyFileError, SiteKey
@@ -74,7 +74,7 @@ def main() -> int:
             raise ConfigError("only root can issue tickets")
         asyncio.run(serve(site_key.of_site(settings, 0), site_key.TICKETS_PATH))
     except (ConfigError, KeyFileError, OSError) as exc:
-        print(f"gemini-hpc tickets: {exc}", file=sys.stderr)
+        lines.put(sys.stderr, f"gemini-hpc tickets: {exc}\n")
         return 1
     return 0
 
