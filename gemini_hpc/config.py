@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from gemini_hpc.paths import weaknesses
-from gemini_hpc.settings import CANARY, MODES, SLURM_APIS, UNBOUNDED, ConfigError, Settings
+from gemini_hpc.settings import AUTHS, CANARY, MODES, SLURM_APIS, UNBOUNDED, ConfigError, Settings
 
 __all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse", "program_problem"]
 
@@ -119,6 +119,9 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     if settings.slurm_api not in SLURM_APIS:
         names = ", ".join(SLURM_APIS)
         raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_shown(settings.slurm_api)}")
+    if settings.auth not in AUTHS:
+        names = " or ".join(AUTHS)
+        raise ConfigError(f"{where}: auth: wanted {names}, found {_shown(settings.auth)}")
     for problem in (
         _metrics_file_problem(settings.metrics_file),
         _metrics_listen_problem(settings.metrics_listen),

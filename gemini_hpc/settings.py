@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNBOUNDED = 1e18
+AUTHS = ("munge", "key")
 SLURM_APIS = ("auto", "pyslurm", "json", "commands")
 OBSERVE, CANARY, ACT = "observe", "canary", "act"
 MODES = (OBSERVE, CANARY, ACT)
@@ -43,6 +44,11 @@ class Settings:
         "slurm",
         "SlurmUser. The controller runs as this user, and agents encrypt their greeting for its uid. The user "
         "must exist on all hosts.",
+    )
+    auth: str = _setting(
+        "munge",
+        'How agents, controller and commands prove to each other who they are: `"munge"`, or `"key"`: by a key file '
+        "that only root and SlurmUser read, [without MUNGE](#without-munge). The same on all hosts.",
     )
     controller_host: str = _setting(
         "",

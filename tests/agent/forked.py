@@ -36,7 +36,7 @@ def start(request: Request) -> None:
     """
     if request["open"]:  # credentials that anybody can open
         munge.encode = lambda payload, *, for_uid: payload
-        munge.decode = lambda credential: (credential, os.geteuid())
+        munge.decode = lambda credential: (credential, os.geteuid(), 0)
     if at := request.get("flips"):
         flip(at)
     if request.get("stripes"):

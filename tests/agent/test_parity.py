@@ -206,7 +206,7 @@ class Site:
 @pytest.fixture(autouse=True)
 def opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid(), 0))
 
 
 @pytest.fixture

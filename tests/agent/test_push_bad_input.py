@@ -192,7 +192,7 @@ class Push:
 def opened() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    patch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    patch.setattr(munge, "decode", lambda credential: (credential, os.geteuid(), 0))
     yield
     patch.undo()
 

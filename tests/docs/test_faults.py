@@ -14,7 +14,15 @@ REFERENCE = re.compile(r"(tests/[\w/.-]+)(?:::(\w+))?")
 HASH = re.compile(r"[0-9a-f]{7,40}")
 NONE = "no test"
 # Sections that are no lists of defects, faults or attacks.
-PROSE = ("How ", "What this list shows", "Who is against whom", "Boundaries", "Bounds on", "What is not defended")
+PROSE = (
+    "How ",
+    "What this list shows",
+    "Who is against whom",
+    "Boundaries",
+    "Bounds on",
+    "Without MUNGE",
+    "What is not defended",
+)
 # Days of the month, and the commit.
 SINCE = re.compile(r"\d{1,2}, `([^`]+)`")
 FOUND_BY = ("not recorded", "review", "model", "simulation", "cluster", "user")
