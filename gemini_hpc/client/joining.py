@@ -9,6 +9,7 @@ import msgspec
 
 from gemini_hpc.client import finished
 from gemini_hpc.core import parity, placement
+from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -64,6 +65,19 @@ class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
             holders=_holders(welcome),
         )
+
+
+def check_name(name: object) -> None:
+    """Check the name of a training, with an agent and without one.
+
+    Raises:
+        TypeError: The name is no text.
+        ValueError: The name does not fit into the paths and messages of agents.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is a {type(name).__name__}, wanted a str")
+    if not NAME.fullmatch(name):
+        raise ValueError(f"name is {name[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-', no '.' or '-' first")
 
 
 def no_agent() -> str:
