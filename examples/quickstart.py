@@ -23,7 +23,8 @@ from gemini_hpc.wire import local
 
 TRAINING = Path(__file__).with_name("train_small.py")
 NODE, RANKS, KILLED_AT = "laptop", 2, 80
-WAIT_S = 120.0  # a bound for machines on which the import of torch takes a minute
+WAIT_S = 240.0  # a bound for machines so busy that the import of torch takes minutes
+RELEASED_S = 10.0  # an agent frees its memory at once if the training has succeeded
 JOB = os.getpid()
 BEGAN = time.monotonic()
 
@@ -37,7 +38,9 @@ def start_agent(directory: Path) -> subprocess.Popen[bytes]:
     """Start an agent for a job of this node, and begin the job, as the prolog does on a cluster."""
     argv = [sys.executable, "-m", "gemini_hpc.agent", "--job", str(JOB), "--uid", str(os.getuid())]
     with (directory / "agent.log").open("wb") as log:
-        agent = subprocess.Popen([*argv, "--node", NODE, "--dir", str(directory)], stdout=log, stderr=log)
+        agent = subprocess.Popen(
+            [*argv, "--node", NODE, "--dir", str(directory)], stdout=log, stderr=log, start_new_session=True
+        )
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -48,7 +51,7 @@ def start_agent(directory: Path) -> subprocess.Popen[bytes]:
                 sys.exit(f"the agent does not start:\n{(directory / 'agent.log').read_text()}")
             time.sleep(0.05)
     if answer != local.Ready("mapped"):
-        agent.terminate()
+        os.killpg(agent.pid, signal.SIGKILL)
         sys.exit(f"the agent refuses: {answer}")
     return agent
 
@@ -124,7 +127,10 @@ def main() -> None:
             for rank in ranks:
                 rank.kill()
                 rank.wait(WAIT_S)
-            agent.wait(WAIT_S)
+            try:
+                agent.wait(RELEASED_S)
+            except subprocess.TimeoutExpired:  # it waits for a requeue of a training that has failed
+                os.killpg(agent.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
