@@ -168,8 +168,7 @@ class Checkpointer:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = self._settled = welcome.chosen_version
-        place = joining.place(welcome)
-        session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
+        session.say_once(joining.resumed(welcome, session.version, clock.monotonic() - began, clock.time()))
         session.tell_closed()
         return session.version
 

@@ -33,4 +33,5 @@ def test_a_killed_rank_resumes_bit_for_bit(tmp_path: Path) -> None:
         )
     ]
     assert places == sorted(places) and places[-1] == len(story) - 1, done.stdout
+    assert story[places[3]].endswith(" s after the failure"), done.stdout
     assert not list(tmp_path.glob("gemini-*")), "its directory is left"
