@@ -247,7 +247,9 @@ class RankRequests:
         if isinstance(m, local.Keep):
             stats.store_data(m.set, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
-            stats.traffic(m.set, m.rank, m.state)
+            training = self._sets.get(m.set)
+            sealed = training.sealed if training is not None else None
+            stats.traffic(m.set, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
         else:
             stats.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
