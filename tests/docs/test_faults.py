@@ -15,7 +15,7 @@ HASH = re.compile(r"[0-9a-f]{7,40}")
 NONE = ("no test", "none")
 # Sections that are no lists of defects, faults or attacks.
 PROSE = ("How ", "What this list shows", "Who is against whom", "Boundaries", "Bounds on", "What is not defended")
-# The commits that mended a defect; in brackets the day and the commit that brought it, and how it was found, if known.
+# The commits that mended a defect; in brackets day and commit that brought it, and how it was found, if known.
 FOUND = r"(?:shown by the )?(?:review|model|simulation|cluster|user).*"
 MENDED = re.compile(rf"`[^`]+`(?:, `[^`]+`)* \(\d{{1,2}}, `[^`]+`(?:, {FOUND})?\)\.")
 
