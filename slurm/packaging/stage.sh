@@ -44,6 +44,9 @@ PYTHONPATH=$top "$python" "$here/describe.py" completion >"$base/usr/share/bash-
 
 mkdir -p "$node/$opt"
 install -D -m 755 -t "$node/$opt/prolog_epilog" "$top"/prolog_epilog/{prolog,epilog}
+for kind in prolog epilog; do
+	install -D -m 755 -t "$node/$opt/prolog_epilog/$kind.d" "$top/prolog_epilog/$kind.d/50-gemini-hpc"
+done
 install -D -m 644 "$here/files/gemini-hpc-node.tmpfiles" "$node/usr/lib/tmpfiles.d/gemini-hpc-node.conf"
 install -D -m 644 "$here/files/gemini-hpc-node.logrotate" "$node/etc/logrotate.d/gemini-hpc-node"
 
