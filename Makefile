@@ -139,7 +139,7 @@ test-all: $(TESTED) ## all tests: PART=k/n for one of n parts of equal time, DIR
 	@$(PY) -m tests.stages all $(if $(PART),--part $(PART)) $(if $(RECORD),--record) $(if $(SEED),--seed $(SEED)) $(DIRS)
 
 test-long: $(TESTED) ## the long campaigns
-	$(call install_debian,$(DEBIAN_ROOTS) lintian rpm)
+	$(call install_debian,$(DEBIAN_ROOTS) lintian rpm rpmlint)
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE

@@ -72,11 +72,16 @@ def _check_script(facts: HostFacts, kind: str) -> Outcome:
     for path in paths:
         try:
             ours = called_by(path, kind)
+            target = handed_on(path)
         except OSError as exc:
             problems.append(f"{path}: {exc.strerror}")
             continue
         if ours == path:
             return ok(path)
+        if target and not os.path.exists(target):
+            if NODE not in facts.roles:
+                return ok(f"{path} ({target} is not on this host)")
+            problems.append(f"{path} runs {target}, which does not exist")
         if ours:
             found = f"{path} names {ours}; whether it is always reached cannot be seen from here"
             return warning(found, wanted, f"make sure that {path} calls it in every case, with its environment")

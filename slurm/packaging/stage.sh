@@ -11,7 +11,7 @@ umask 022
 rm -rf "$out/stage"
 mkdir -p "$out/stage"
 out=$(cd "$out" && pwd)
-base=$out/stage/gemini-hpc node=$out/stage/gemini-hpc-node controller=$out/stage/gemini-hpc-controller
+base=$out/stage/gemini-hpc tier=$out/stage/gemini-hpc-tier node=$out/stage/gemini-hpc-node controller=$out/stage/gemini-hpc-controller
 
 # The interpreter is Debian's; its packages are wheels, because Debian 12 has no msgspec.
 opt=opt/gemini-hpc
@@ -23,9 +23,16 @@ rmdir "$base/$opt/venv/include" 2>/dev/null || rm -rf "$base/$opt/venv/include"
 sed -i '/^command = /d' "$base/$opt/venv/pyvenv.cfg"
 "$here/wheels.sh" "$python" "$out/wheels" >/dev/null
 "$python" -m pip install -q --no-index --find-links "$out/wheels" --no-compile --ignore-installed --target "$site" gemini-hpc
-rm -rf "$site/bin"
-find "$site" -name __pycache__ -prune -exec rm -rf {} +
-chmod -R u=rwX,go=rX "$site"
+# What a tier needs besides, in the same environment. Its libraries are as in the wheels: auditwheel has rewritten them,
+# and not all of them bear stripping after that.
+tier_site=$tier/${site#"$base/"}
+"$python" -m pip install -q --no-index --find-links "$out/wheels" --no-compile --ignore-installed \
+	--target "$tier_site" 'gemini-hpc[tier]'
+for there in "$site"/*; do rm -rf "$tier_site/${there##*/}"; done
+rm -rf "$site/bin" "$tier_site/bin"
+find "$site" "$tier_site" -name __pycache__ -prune -exec rm -rf {} +
+chmod -R u=rwX,go=rX "$site" "$tier_site"
+find "$tier_site" -name '*.so*' -exec chmod 644 {} +
 find "$site" -name '*.so' -exec strip --strip-unneeded {} +
 cat >"$base/$opt/venv/bin/gemini-hpc" <<'S'
 #!/opt/gemini-hpc/venv/bin/python3
@@ -44,8 +51,8 @@ PYTHONPATH=$top "$python" "$here/describe.py" completion >"$base/usr/share/bash-
 
 mkdir -p "$node/$opt"
 install -D -m 755 -t "$node/$opt/prolog_epilog" "$top"/prolog_epilog/{prolog,epilog}
-for kind in prolog epilog; do
-	install -D -m 755 -t "$node/$opt/prolog_epilog/$kind.d" "$top/prolog_epilog/$kind.d/50-gemini-hpc"
+for kind in prolog epilog; do # also for hosts whose /etc/slurm is that of the nodes
+	install -D -m 755 -t "$base/$opt/prolog_epilog/$kind.d" "$top/prolog_epilog/$kind.d/50-gemini-hpc"
 done
 install -D -m 644 "$here/files/gemini-hpc-node.tmpfiles" "$node/usr/lib/tmpfiles.d/gemini-hpc-node.conf"
 install -D -m 644 "$here/files/gemini-hpc-node.logrotate" "$node/etc/logrotate.d/gemini-hpc-node"
