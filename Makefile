@@ -34,7 +34,7 @@ CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := spank devcluster controller recovery
 
-.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench deb rpm tags clean
+.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench deb rpm wheels tags clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -139,7 +139,7 @@ test-all: $(TESTED) ## all tests: PART=k/n for one of n parts of equal time, DIR
 	@$(PY) -m tests.stages all $(if $(PART),--part $(PART)) $(if $(RECORD),--record) $(if $(SEED),--seed $(SEED)) $(DIRS)
 
 test-long: $(TESTED) ## the long campaigns
-	$(call install_debian,$(DEBIAN_ROOTS) lintian rpm)
+	$(call install_debian,$(DEBIAN_ROOTS) lintian rpm rpmlint)
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE
@@ -161,6 +161,9 @@ PACKAGES := dist/packages
 deb: $(VENV)/.python deps ## packages for Debian in dist/packages, the plugin for the Slurm whose headers are here
 	@slurm/packaging/stage.sh $(PY) $(PACKAGES)
 	@slurm/packaging/deb.sh $(PACKAGES)
+
+wheels: $(VENV)/.python ## wheels for hosts and images without internet in dist/wheels, for the Python of .venv
+	@slurm/packaging/wheels.sh $(PY) dist/wheels
 
 rpm: $(VENV)/.python deps ## the same as rpm; PLUGIN_DIR=/usr/lib64/slurm for RHEL's place
 	$(call install_debian,rpm)

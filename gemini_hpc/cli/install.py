@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return UNUSABLE
     path = os.path.abspath(args.slurm_conf)
     try:
-        needs = site_lines.needs(site_lines.read(path), path)
+        needs = site_lines.needs(path, site_lines.release(path))
     except OSError as error:
         print(f"gemini-hpc install: {error.filename or path}: {error.strerror}", file=sys.stderr)
         return UNUSABLE

@@ -14,16 +14,17 @@ from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, w
 _MAX_BYTES = 1 << 20
 _OURS = {"Prolog": "gemini_hpc.node.prolog", "Epilog": "gemini_hpc.node.epilog"}
 _PATH = re.compile(r"/[A-Za-z0-9._+/-]{1,300}")
+_DROP_IN = re.compile(r"\[ ! -x (/\S{1,300}) \] \|\| exec \1")  # prolog_epilog/prolog.d and epilog.d
 
 
 def in_force(conf: Configuration, kind: str) -> list[str]:
     """Return the files that slurmd runs for `Prolog` or `Epilog`, in its order.
 
-    Patterns are expanded on this host.
+    Patterns are expanded on this host. slurmd runs the files of a pattern from the last name to the first.
     """
     paths: list[str] = []
     for value in conf.all(kind):
-        paths += sorted(glob.glob(value)) or [value]
+        paths += sorted(glob.glob(value), reverse=True) or [value]
     return paths
 
 
@@ -32,11 +33,25 @@ def _text(path: str) -> str:
         return f.read(_MAX_BYTES)
 
 
+def handed_on(path: str) -> str:
+    """Return the script to which a drop-in of ours gives way, "" if the file is none. Raises OSError."""
+    code = [line for line in _text(path).splitlines() if line.strip() and not line.startswith("#")]
+    found = _DROP_IN.fullmatch(code[0]) if len(code) == 1 else None
+    return found[1] if found else ""
+
+
 def called_by(path: str, kind: str) -> str | None:
-    """Return `path` if it is our script, else the first of our scripts that it names, else None. Raises OSError."""
+    """Return `path` if it is our script or a drop-in for it, else the first of our scripts that it names, else None.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     text = _text(path)
     if _OURS[kind] in text:
         return path
+    target = handed_on(path)
+    if target:
+        return path if os.path.isfile(target) and _OURS[kind] in _text(target) else None
     names: list[str] = _PATH.findall("\n".join(line.partition("#")[0] for line in text.splitlines()))
     for named in dict.fromkeys(names):
         try:
@@ -57,11 +72,16 @@ def _check_script(facts: HostFacts, kind: str) -> Outcome:
     for path in paths:
         try:
             ours = called_by(path, kind)
+            target = handed_on(path)
         except OSError as exc:
             problems.append(f"{path}: {exc.strerror}")
             continue
         if ours == path:
             return ok(path)
+        if target and not os.path.exists(target):
+            if NODE not in facts.roles:
+                return ok(f"{path} ({target} is not on this host)")
+            problems.append(f"{path} runs {target}, which does not exist")
         if ours:
             found = f"{path} names {ours}; whether it is always reached cannot be seen from here"
             return warning(found, wanted, f"make sure that {path} calls it in every case, with its environment")

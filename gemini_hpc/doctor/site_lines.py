@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import glob
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gemini_hpc.doctor import plugin, scripts
-from gemini_hpc.doctor.configuration import Configuration
+from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
+from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.installation import SCRIPTS
+from gemini_hpc.slurm import SlurmError, find_tool
 
 DROP_IN = "/usr/share/gemini-hpc/plugstack.conf.d/gemini-hpc.conf"  # in the plugin's package
 _USUAL_PLUGIN_DIRS = ("/usr/lib/*/slurm-wlm", "/usr/lib64/slurm", "/usr/lib/slurm", "/usr/local/lib/slurm")
 _LONGEST_WAIT_S = 60.0  # Slurm's default for UnkillableStepTimeout
+_SEVERAL_LINES = (24, 11)  # seen to run each Prolog= and Epilog= line; 22.05 runs the last one only
+_VERSION_TIMEOUT_S = 10.0  # a command that asks nobody, on a busy host
 _MAX_BYTES = 1 << 20
 _MAX_FILES = 64
 
@@ -35,12 +40,44 @@ class Need:
     found: str
 
 
-def read(path: str) -> Configuration:
-    """Return the keys of a slurm.conf and of what it includes. Raises OSError."""
+def release(path: str) -> SlurmRelease | None:
+    """Return the release of this host's Slurm, which need not run; None if it is not known."""
+    env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SLURM_CONF": path}
+    try:
+        argv = [find_tool("scontrol"), "--version"]
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_VERSION_TIMEOUT_S, env=env, check=False
+        )
+        return SlurmRelease.parse(done.stdout.decode(errors="replace"))
+    except (SlurmError, OSError, subprocess.TimeoutExpired, Unavailable):
+        return None
+
+
+def read(path: str, of: SlurmRelease | None) -> Configuration:
+    """Return the keys of a slurm.conf and of what it includes, as Slurm reads them.
+
+    Args:
+        path: The slurm.conf.
+        of: Slurm's release; None, if it is not known, reads as the oldest.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     values: dict[str, str] = {}
+    several = several_lines(of)
     for name, value in _assignments(path, set()):
-        values[_KEYS.get(name.lower(), name)] = value
+        key = _KEYS.get(name.lower(), name)
+        if key in ("Prolog", "Epilog"):
+            key += f"[{sum(k.startswith(f'{key}[') for k in values)}]" if several else ""
+            values[key] = os.path.join(os.path.dirname(path), value) if value else ""
+        else:
+            values[key] = value
     return Configuration(values)
+
+
+def several_lines(of: SlurmRelease | None) -> bool:
+    """Return whether Slurm runs the scripts of each Prolog= and Epilog= line, not of the last one only."""
+    return of is not None and of.series >= _SEVERAL_LINES
 
 
 _KEYS = {
@@ -74,11 +111,12 @@ def _assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
             yield name.strip(), value.strip().strip('"')
 
 
-def needs(conf: Configuration, slurm_conf: str) -> list[Need]:
-    """Return all needs of the two files, met or not."""
+def needs(slurm_conf: str, of: SlurmRelease | None) -> list[Need]:
+    """Return all needs of the two files, met or not. Raises OSError."""
+    conf = read(slurm_conf, of)
     return [
         _prolog_flags(conf, slurm_conf),
-        *_scripts(conf, slurm_conf),
+        *_scripts(conf, slurm_conf, several_lines(of)),
         *_jobs(conf, slurm_conf),
         _plugin(conf, slurm_conf),
     ]
@@ -95,24 +133,33 @@ def _prolog_flags(conf: Configuration, file: str) -> Need:
     return Need(file, line, why, bool(alloc) and kept == flags, found)
 
 
-def _scripts(conf: Configuration, file: str) -> Iterator[Need]:
+def _scripts(conf: Configuration, file: str, several: bool) -> Iterator[Need]:
     for kind, does in (("Prolog", "starts the agents"), ("Epilog", "releases the agents' memory")):
-        ours, found = f"{SCRIPTS}/{kind.lower()}", conf[kind]
+        name = kind.lower()
+        ours, found = f"{SCRIPTS}/{name}", conf.all(kind)
+        directory = next((os.path.dirname(value) for value in found if glob.has_magic(value)), "")
         met = any(_calls(path, kind) for path in scripts.in_force(conf, kind))
-        if not found or met:
-            line = f"{kind}={found or ours}"
-        elif glob.has_magic(found):
-            line = f"ln -s {ours} {os.path.dirname(found)}/50-gemini-hpc"
+        why = f"{ours} {does}; it does nothing for jobs without --gemini-replicas"
+        if met or not found:
+            line = f"{kind}={found[-1] if met else ours}"
+        elif directory:
+            line = f"cp {SCRIPTS}/{name}.d/50-gemini-hpc {directory}/"
+            why += ". slurmd runs what is in this directory on its node, so the file is for each node"
+        elif several:
+            line = f"{kind}={ours}"
+            why += ". Slurm runs the scripts of each line, the site's own too"
         else:
-            line = f"in {found}: {ours}"
-        yield Need(file, line, f"{ours} {does}; it does nothing for jobs without --gemini-replicas", met, found)
+            line = f"in {found[-1]}: {ours} || exit $?"
+            why += ". This Slurm runs one line's scripts only"
+        yield Need(file, line, why, met, ", ".join(found))
 
 
 def _calls(path: str, kind: str) -> bool:
+    ours = f"{SCRIPTS}/{kind.lower()}"
     try:
-        return scripts.called_by(path, kind) is not None
+        return scripts.called_by(path, kind) is not None or scripts.handed_on(path) == ours
     except OSError:
-        return path == f"{SCRIPTS}/{kind.lower()}"  # the nodes have it, this host need not
+        return path == ours  # the nodes have it, this host need not
 
 
 def _jobs(conf: Configuration, file: str) -> Iterator[Need]:

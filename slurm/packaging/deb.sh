@@ -44,13 +44,16 @@ package() {
 		fold -s -w 76 | sed 's/^/ /; s/ *$//'
 	} >"$work/DEBIAN/control"
 	(cd "$work" && find . -type f -not -path './DEBIAN/*' -printf '%P\0' | sort -z | xargs -0 md5sum) >"$work/DEBIAN/md5sums"
-	dpkg-deb --root-owner-group -b "$work" "$out/${name}_${version}_$arch.deb" >/dev/null
+	dpkg-deb --root-owner-group -z1 -b "$work" "$out/${name}_${version}_$arch.deb" >/dev/null
 }
 
 rm -rf "$out/deb" "$out"/*.deb
 package gemini-hpc "$arch" "python3 (>= 3.$minor), python3 (<< 3.$((minor + 1))), libc6 (>= 2.28), libmunge2" \
 	"in-memory checkpoint replicas for jobs on Slurm" <<-T
 	The command gemini-hpc, and the interpreter of prolog, epilog and controller. With the plugin of the site's Slurm this is all that a login node needs.
+T
+package gemini-hpc-tier "$arch" "gemini-hpc (>= ${version%-*}), python3, libc6 (>= 2.28)" "h5py for the persistent tier of gemini-hpc" <<-T
+	What agents and the command need to write and read a tier: h5py and numpy, in the interpreter of gemini-hpc. For nodes and login nodes of sites with a tier.
 T
 package gemini-hpc-node all "gemini-hpc (>= ${version%-*})" "prolog and epilog of gemini-hpc for Slurm nodes" <<-T
 	Prolog and epilog, which start and end the agents of protected jobs. Slurm runs them once slurm.conf names them: this package does not change it.

@@ -9,7 +9,9 @@ umask 022
 spank=$(basename "$(echo "$out"/stage/gemini-hpc-spank-*)")
 python=$(basename "$(echo "$out"/stage/gemini-hpc/opt/gemini-hpc/venv/lib/python3.*)")
 rm -rf "$out/rpm" "$out"/*.rpm
-rpmbuild -bb --quiet \
+rpmbuild -bb --quiet --define "day $(LC_ALL=C date -u -d "@$SOURCE_DATE_EPOCH" '+%a %b %d %Y')" \
+	--define "maintainer ${MAINTAINER:-The gemini-hpc developers <gemini-hpc@localhost.localdomain>}" \
+	--define "_binary_payload w2.zstdio" \
 	--define "_topdir $out/rpm" --define "_rpmdir $out/rpm/made" --define "stage $out/stage" \
 	--define "scripts $here/scripts" --define "license_file $top/LICENSE" \
 	--define "version_here $(sed -n 's/^version = "\(.*\)"/\1/p' "$top/pyproject.toml")" \

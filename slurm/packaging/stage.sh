@@ -8,10 +8,10 @@ here=$(cd "$(dirname "$0")" && pwd)
 top=$(cd "$here/../.." && pwd)
 export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git -C "$top" log -1 --format=%ct 2>/dev/null || date +%s)}
 umask 022
-rm -rf "$out/stage" "$out/wheels"
+rm -rf "$out/stage"
 mkdir -p "$out/stage"
 out=$(cd "$out" && pwd)
-base=$out/stage/gemini-hpc node=$out/stage/gemini-hpc-node controller=$out/stage/gemini-hpc-controller
+base=$out/stage/gemini-hpc tier=$out/stage/gemini-hpc-tier node=$out/stage/gemini-hpc-node controller=$out/stage/gemini-hpc-controller
 
 # The interpreter is Debian's; its packages are wheels, because Debian 12 has no msgspec.
 opt=opt/gemini-hpc
@@ -21,17 +21,18 @@ site=$(echo "$base/$opt"/venv/lib/python3.*/site-packages)
 rm -f "$base/$opt"/venv/bin/{[aA]ctivate*,python} "$base/$opt/venv/lib64" "$base/$opt"/venv/bin/python3.*
 rmdir "$base/$opt/venv/include" 2>/dev/null || rm -rf "$base/$opt/venv/include"
 sed -i '/^command = /d' "$base/$opt/venv/pyvenv.cfg"
-"$python" -m pip wheel -q --no-build-isolation --no-deps -w "$out/wheels" "$top"
-"$python" -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")' \
-	"$top/pyproject.toml" >"$out/wheels/dependencies.txt"
-"$python" -m pip download -q --no-deps --only-binary :all: -d "$out/wheels" -r "$out/wheels/dependencies.txt"
-"$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$out"/wheels/*.whl
-rm -rf "$site/bin"
-# The plugin comes from its own package, for its own release.
-rm -rf "$site"/gemini_hpc/_site/slurm/{build,packaging,gemini_spank.so}
-find "$site" -name __pycache__ -prune -exec rm -rf {} +
-chmod -R u=rwX,go=rX "$site"
-rm -f "$site"/*.dist-info/direct_url.json
+"$here/wheels.sh" "$python" "$out/wheels" >/dev/null
+"$python" -m pip install -q --no-index --find-links "$out/wheels" --no-compile --ignore-installed --target "$site" gemini-hpc
+# What a tier needs besides, in the same environment. Its libraries are as in the wheels: auditwheel has rewritten them,
+# and not all of them bear stripping after that.
+tier_site=$tier/${site#"$base/"}
+"$python" -m pip install -q --no-index --find-links "$out/wheels" --no-compile --ignore-installed \
+	--target "$tier_site" 'gemini-hpc[tier]'
+for there in "$site"/*; do rm -rf "$tier_site/${there##*/}"; done
+rm -rf "$site/bin" "$tier_site/bin"
+find "$site" "$tier_site" -name __pycache__ -prune -exec rm -rf {} +
+chmod -R u=rwX,go=rX "$site" "$tier_site"
+find "$tier_site" -name '*.so*' -exec chmod 644 {} +
 find "$site" -name '*.so' -exec strip --strip-unneeded {} +
 cat >"$base/$opt/venv/bin/gemini-hpc" <<'S'
 #!/opt/gemini-hpc/venv/bin/python3
@@ -50,6 +51,9 @@ PYTHONPATH=$top "$python" "$here/describe.py" completion >"$base/usr/share/bash-
 
 mkdir -p "$node/$opt"
 install -D -m 755 -t "$node/$opt/prolog_epilog" "$top"/prolog_epilog/{prolog,epilog}
+for kind in prolog epilog; do # also for hosts whose /etc/slurm is that of the nodes
+	install -D -m 755 -t "$base/$opt/prolog_epilog/$kind.d" "$top/prolog_epilog/$kind.d/50-gemini-hpc"
+done
 install -D -m 644 "$here/files/gemini-hpc-node.tmpfiles" "$node/usr/lib/tmpfiles.d/gemini-hpc-node.conf"
 install -D -m 644 "$here/files/gemini-hpc-node.logrotate" "$node/etc/logrotate.d/gemini-hpc-node"
 

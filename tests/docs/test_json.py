@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,15 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(["plan", *JOB, "--memory", "1TB"], capsys)
     assert (list(found), list(found["failures"])) == (keys("plan"), keys("plan", "failures"))
     assert [list(one) for one in found["plans"]] == [[*keys("plan", "plans"), "domain_loss"]] * 4
+
+
+def test_the_lines_that_slurm_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("PrologFlags=Alloc\n")
+    assert main(["install", "--dry-run", "--json", "--slurm-conf", str(conf)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1 and list(found) == keys("install")
+    assert [list(line) for line in found["lines"]] == [keys("install", "lines")] * 6
 
 
 def test_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOREIGN = {
     "--now",  # systemctl
     "--root",  # rpm
+    *("--no-index", "--find-links"),  # pip
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),

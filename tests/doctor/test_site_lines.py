@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.cli.main import main
-from gemini_hpc.doctor import site_lines
+from gemini_hpc.doctor import scripts, site_lines
+from gemini_hpc.doctor.configuration import SlurmRelease
+
+ROOT = Path(__file__).parents[2]
 
 
-def needed(path: Path) -> list[str]:
-    return [need.line for need in site_lines.needs(site_lines.read(str(path)), str(path)) if not need.met]
+OLD, NEW = SlurmRelease(22, 5, 8), SlurmRelease(24, 11, 5)
+
+
+def needed(path: Path, release: SlurmRelease | None = OLD) -> list[str]:
+    return [need.line for need in site_lines.needs(str(path), release) if not need.met]
 
 
 def written(tmp_path: Path, text: str, plugstack: str | None = None) -> Path:
@@ -49,12 +55,57 @@ def test_the_files_of_a_site_are_kept(tmp_path: Path) -> None:
     )
     assert needed(written(tmp_path, text, "required gemini_spank.so\n")) == [
         "PrologFlags=Contain",
-        f"in {tmp_path}/own.sh: /opt/gemini-hpc/prolog_epilog/prolog",
-        f"ln -s /opt/gemini-hpc/prolog_epilog/epilog {tmp_path}/epilog.d/50-gemini-hpc",
+        f"in {tmp_path}/own.sh: /opt/gemini-hpc/prolog_epilog/prolog || exit $?",
+        f"cp /opt/gemini-hpc/prolog_epilog/epilog.d/50-gemini-hpc {tmp_path}/epilog.d/",
         "JobRequeue=1",
         "UnkillableStepTimeout=60",
         "optional gemini_spank.so",
     ]
+
+
+def test_of_several_lines_each_counts_or_the_last(tmp_path: Path) -> None:
+    """As seen: 22.05.8 says `specified more than once, latest value used`, 24.11.5 and 26.05.5 run each."""
+    (tmp_path / "own.sh").write_text("#!/bin/sh\ntrue\n")
+    rest = "PrologFlags=Alloc\nPlugStackConfig=plug.conf\n"
+    (tmp_path / "plug.conf").write_text("optional gemini_spank.so\n")
+    rest = rest.replace("plug.conf", str(tmp_path / "plug.conf"))
+    ours_first = written(tmp_path, f"{OURS}Prolog=own.sh\nEpilog={tmp_path}/own.sh\n{rest}")
+    assert needed(ours_first, NEW) == []
+    call = f"in {tmp_path}/own.sh: /opt/gemini-hpc/prolog_epilog"
+    assert needed(ours_first, OLD) == [f"{call}/prolog || exit $?", f"{call}/epilog || exit $?"]
+    assert needed(ours_first, None) == needed(ours_first, OLD)
+    ours_last = written(tmp_path, f"Prolog=own.sh\nEpilog={tmp_path}/own.sh\n{OURS}{rest}")
+    assert needed(ours_last, NEW) == needed(ours_last, OLD) == []
+    none = written(tmp_path, f"Prolog=own.sh\nProlog=own.sh\nEpilog=own.sh\n{rest}")
+    assert needed(none, NEW) == OURS.split()
+
+
+def test_a_directory_with_our_drop_in_needs_nothing(tmp_path: Path) -> None:
+    """Also where the file is there and gemini-hpc is not, as on a controller host."""
+    text = "PrologFlags=Alloc\n"
+    for kind in ("Prolog", "Epilog"):
+        directory = tmp_path / f"{kind.lower()}.d"
+        directory.mkdir()
+        (directory / "90-own").write_text("#!/bin/sh\n")
+        drop_in = ROOT / "prolog_epilog" / directory.name / "50-gemini-hpc"
+        (directory / drop_in.name).write_text(drop_in.read_text())
+        assert scripts.handed_on(str(drop_in)) == f"/opt/gemini-hpc/prolog_epilog/{kind.lower()}"
+        text += f"{kind}={directory}/*\n"
+    path = written(tmp_path, text, "optional gemini_spank.so\n")
+    assert needed(path) == needed(path, NEW) == []
+    order = scripts.in_force(site_lines.read(str(path), OLD), "Prolog")
+    assert [Path(found).name for found in order] == ["90-own", "50-gemini-hpc"], "slurmd's order"
+
+
+def test_a_drop_in_counts_as_the_script_that_it_runs(tmp_path: Path) -> None:
+    drop_in, target = tmp_path / "50-gemini-hpc", tmp_path / "prolog"
+    text = (ROOT / "prolog_epilog/prolog.d/50-gemini-hpc").read_text()
+    drop_in.write_text(text.replace("/opt/gemini-hpc/prolog_epilog/prolog", str(target)))
+    assert scripts.called_by(str(drop_in), "Prolog") is None
+    target.write_text("exec python3 -m gemini_hpc.node.prolog\n")
+    assert scripts.called_by(str(drop_in), "Prolog") == str(drop_in)
+    drop_in.write_text(f"exit 0\n[ ! -x {target} ] || exec {target}\n")
+    assert scripts.called_by(str(drop_in), "Prolog") == str(target), "named, and perhaps never reached"
 
 
 def test_the_drop_in_is_for_a_site_that_includes_its_directory(
