@@ -405,7 +405,7 @@ class RankRequests:
         if shard.home != mine or m.holder not in here.redundancy.receivers(mine):
             raise RequestRejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
         host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
-        return local.Ok(), [self._outgoing.open(client, shard, host)]
+        return local.Ok(), self._outgoing.open(client, shard, host)
 
     def _abort(self, client: LocalClient, m: local.Abort) -> Reply:
         shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
