@@ -58,11 +58,13 @@ class Push:
                     reply = self._offer(request) if isinstance(request, local.PushOffer) else local.Ok()
                     done = isinstance(request, local.PushDone)
                     self._home.job.unverified += done
-                self._sock.sendall(local.encode(reply))
-                if isinstance(request, local.PushDone):
+                try:
+                    self._sock.sendall(local.encode(reply))  # the rank may have ended
+                finally:
                     with self._home.job.lock:
-                        self._verify()
-                        self._home.job.unverified -= 1
+                        if done:
+                            self._verify()
+                        self._home.job.unverified -= done
 
     def _hear(self) -> bytes:
         """The rank's next message. What it grants goes before."""

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,26 @@ def test_callers_who_say_nothing_or_nonsense(service: str) -> None:
     assert site_key.fetch(0).job == 0
     for sock in silent:
         sock.close()
+
+
+@needs_root
+def test_others_wait_to_be_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_key, "TICKETS_PATH", str(tmp_path / "tickets.sock"))
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as before:
+        busy.bind(site_key.TICKETS_PATH)
+        busy.listen(0)
+        before.connect(site_key.TICKETS_PATH)
+
+        def serve() -> None:
+            time.sleep(0.2)
+            busy.accept()[0].close()
+            caller, _ = busy.accept()
+            (job,) = site_key.ASK.unpack(caller.recv(site_key.ASK.size))
+            caller.sendall(site_key.TICKET.pack(0, job, 1, b"k" * 32))
+            caller.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        assert site_key.fetch(JOB).job == JOB
 
 
 def test_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
