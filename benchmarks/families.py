@@ -101,7 +101,7 @@ FAMILIES = {
         ),
         cluster=False,
     ),
-    "pull": Family("pull", ("pull.{throughput_ratio,rate_gbs,rate_with_reserve_gbs}",)),
+    "pull": Family("pull", ("pull.{throughput_ratio,shards_ratio,cpu_gb,rate_gbs,rate_with_reserve_gbs}",)),
     "agent": Family(
         "agent", ("agent.{start_s,socket_s,start_cpu_s,first_sealed_s,loop_late_ms,rss_mib,supervisor_rss_mib}",)
     ),

@@ -10,13 +10,13 @@ import queue
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from benchmarks.modellink import ModelLink
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.device.host_copy import HostCopies
@@ -82,6 +82,7 @@ class _Rank:
         self.pacer = Pacer(8 << 20, P)
         self.pacer.traffic, self.pacer.deferred = self.watch, True
         self.rate = 1e10
+        self.link = ModelLink(time.monotonic, self.rate, ALPHA_S, 1 << 20)
         self.traces: list[Trace] = []
         self.held: list[float] = []
         self.pictures: list[Pictured] = []
@@ -150,29 +151,12 @@ class _Rank:
             self._problem = f"{type(error).__name__}: {error}"
 
     def _spread(self) -> None:
-        under_way: deque[tuple[float, float, int]] = deque()  # (sent, arrives, bytes)
-        free_at, at = 0.0, 0
-
-        def land(until: int) -> None:
-            while len(under_way) > until or (under_way and under_way[0][1] <= time.monotonic()):
-                sent_at, arrives, size = under_way[0]
-                time.sleep(max(0.0, arrives - time.monotonic()))
-                under_way.popleft()
-                self.pacer.landed(0, size, sent_at)
-
-        def backlog() -> int:
-            land(P)
-            return sum(size for _, _, size in under_way)
-
-        while at < self.bytes:
-            land(P - 1)
-            size = self.pacer.free_turn(0, at, self.bytes - at, backlog)
-            now = time.monotonic()
-            self.pacer.sent(now)
-            free_at = max(free_at, now) + ALPHA_S + size / self.rate
-            under_way.append((now, free_at, size))
-            at += size
-        land(0)
+        link = self.link
+        link.rate = self.rate
+        link.begin(self.bytes)
+        self.pacer.deliver(0, self.bytes, link)
+        time.sleep(max(0.0, link.all_arrives_at() - time.monotonic()))
+        self.pacer.delivered(0)
 
 
 def measure(

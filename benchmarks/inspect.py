@@ -24,7 +24,7 @@ def measure(options: Options) -> list[Row]:
         text, document, python = (
             [_wall(on, argv, expect) for _ in range(runs + 1)][1:]
             for argv, expect in (
-                (["gemini-hpc", "inspect", str(job.id)], "replicas"),
+                (["gemini-hpc", "inspect", str(job.id)], "may be lost"),
                 (["gemini-hpc", "inspect", str(job.id), "--json"], '"schema"'),
                 ([PYTHON, "-I", "-c", "pass"], ""),
             )

@@ -113,7 +113,7 @@ def _pushes(options: Options, pushed: list[dict[str, float]], shared: list[dict[
         ),
         median_row(
             "plane.wakes",
-            f"voluntary switches of a rank for a version of {options.gb:g} GB, m = 2",
+            f"voluntary switches of a rank's threads for a version of {options.gb:g} GB, m = 2, without gloo's loops",
             "",
             [line["wakes"] for line in pushed],
             limit=200,

@@ -60,7 +60,7 @@ def measure(options: Options) -> list[Row]:
         median_row(
             "pull.cpu_gb",
             "processor seconds of the pulling side a GB, one shard",
-            "s/GB",
+            "core-s/GB",
             [line["cpu_s"] / (line["bytes"] / 1e9) for line in pulls],
         ),
         median_row(

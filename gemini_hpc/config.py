@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from gemini_hpc.paths import weaknesses
-from gemini_hpc.settings import SLURM_APIS, UNBOUNDED, ConfigError, Settings
+from gemini_hpc.settings import AUTHS, CANARY, MODES, SLURM_APIS, UNBOUNDED, ConfigError, Settings
 
 __all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse", "program_problem"]
 
@@ -74,6 +74,16 @@ def _metrics_listen_problem(address: str) -> str:
     return f"metrics_listen: wanted an address and a port, such as 127.0.0.1:9417, found {_shown(address)}"
 
 
+def _mode_problem(mode: str, partitions: tuple[str, ...]) -> str:
+    if mode not in MODES:
+        return f"mode: wanted one of {', '.join(MODES)}, found {_shown(mode)}"
+    if mode == CANARY and not partitions:
+        return 'canary_partitions: wanted at least one partition with mode = "canary", found none'
+    if mode != CANARY and partitions:
+        return f'canary_partitions: wanted none with mode = "{mode}", found {_shown(list(partitions))}'
+    return ""
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return f"a number of {value.bit_length()} bits"
@@ -109,7 +119,14 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     if settings.slurm_api not in SLURM_APIS:
         names = ", ".join(SLURM_APIS)
         raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_shown(settings.slurm_api)}")
-    for problem in (_metrics_file_problem(settings.metrics_file), _metrics_listen_problem(settings.metrics_listen)):
+    if settings.auth not in AUTHS:
+        names = " or ".join(AUTHS)
+        raise ConfigError(f"{where}: auth: wanted {names}, found {_shown(settings.auth)}")
+    for problem in (
+        _metrics_file_problem(settings.metrics_file),
+        _metrics_listen_problem(settings.metrics_listen),
+        _mode_problem(settings.mode, settings.canary_partitions),
+    ):
         if problem:
             raise ConfigError(f"{where}: {problem}")
     if settings.agent_port_base + settings.agent_port_count > 65536:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNBOUNDED = 1e18
+AUTHS = ("munge", "key")
 SLURM_APIS = ("auto", "pyslurm", "json", "commands")
+OBSERVE, CANARY, ACT = "observe", "canary", "act"
+MODES = (OBSERVE, CANARY, ACT)
 
 
 class ConfigError(ValueError):
@@ -42,6 +45,11 @@ class Settings:
         "SlurmUser. The controller runs as this user, and agents encrypt their greeting for its uid. The user "
         "must exist on all hosts.",
     )
+    auth: str = _setting(
+        "munge",
+        'How agents, controller and commands prove to each other who they are: `"munge"`, or `"key"`: by a key file '
+        "that only root and SlurmUser read, [without MUNGE](#without-munge). The same on all hosts.",
+    )
     controller_host: str = _setting(
         "",
         "Host of the controller, as agents dial it. With backup slurmctlds: all of their hosts, separated by "
@@ -66,6 +74,14 @@ class Settings:
         "Name under which agents dial each other; `{host}` is the node's name in Slurm. Set it together with "
         '`interface`, e.g. to `"{host}-ib0"`: peers must reach the address that agents listen on.',
     )
+    mode: str = _setting(
+        ACT,
+        'What the controller may do to Slurm. `"observe"`: nothing; it records what it would have done, and how '
+        'Slurm itself judged ([the first month](first_month.md)). `"canary"`: it acts on jobs in '
+        '`canary_partitions`, and observes elsewhere. `"act"`: all that '
+        "[this page](#what-the-controller-does-to-slurm-and-when) says. Copies are kept in all modes.",
+    )
+    canary_partitions: tuple[str, ...] = _setting((), "Partitions in which the mode `canary` acts.")
     heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
     heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
     attach_timeout_s: float = _setting(
@@ -272,6 +288,16 @@ class Settings:
         "",
         'Address and port where the controller serves them, such as `"127.0.0.1:9417"`. Whoever can connect sees job '
         "numbers and user names. Empty: none.",
+    )
+    canary_program: str = _setting(
+        "",
+        "Program (absolute path) with which [`doctor --canary`](#the-canary) stops and starts a node's slurmd. "
+        "Empty: no canary.",
+    )
+    accepted_warnings: tuple[str, ...] = _setting(
+        (),
+        'Checks of [doctor](#doctor) whose warnings this site accepts, such as `["munge.version"]`: they are counted '
+        "and not shown. What is wrong is always shown.",
     )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 

@@ -44,7 +44,7 @@ async def _timed(windows: list[list[float]]) -> None:
 def serve(directory: str, node: str) -> None:
     """Be an agent. Each line that it reads begins a version; the empty line ends the last one."""
     munge.encode = lambda payload, *, for_uid: payload
-    munge.decode = lambda credential: (credential, os.getuid())
+    munge.decode = lambda credential: (credential, os.getuid(), 0)
     settings = Settings(
         cluster_name="bench",
         memory_floor_bytes=0,

@@ -22,7 +22,7 @@ async def serve(directory: str, job: int, node: str, port: int) -> None:
         places = {"interface": "lo", "peer_address": "127.0.0.1", "agent_port_base": port, "agent_port_count": 16}
         settings = Settings(cluster_name="bench", memory_floor_bytes=0, **places)  # type: ignore[arg-type]
         munge.encode = lambda payload, *, for_uid: payload
-        munge.decode = lambda credential: (credential, os.geteuid())
+        munge.decode = lambda credential: (credential, os.geteuid(), 0)
     await Agent(settings, job=job, uid=os.getuid(), node=node, directory=directory, again=False).run()
 
 

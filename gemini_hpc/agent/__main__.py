@@ -27,9 +27,13 @@ from gemini_hpc.node import oom, privileges, spawn
 _SETTLED_S = 60.0
 
 
-def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.SupervisorChannel) -> int:
+def _forgo_openssl() -> None:
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
+
+
+def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.SupervisorChannel) -> int:
+    _forgo_openssl()
     gc.disable()  # imports create no garbage, and every job waits for them
     from gemini_hpc.agent.daemon import serve
     from gemini_hpc.agent.tier import worker_process
@@ -106,6 +110,16 @@ def _attend(agent: int, mine: workers.Workers) -> int:
         os.close(process)
 
 
+def _take_keys(uid: int) -> None:
+    _forgo_openssl()
+    from gemini_hpc.wire import credentials, site_key
+
+    try:
+        site_key.take(spawn.HANDED, uid)
+    except credentials.CredentialError as exc:
+        raise ValueError(str(exc)) from None
+
+
 def main() -> int:
     """Supervise one agent and return the exit status."""
     parser = argparse.ArgumentParser(prog="gemini_hpc.agent", description="Node-resident agent of one job.")
@@ -115,6 +129,7 @@ def main() -> int:
     parser.add_argument("--dir", required=True, help="the job's directory below /run/gemini-hpc")
     parser.add_argument("--share-bytes", type=int, default=0, help="the job's share of the node's cap; 0: all")
     parser.add_argument("--share", default="", help="what it is of the node, such as '1 of 64 CPUs'")
+    parser.add_argument("--keys", action="store_true", help=f"take the job's keys from descriptor {spawn.HANDED}")
     args = parser.parse_args()
     score = oom.OwnScore()  # while the score still belongs to root
     try:
@@ -124,7 +139,9 @@ def main() -> int:
         return 2
     try:
         settings = load()
-    except ConfigError as exc:
+        if args.keys:
+            _take_keys(args.uid)
+    except (ConfigError, ValueError) as exc:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2
     return _supervise(settings, args, score)

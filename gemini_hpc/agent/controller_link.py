@@ -78,6 +78,7 @@ class ControllerLink:
         self._identity, self._membership, self._listener = identity, membership, listener
         self._log, self._spawn = log, spawn
         self.notice = ""  # the controller's notice for users
+        self.may_act = False  # the job is in a partition of the canary
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
@@ -285,5 +286,7 @@ class ControllerLink:
             self._listener.leaving(message.hosts, message.partition)
         elif isinstance(message, controller.Waits):
             self._listener.job_waits()
+        elif isinstance(message, controller.MayAct):
+            self.may_act = True
         elif isinstance(message, controller.Release):
             await self._listener.release_on_word(f"controller: {message.reason}", save=message.save)

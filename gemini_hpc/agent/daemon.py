@@ -227,7 +227,9 @@ class Agent:
         )
         self._good_end = GoodEnd(here, trainings, saver, keeps, self._retention, lambda: self.finished)
         self._waker = Wake(me, here, self.attach, events, spawn)
-        self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, trainings, log, spawn)
+        self._fence = SelfFence(
+            settings.self_fence_s, settings.mode, here, self.controller_link, trainings, log, spawn
+        )
         self._picture = InspectView(
             me,
             here,
@@ -363,8 +365,7 @@ class Agent:
             save: The job is over, too: save all unsaved versions first.
         """
         if not self.membership.detached and self._fence.ranks():
-            self._log("self_fenced", detail=f"{reason}; ending the ranks that still run here")
-            await self._fence.end_ranks()
+            await self._fence.fence(f"{reason}; ending the ranks that still run here")
         self._retention.leave(clock.monotonic(), reason, save=save)
 
     def _farewell(self, why: str) -> None:

@@ -247,7 +247,9 @@ class RankRequests:
         if isinstance(m, local.Keep):
             stats.store_data(m.set, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
-            stats.traffic(m.set, m.rank, m.state)
+            training = self._sets.get(m.set)
+            sealed = training.sealed if training is not None else None
+            stats.traffic(m.set, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
         else:
             stats.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
@@ -403,7 +405,7 @@ class RankRequests:
         if shard.home != mine or m.holder not in here.redundancy.receivers(mine):
             raise RequestRejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
         host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
-        return local.Ok(), [self._outgoing.open(client, shard, host)]
+        return local.Ok(), self._outgoing.open(client, shard, host)
 
     def _abort(self, client: LocalClient, m: local.Abort) -> Reply:
         shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)

@@ -2,7 +2,7 @@
 
 Protection stops a training's ranks in no other case. A node that is cut off, not dead, goes on computing. The node's
 ranks are killed when the controller reports that their job is over or runs elsewhere. The ranks are also killed when
-this agent has lost all peers *and* the controller for `self_fence_s`.
+this agent has lost all peers *and* the controller for `self_fence_s`. The setting `mode` may withhold both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.settings import ACT, CANARY
 from gemini_hpc.wire.local_server import LocalClient
 
 _GRACE_S = 2.0
@@ -38,6 +39,10 @@ class ControllerConnection(Protocol):
     def refused_at(self) -> float:
         """Return when the last unsuccessful round of calls began (monotonic seconds)."""
 
+    @property
+    def may_act(self) -> bool:
+        """Return whether the controller has said that the job is in a partition of the canary."""
+
 
 class SelfFence:
     """A watch for being cut off. `check_alone` is called a few times a second."""
@@ -45,6 +50,7 @@ class SelfFence:
     def __init__(
         self,
         limit_s: float,
+        mode: str,
         membership: Membership,
         controller: ControllerConnection,
         trainings: Iterable[Training],
@@ -55,16 +61,18 @@ class SelfFence:
 
         Args:
             limit_s: `self_fence_s`; 0 means never.
+            mode: The setting `mode`.
             membership: The agent's membership data.
             controller: The connection to the controller.
             trainings: The agent's trainings.
             log: Logs an event.
             spawn: Starts a background task.
         """
-        self._limit_s, self._membership, self._controller = limit_s, membership, controller
+        self._limit_s, self._mode, self._membership, self._controller = limit_s, mode, membership, controller
         self._trainings, self._log, self._spawn = trainings, log, spawn
         self._alone_since: float | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._told = False  # that the mode withholds it
 
     def _alone(self) -> bool:
         incarnation, controller = self._membership.incarnation, self._controller
@@ -76,7 +84,7 @@ class SelfFence:
     def check_alone(self, now: float) -> None:
         """Kill the local ranks once this node has been alone for too long."""
         if not self._limit_s or not self._alone():
-            self._alone_since = None
+            self._alone_since, self._told = None, False
             return
         self._alone_since = self._alone_since or now
         if now - self._alone_since < self._limit_s or not self.ranks() or (self._asking and not self._asking.done()):
@@ -96,8 +104,16 @@ class SelfFence:
         elif since is not None and since == self._alone_since and self._alone():
             self._alone_since = clock.monotonic()
             reason = f"no peer and no controller for {self._limit_s:g} s: the job goes on elsewhere"
+            await self.fence(reason)
+
+    async def fence(self, reason: str) -> None:
+        """End the local ranks, or log that the site's mode withholds it."""
+        if self._mode == ACT or (self._mode == CANARY and self._controller.may_act):
             self._log("self_fenced", detail=reason)
             await self.end_ranks()
+        elif not self._told:
+            self._told = True
+            self._log("withheld", detail=f'would have ended the ranks here: {reason}; mode = "{self._mode}"')
 
     def ranks(self) -> set[LocalClient]:
         """Return the processes on this node that train now: only those that have said hello."""

@@ -28,25 +28,26 @@ class OverheadSeries:
     """A series of the overhead over time, at most MAX_POINTS long. Older points are sparser."""
 
     def __init__(self) -> None:
-        self._t, self._overhead, self._j = array("d"), array("d"), array("d")
+        self._t, self._overhead, self._j, self._saved = array("d"), array("d"), array("d"), array("d")
 
     def __len__(self) -> int:
         return len(self._t)
 
-    def add(self, t: float, overhead: float, j: int) -> None:
+    def add(self, t: float, overhead: float, j: int, saved: int) -> None:
         """Add one point. Without room, drop every second point of the older half."""
         if len(self._t) >= MAX_POINTS:
             half = MAX_POINTS // 2
-            for column in (self._t, self._overhead, self._j):
+            for column in (self._t, self._overhead, self._j, self._saved):
                 column[:half] = column[:half:2]
         self._t.append(t)
         self._overhead.append(overhead)
         self._j.append(j)
+        self._saved.append(saved)
 
     def points(self) -> tuple[Point, ...]:
         """Return the points in the order of their arrival."""
-        rows = zip(self._t, self._overhead, self._j, strict=True)
-        return tuple(Point(t, overhead, int(j)) for t, overhead, j in rows)
+        rows = zip(self._t, self._overhead, self._j, self._saved, strict=True)
+        return tuple(Point(t, overhead, int(j), int(saved)) for t, overhead, j, saved in rows)
 
 
 class _Rank:
@@ -58,7 +59,7 @@ class _Rank:
 
     @property
     def size_bytes(self) -> int:
-        return _STATE_BYTES + len(self.timeline) + 24 * len(self.series) + len(self.kept)
+        return _STATE_BYTES + len(self.timeline) + 32 * len(self.series) + len(self.kept)
 
 
 class StatsStore:
@@ -68,12 +69,12 @@ class StatsStore:
         self._ranks: OrderedDict[tuple[str, int], _Rank] = OrderedDict()
         self._bytes = 0
 
-    def traffic(self, name: str, rank: int, state: TrafficState) -> None:
-        """Store a rank's newest summary."""
+    def traffic(self, name: str, rank: int, state: TrafficState, saved: int = 0) -> None:
+        """Store a rank's newest summary. `saved` is the newest sealed version of the training."""
         told, before = self._entry_of(name, rank)
         told.state = state
         if state.overhead is not None:
-            told.series.add(state.t, state.overhead, state.j)
+            told.series.add(state.t, state.overhead, state.j, saved)
         self._grown(told, before)
 
     def timeline(self, name: str, rank: int, timeline: TimelineState) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gemini_hpc import clock
 
@@ -52,11 +52,18 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.set_defaults(func=run, parser=parser)
 
 
+class Jobs(Protocol):
+    """The jobs of a cluster or of a site."""
+
+    def job(self, job_id: int) -> dict[str, str]:
+        """Return a job's facts; `JobState` is one of them."""
+
+
 @dataclass
-class DemoRun:
+class TrainingRun:
     """A training job and the files that it wrote."""
 
-    cluster: Cluster
+    cluster: Jobs
     id: int
     directory: Path
     steps: int
@@ -83,6 +90,13 @@ class DemoRun:
         """Return the batch script's output."""
         path = self.directory / "out"
         return path.read_text() if path.exists() else ""
+
+
+@dataclass
+class DemoRun(TrainingRun):
+    """A training job on a development cluster."""
+
+    cluster: Cluster
 
 
 class Show:
@@ -121,10 +135,11 @@ class Show:
             self._last = ""
 
 
-def _example() -> Path:
+def example() -> Path:
+    """Return the directory of the examples."""
     import gemini_hpc
 
-    package = Path(gemini_hpc.__file__).parent
+    package = Path(gemini_hpc.__file__).resolve().parent
     for candidate in (package / "_site" / "examples", package.parent / "examples"):
         if (candidate / "job.sh").exists():
             return candidate
@@ -134,7 +149,7 @@ def _example() -> Path:
 def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> DemoRun:
     directory = cluster.home(USER) / label
     directory.mkdir()
-    for path in _example().iterdir():
+    for path in example().iterdir():
         if path.is_file():
             shutil.copy(path, directory / path.name)
             (directory / path.name).chmod(0o755)
@@ -149,7 +164,12 @@ def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: lis
 USER_UID = 5001
 
 
-def _wait(run: DemoRun, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
+def wait(run: TrainingRun, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until something is true of a job.
+
+    Raises:
+        DemoFailed: The time is over, or the job has ended otherwise.
+    """
     deadline = clock.monotonic() + timeout_s
     while not until():
         if clock.monotonic() > deadline:
@@ -179,7 +199,8 @@ def _cut(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
     return victim
 
 
-def _recovered(run: DemoRun, restart: int) -> bool:
+def recovered(run: TrainingRun, restart: int) -> bool:
+    """Return whether this incarnation has finished an iteration."""
     return any(line.get("restart") == restart and "step" in line for line in run.lines())
 
 
@@ -245,7 +266,7 @@ def timeline(document: dict[str, Any], cut: float, restart: int, first_step: flo
     return RecoveryTimeline(tuple(sorted(rows)), total, own)
 
 
-def _compare(reference: DemoRun, run: DemoRun) -> tuple[int, list[str]]:
+def compare(reference: TrainingRun, run: TrainingRun) -> tuple[int, list[str]]:
     """Return the number of compared iterations and the list of differences."""
     wanted = {line["step"]: line["loss"] for line in reference.lines() if "step" in line}
     trouble = []
@@ -294,7 +315,7 @@ def run(args: argparse.Namespace) -> int:
 def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     show.title(f"the reference: sbatch -N3 job.sh, {args.steps} iterations without replicas or disturbance")
     reference = _submit(cluster, "reference", args, [])
-    _wait(reference, show, "reference run", lambda: reference.state == "COMPLETED", 180)
+    wait(reference, show, "reference run", lambda: reference.state == "COMPLETED", 180)
 
     show.title("the main job: sbatch --requeue -N3 --gemini-replicas=2 job.sh")
     main = _submit(cluster, "main", args, ["--gemini-replicas=2"])
@@ -303,10 +324,10 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     before = ""
     for number in range(1, args.cuts + 1):
         goal = span * number
-        _wait(main, show, "training", lambda goal=goal: main.step() >= goal, 120)  # type: ignore[misc]
+        wait(main, show, "training", lambda goal=goal: main.step() >= goal, 120)  # type: ignore[misc]
         before = _inspect(main)
         victim = _cut(main, args, show)
-        _wait(main, show, f"{victim} is dead", lambda n=number: _recovered(main, n), 90)  # type: ignore[misc]
+        wait(main, show, f"{victim} is dead", lambda n=number: recovered(main, n), 90)  # type: ignore[misc]
         show.title("training goes on")
         if number < args.cuts:
             cluster.power_on(victim)
@@ -318,7 +339,7 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     clock.sleep(0.5)
     after = _inspect(main)
     document = json.loads(_inspect(main, "--json"))
-    _wait(main, show, "training", lambda: main.state == "COMPLETED", 180)
+    wait(main, show, "training", lambda: main.state == "COMPLETED", 180)
     document["events"] += [e for e in json.loads(_inspect(main, "--json"))["events"] if e not in document["events"]]
 
     show.say()
@@ -333,13 +354,13 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         show.say(f"Timeline of recovery {number} (seconds after the power cut):")
         for t, text, detail in line.rows:
             show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
-        lost = _lost(main, number)
+        repeated = lost(main, number)
         show.say(f"  power cut to first new iteration: {line.total_s:.2f} s ({line.own_s:.2f} s of it in gemini-hpc)")
-        show.say(f"  completed iterations repeated: {lost}")
-        figures["cuts"].append({"total_s": line.total_s, "own_s": line.own_s, "lost": lost, "rows": line.rows})
-        if lost not in (0, 1):
-            failed.append(f"recovery {number} repeated {lost} completed iterations, at most 1 is allowed")
-    compared, trouble = _compare(reference, main)
+        show.say(f"  completed iterations repeated: {repeated}")
+        figures["cuts"].append({"total_s": line.total_s, "own_s": line.own_s, "lost": repeated, "rows": line.rows})
+        if repeated not in (0, 1):
+            failed.append(f"recovery {number} repeated {repeated} completed iterations, at most 1 is allowed")
+    compared, trouble = compare(reference, main)
     failed += trouble
     if not trouble:
         show.say(f"{compared} losses, the final parameters and the optimizer states: identical bits in both runs.")
@@ -352,7 +373,7 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     return 0
 
 
-def _lost(run: DemoRun, restart: int) -> int:
+def lost(run: TrainingRun, restart: int) -> int:
     """Return the number of completed iterations that this recovery had to repeat."""
     old = max((line["step"] for line in run.lines() if "step" in line and line["restart"] < restart), default=0)
     new = min(line["step"] for line in run.lines() if "step" in line and line["restart"] == restart)

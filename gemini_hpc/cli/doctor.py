@@ -44,6 +44,16 @@ def register(subparsers: _Subparsers) -> None:
         default=[],
         help="only these checks, or groups of them (slurm, files, ...)",
     )
+    parser.add_argument(
+        "--cluster", action="store_true", help="one table of all nodes, each asked by a short srun; as root only"
+    )
+    parser.add_argument(
+        "--canary",
+        metavar="PARTITION",
+        help="run a small protected job in this partition, and take one of its nodes away and back; as root only",
+    )
+    parser.add_argument("--user", default=os.environ.get("SUDO_USER", ""), help="whose job the canary is")
+    parser.add_argument("--yes", action="store_true", help="do not ask before the canary")
     parser.set_defaults(func=run)
 
 
@@ -69,6 +79,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc doctor: {args.config}: no such file", file=sys.stderr)
         return UNUSABLE
     facts = HostFacts(os.path.abspath(args.config), args.host_role)
+    if args.canary:
+        from gemini_hpc.cli import canary
+
+        return canary.run(facts, args.canary, args.user, args.yes)
+    if args.cluster:
+        return _cluster(facts, args)
     findings = list(examine(facts, args.only))
     status = WRONG if any(f.status == "wrong" for f in findings) else OK
     try:
@@ -76,12 +92,46 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as exc:
         print(f"gemini-hpc doctor: {exc}", file=sys.stderr)
         status = UNUSABLE
+    for name in _accepted_of_no_check(facts, known):
+        print(f"gemini-hpc doctor: accepted_warnings names no check: {name[:60]!r}", file=sys.stderr)
     roles, slurm = sorted(_roles(facts)), _release(facts)
-    d = report.document(findings, facts.hostname, roles, user(facts.uid), slurm, status, clock.time())
+    d = report.document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
     print(json.dumps(d) if args.json else report.text(d, columns.width()), flush=True)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         os._exit(status)  # a hanging check would hold up the end of this process
     return status
+
+
+def _cluster(facts: HostFacts, args: argparse.Namespace) -> int:
+    from gemini_hpc.doctor import cluster
+    from gemini_hpc.doctor.finding import Unavailable
+    from gemini_hpc.report import columns
+    from gemini_hpc.slurm import Slurm
+
+    why = cluster.need_root()
+    if args.only or args.host_role != "auto":
+        why = "--cluster goes with neither --only nor --host-role"
+    try:
+        nodes, partitions = ([], {}) if why else (list(facts.nodes.values()), facts.ask_slurm(Slurm.partitions))
+    except Unavailable as exc:
+        why, nodes, partitions = str(exc), [], {}
+    if why:
+        print(f"gemini-hpc doctor: {why}", file=sys.stderr)
+        return UNUSABLE
+    here = facts.here
+    rows = cluster.gather(nodes, partitions, facts.config_path, here.settings_sha256)
+    d = cluster.document(rows, here.host, here.settings_sha256, clock.time())
+    print(json.dumps(d) if args.json else cluster.text(rows, here.host, here.settings_sha256, columns.width()))
+    return int(d["status"])
+
+
+def _accepted_of_no_check(facts: HostFacts, known: set[str]) -> list[str]:
+    from gemini_hpc.doctor.finding import Unavailable
+
+    try:
+        return sorted(set(facts.settings.accepted_warnings) - known)
+    except Unavailable:
+        return []
 
 
 def _roles(facts: HostFacts) -> frozenset[str]:

@@ -18,7 +18,7 @@ EXAMPLES = {
     ),
     "run": ("gemini-hpc run -- srun python train.py", "gemini-hpc run --max-restarts 5 -- srun torchrun train.py"),
     "controller": ("gemini-hpc controller --verbose", "gemini-hpc controller --daemon"),
-    "doctor": ("sudo gemini-hpc doctor", "gemini-hpc doctor --host-role login --json"),
+    "doctor": ("sudo gemini-hpc doctor", "sudo gemini-hpc doctor --cluster", "sudo gemini-hpc doctor --canary debug"),
     "install": ("gemini-hpc install --dry-run", "gemini-hpc install --dry-run --slurm-conf new/slurm.conf"),
     "plan": (
         "gemini-hpc plan --nodes 128 --state 1.1TB --network 200Gbps \\",

@@ -1,4 +1,4 @@
-"""The verb `report JOBID`: draw a job's checkpoint traffic in one iteration, and its overhead over time."""
+"""The verb `report JOBID`: draw a job's saved steps over time, one iteration's traffic, and the overhead."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def register(subparsers: _Subparsers) -> None:
     """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "report",
-        help="draw a job's checkpoint traffic, as PNG and as one HTML page",
-        description="Draw what the ranks of a running job have recorded of their checkpoints' traffic: one "
-        "iteration (the training's collectives, idle spans, chunks, copies, waits at the optimizer) and the overhead "
-        "over time. "
+        help="draw a job's saved steps and what they cost, as PNG and as one HTML page",
+        description="Draw the saved steps of a running job over time, with lost nodes and resumes, and the age of "
+        "the newest save. Then draw what the ranks have recorded of their checkpoints' traffic: one iteration (the "
+        "training's collectives, idle spans, chunks, copies, waits at the optimizer) and the overhead over time. "
         "Writes PNG files and one self-contained HTML page, and prints their names. Asks Slurm for the job's "
         "nodes and the agents on them; only the job's owner and operators are answered. Drawing needs matplotlib.",
     )
@@ -105,8 +105,9 @@ def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
 
     Raises `UserError` if a file cannot be written.
     """
-    from gemini_hpc.report.drawing import overhead_png, timeline_png
+    from gemini_hpc.report.drawing import overhead_png, steps_png, timeline_png
     from gemini_hpc.report.html_page import Pictures, render
+    from gemini_hpc.report.report_data import saved_steps
 
     prefix = os.path.join(output, f"gemini-{job}") if os.path.isdir(output) or output.endswith("/") else output
     files: dict[str, bytes] = {}
@@ -116,10 +117,12 @@ def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
             one,
             timeline_png(one) if one.timeline is not None else None,
             overhead_png(one) if one.series else None,
+            steps_png(one, now) if saved_steps(one) else None,
         )
         drawn.append(pictures)
         name = _file_name(one.set, number)
-        for what, png in (("timeline", pictures.timeline), ("overhead", pictures.overhead)):
+        for what in ("steps", "timeline", "overhead"):
+            png: bytes | None = getattr(pictures, what)
             if png is not None:
                 files[f"{prefix}-{name}-{what}.png"] = png
     files = {f"{prefix}.html": render(job, now, drawn).encode(errors="replace"), **files}

@@ -9,6 +9,7 @@ import msgspec
 
 from gemini_hpc.client import finished
 from gemini_hpc.core import parity, placement
+from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -18,6 +19,7 @@ UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # set by the plugin to the prolog's reas
 STEP_ENV = "GEMINI_STEP"  # names this launch if Slurm's step id does not
 SPARES_ENV = "GEMINI_SPARES"  # number of nodes that wait to replace a lost one
 ATTEMPT_ENV = "GEMINI_ATTEMPT"  # set by a launcher (`gemini_hpc.launch`) that restarted this rank
+FAILED_ENV = "GEMINI_FAILED_AT"  # set by such a launcher to the Unix time at which the attempt before had failed
 # set by `gemini-hpc run`, which restarts the step when a rank fails: a value common to these steps
 RESTARTS_ENV = "GEMINI_RESTARTS_STEP"
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` restarts the step
@@ -64,6 +66,19 @@ class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
             holders=_holders(welcome),
         )
+
+
+def check_name(name: object) -> None:
+    """Check the name of a training, with an agent and without one.
+
+    Raises:
+        TypeError: The name is no text.
+        ValueError: The name does not fit into the paths and messages of agents.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is a {type(name).__name__}, wanted a str")
+    if not NAME.fullmatch(name):
+        raise ValueError(f"name is {name[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-', no '.' or '-' first")
 
 
 def no_agent() -> str:
@@ -181,7 +196,20 @@ def problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: boo
     return ""
 
 
-def place(welcome: local.Welcome) -> str:
-    """Return where the version to resume from is stored."""
+def resumed(welcome: local.Welcome, version: int, load_s: float, now: float) -> str:
+    """Return the line for the user about a resume: the version, its place, and what the failure has cost.
+
+    Args:
+        welcome: The agent's answer, with the chosen version.
+        version: The version resumed from.
+        load_s: Seconds in which it was loaded.
+        now: Unix time.
+    """
     where = "the tier" if welcome.stored else "memory"
-    return f"{where} of job {welcome.after}" if welcome.after else where
+    where += f" of job {welcome.after}" if welcome.after else ""
+    line = f"resumed at version {version} from {where} ({load_s:.2f} s)"
+    try:
+        failed_at = float(os.environ.get(FAILED_ENV, ""))
+    except ValueError:
+        return line
+    return f"{line}, {now - failed_at:.1f} s after the failure" if 0 < failed_at <= now else line

@@ -27,6 +27,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.gate import Gate, GatedSlurm
 from gemini_hpc.controller.probe import Target
 from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX, Held
@@ -71,10 +72,13 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         NothingToHoldError: The survivors must not, or need not, be held.
         SlurmError: Slurm did not answer, or refused.
     """
-    slurm = Slurm(SLURM_TIMEOUT_S)
+    gate = Gate(settings)
+    slurm = GatedSlurm(Slurm(SLURM_TIMEOUT_S), gate)
     job = await slurm.job(raw_id)
     if against := reason_against(job, restart):
         raise NothingToHoldError(against)
+    if mode := gate.why_not_job(job):
+        raise NothingToHoldError(f"would have held the survivors; {mode}")
     if node not in members:
         raise NothingToHoldError(f"{node} is not in the job's node list")
     nodes, reservations = await asyncio.gather(slurm.nodes(), slurm.reservations())

@@ -15,6 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import REASON, Port
+from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import NODES, Journal
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
@@ -46,8 +47,8 @@ def drained_for(node: Node) -> str:
 class GiveBack:
     """The task that checks the fenced nodes every few seconds."""
 
-    def __init__(self, settings: Settings, slurm: SlurmApi, journal: Journal) -> None:
-        self._settings, self._slurm, self._journal = settings, slurm, journal
+    def __init__(self, settings: Settings, slurm: SlurmApi, journal: Journal, gate: Gate) -> None:
+        self._settings, self._slurm, self._journal, self._gate = settings, slurm, journal, gate
         self._answers_since: dict[str, tuple[float, float]] = {}
 
     async def run(self) -> None:
@@ -81,7 +82,7 @@ class GiveBack:
                 await self._resume(node)
 
     async def _resume(self, node: Node) -> None:
-        if self._journal.given_back(node.name, DAY_S) >= PER_DAY:
+        if self._journal.given_back(node.name, DAY_S) >= PER_DAY or self._gate.why_not(node.partitions):
             return
         self._journal.write(NODES, "resume", "before", node=node.name)
         await self._slurm.node_resume(node.name)

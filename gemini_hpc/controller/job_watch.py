@@ -181,6 +181,9 @@ class JobWatch:
         job = await self._slurm.job(track.raw_id)
         if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
             return
+        if mode := self._recoveries.gate.why_not_job(job):
+            self._recoveries.withheld.tell_once(track.raw_id, job.restarts, "removed a pin of ours", mode)
+            return
         if set(job.req_nodes) == set(track.stored.original) and job.reservation == track.stored.reservation:
             track.remember_pin(False)
             return

@@ -30,7 +30,7 @@ class JournalRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         key: `raw job id.restart`, or `nodes`.
         step: For a recovery: open, reserve, take, down, requeue, pin, start, detach, delete, evict or close. For
             the key `nodes`: drain, resume or alert.
-        phase: `before` or `after` the action.
+        phase: `before` or `after` the action; `withheld` if the mode forbids it, so that it only counts.
         data: Further facts of the step.
     """
 
@@ -93,7 +93,7 @@ class Journal:
         end_line(self._file)
 
     def _apply_record(self, record: JournalRecord) -> None:
-        if record.phase == "before" and record.step in self._actions:
+        if record.phase in ("before", "withheld") and record.step in self._actions:
             self._remember(record.step, _action(record))
         if record.step == "open":
             # The recovery was opened again, now to act: resources held ahead must still be released.

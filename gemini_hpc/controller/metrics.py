@@ -17,6 +17,7 @@ from gemini_hpc import __version__, clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.registry import Registry, Track
+from gemini_hpc.controller.withheld import Withheld, score
 from gemini_hpc.query.figures import sealed_age_s, sealed_version, survivable_nodes, user_name
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ DAY_S = 86400.0
 EVENTS = (
     *("confirmed", "dismissed", "not_fenced", "down", "sent_back", "running", "goes_on", "held", "let_go"),
     *("reserve_refused", "partly_protected", "never_requeued", "shrunk", "drained", "not_drained", "task_died"),
+    *("withheld", "judged"),
 )
 _BEGINS, _ENDS = ("confirmed", "taken_over"), ("running", "goes_on")
 BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 900.0)
@@ -43,7 +45,12 @@ class Metrics:
     """The figures, gathered anew every `EVERY_S` seconds."""
 
     def __init__(
-        self, settings: Settings, registry: Registry, journal: Journal, ask: Callable[[Track], Awaitable[Document]]
+        self,
+        settings: Settings,
+        registry: Registry,
+        journal: Journal,
+        withheld: Withheld,
+        ask: Callable[[Track], Awaitable[Document]],
     ) -> None:
         """Begin to count.
 
@@ -51,9 +58,11 @@ class Metrics:
             settings: The site's settings.
             registry: The jobs.
             journal: What was done to nodes.
+            withheld: What the mode withheld.
             ask: Returns a job's inspect document without its events.
         """
         self._settings, self._registry, self._journal, self._ask = settings, registry, journal, ask
+        self._withheld = withheld
         self._events: Counter[str] = Counter()
         self._began: dict[tuple[int, int], float] = {}
         self._took_s: list[float] = []
@@ -155,6 +164,12 @@ class Metrics:
         )
         drained = journal.drained(DAY_S)
         yield GaugeMetricFamily("gemini_hpc_drained_nodes", "Nodes drained as sick within a day.", drained)
+        withheld = GaugeMetricFamily(
+            "gemini_hpc_withheld_acts", "Acts that the mode withheld, by Slurm's verdict.", labels=["verdict"]
+        )
+        for verdict, count in score(self._withheld.acts).items():
+            withheld.add_metric([verdict], count)
+        yield withheld
         took = HistogramMetricFamily(
             "gemini_hpc_recovery_seconds", "From a proved loss of a node to the job's new start."
         )

@@ -17,6 +17,7 @@ from gemini_hpc.controller import reservation, tasks
 from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Act
+from gemini_hpc.controller.gate import Gate, WithheldError
 from gemini_hpc.controller.give_back import is_ours
 from gemini_hpc.controller.journal import Journal, JournalRecord
 from gemini_hpc.controller.lemons import Lemons
@@ -26,6 +27,7 @@ from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.reservation import PREFIX, RESERVED_MINUTES
+from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETED, COMPLETING, CONFIGURING, CUT_SHORT, RUNNING, Job, Node
@@ -58,6 +60,7 @@ class Recoveries:
         self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
         self.primary, self.lemons = primary, lemons
         self.alerts = Alerts(settings, journal)
+        self.gate, self.withheld = Gate(settings), Withheld(settings.state_dir, self.say)
         self.reach = Reachability(settings, registry)
         self._logs = logs
         self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
@@ -258,7 +261,7 @@ class Recoveries:
         while True:
             try:
                 kept = [str(r.data["name"]) for rs in left.values() for r in rs if r.step == "reserve"]
-                for name in await reservation.sweep(self.slurm, kept):
+                for name in await reservation.sweep(self.slurm, kept, lambda job: not self.gate.why_not_job(job)):
                     log.info("left-over reservation %s deleted", name)
                 break
             except SlurmError as exc:
@@ -285,6 +288,8 @@ class Recoveries:
             except SlurmUnreachable as exc:
                 log.warning("recovery %s waits for Slurm: %s", key, exc)
                 await asyncio.sleep(RETRY_S)
+            except WithheldError as exc:
+                refused_s, why = GIVE_UP_S, str(exc)
             except SlurmError as exc:
                 log.warning("Slurm refuses recovery %s: %s", key, exc)
                 await asyncio.sleep(RETRY_S)
@@ -306,8 +311,9 @@ class Recoveries:
         self.say(raw_id, restart, "closed", "", f"given up: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
         text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
+        who = "the mode forbids" if self.gate.why_not_job(job) else "Slurm refuses"
         self.alerts.send_alert(
-            "recovery given up", raw_id, "", f"Slurm refuses to let a recovery finish: check its nodes ({text})"
+            "recovery given up", raw_id, "", f"{who} to let a recovery finish: check its nodes ({text})"
         )
 
     async def _resume_one(self, key: str, records: list[JournalRecord]) -> None:
@@ -318,6 +324,8 @@ class Recoveries:
             job: Job | None = await self.slurm.job(raw_id)
         except UnknownJob:
             job = None
+        if mode := self.gate.why_not_job(job):
+            raise WithheldError(f"the rest of the recovery is withheld: {mode}")
         reserved = _reserved(records)
         begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
         downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}

@@ -37,6 +37,7 @@ from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.requeue_rules import candidates_wanted
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Survivors
+from gemini_hpc.controller.withheld import FENCE, REQUEUE
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import PENDING, RUNNING, Job, Node
@@ -150,7 +151,9 @@ class Recovery:
         """Judge the suspects, and act if that follows."""
         try:
             facts = await self._judge_all()
-            if facts is not None:
+            if facts is not None and (mode := self._home.gate.why_not_job(facts.job)):
+                self._withhold(mode)
+            elif facts is not None:
                 self.acting = True
                 await self._act(facts)
             elif self._ahead is not None:
@@ -159,6 +162,23 @@ class Recovery:
         finally:
             for suspect in self.suspects.values():
                 suspect.stop()
+
+    def _withhold(self, mode: str) -> None:
+        """Record what would follow from the judgement now.
+
+        A node that would be set DOWN counts in the budget, so that the next judgement is the one of `act`.
+        """
+        raw_id = self._track.raw_id
+        for host, suspect in self.suspects.items():
+            verdict = suspect.verdict
+            if verdict.act is Act.FENCE:
+                if self._home.withheld.add(FENCE, raw_id, self.restart, host, verdict.why, mode):
+                    self.note("down", "withheld", node=host, user_id=self._track.user_id)
+            elif verdict.act is Act.REQUEUE:
+                self._home.withheld.add(REQUEUE, raw_id, self.restart, host, verdict.why, mode)
+            elif verdict.act is Act.ADOPT:
+                what = f"held the survivors and pinned the requeue: {host} is DOWN in Slurm"
+                self._home.withheld.tell_once(raw_id, self.restart, what, mode)
 
     # ---- judging ---------------------------------------------------------------------------------------
 
@@ -324,7 +344,7 @@ class Recovery:
         them, since this job holds them now.
         """
         left = [s.host for s in self.suspects.values() if s.verdict.veto in DEAD_BUT_NOT_OURS]
-        if self._ahead is not None or facts.job is None or not left:
+        if self._ahead is not None or facts.job is None or not left or self._home.gate.why_not_job(facts.job):
             return
         alive = self._alive(left, facts)
         self._ahead = self.rescue(facts.job, alive, left)

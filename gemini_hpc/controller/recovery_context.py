@@ -7,11 +7,13 @@ from typing import Protocol
 
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.alert import Alerts
+from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.registry import Registry, Track
+from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm.api import SlurmApi
 
 
@@ -31,6 +33,8 @@ class RecoveryContext(Protocol):
     alerts: Alerts
     reach: Reachability
     lemons: Lemons
+    gate: Gate
+    withheld: Withheld
     reserving: asyncio.Lock
     longest_epilog_s: float
 

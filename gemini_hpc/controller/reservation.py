@@ -273,8 +273,14 @@ def ms(began: float) -> str:
     return f"[{(clock.monotonic() - began) * 1000:.0f} ms]"
 
 
-async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:
-    """Delete reservations of ours that are of no more use after a takeover. Return their names."""
+async def sweep(slurm: SlurmApi, kept: Sequence[str], may: Callable[[Job | None], bool]) -> list[str]:
+    """Delete reservations of ours that are of no more use after a takeover. Return their names.
+
+    Args:
+        slurm: Slurm.
+        kept: Reservations that are still of use.
+        may: Returns whether acts on this job are allowed; None is a job that Slurm does not know.
+    """
     dropped = []
     for reservation in await slurm.reservations():
         part = reservation.name.removeprefix(PREFIX).split("_")
@@ -283,10 +289,11 @@ async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:
         try:
             job = await slurm.job(int(part[0]))
         except UnknownJob:
-            await slurm.delete_reservation(reservation.name)
-            dropped.append(reservation.name)
+            if may(None):
+                await slurm.delete_reservation(reservation.name)
+                dropped.append(reservation.name)
             continue
-        if job.state == RUNNING or job.has_ended:
+        if may(job) and (job.state == RUNNING or job.has_ended):
             if job.reservation == reservation.name and not job.has_ended:
                 await slurm.detach_reservation(job)
             await slurm.delete_reservation(reservation.name)

@@ -19,6 +19,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.controller import tasks
 from gemini_hpc.controller.access import operators
 from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
+from gemini_hpc.controller.gate import Gate, GatedSlurm
 from gemini_hpc.controller.give_back import GiveBack
 from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
@@ -30,6 +31,7 @@ from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.controller.sick_nodes import SickNodeDrains
 from gemini_hpc.query.slurm_facts import never_requeued
+from gemini_hpc.settings import CANARY
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Job
@@ -92,7 +94,7 @@ class Controller:
         Raises:
             LockTakenError: Another controller acts.
         """
-        self.settings, self.slurm, self._primary = settings, slurm, primary
+        self.settings, self.slurm, self._primary = settings, GatedSlurm(slurm, Gate(settings)), primary
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
         self._locks = [take_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
         jobs = os.path.join(settings.state_dir, "jobs")
@@ -104,7 +106,14 @@ class Controller:
             settings, self.slurm, self.journal, self.logs, self.registry, primary, self.lemons
         )
         self._sick = SickNodeDrains(
-            settings, self.slurm, self.journal, self.lemons, self.recoveries.say, self.recoveries.alerts.send_alert
+            settings,
+            self.slurm,
+            self.journal,
+            self.lemons,
+            self.recoveries.gate,
+            self.recoveries.withheld,
+            self.recoveries.say,
+            self.recoveries.alerts.send_alert,
         )
         self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
         self._lobby = PreauthLimit(MAX_STRANGERS)
@@ -120,7 +129,9 @@ class Controller:
         self._questions = Questions(
             operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
         )
-        self._metrics = Metrics(settings, self.registry, self.journal, self._questions.document)
+        self._metrics = Metrics(
+            settings, self.registry, self.journal, self.recoveries.withheld, self._questions.document
+        )
         self.recoveries.on_event = self._metrics.record
 
     async def serve(self) -> None:
@@ -130,13 +141,15 @@ class Controller:
         died = self.recoveries.died
         watcher = tasks.start("watcher", self.watcher.run, died)
         resume = tasks.start("resume", self.recoveries.resume, died)
-        give_back = tasks.start("give-back", GiveBack(self.settings, self.slurm, self.journal).run, died)
+        fenced = GiveBack(self.settings, self.slurm, self.journal, self.recoveries.gate)
+        give_back = tasks.start("give-back", fenced.run, died)
         metrics = tasks.start("metrics", self._metrics.run, died)
+        judging = tasks.start("withheld", lambda: self.recoveries.withheld.run(self.slurm), died)
         try:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
-            ending: list[asyncio.Task[Any]] = [watcher, resume, give_back, metrics]
+            ending: list[asyncio.Task[Any]] = [watcher, resume, give_back, metrics, judging]
             for task in ending:
                 task.cancel()
             ending += [*self.recoveries.cancel(), *self._sick.cancel()]
@@ -310,6 +323,8 @@ class Controller:
         if old is not None and old.link is not link:
             old.link.close()
         self._log_for_user(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        if self.settings.mode == CANARY and not self.recoveries.gate.why_not_job(job):
+            link.send(controller.MayAct(raw_id))
         notices = [f"{why}: the loss of a node ends the job"] if (why := never_requeued(job)) else []
         if 0 < agent.restart == job.restarts:
             notices.append(track.freed(agent.restart - 1, lambda: self.logs.read(raw_id, uid)))

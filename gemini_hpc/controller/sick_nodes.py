@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gemini_hpc.config import Settings
+from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import NODES, Journal
 from gemini_hpc.controller.lemons import Lemons
+from gemini_hpc.controller.withheld import DRAIN, Withheld
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Node
@@ -66,10 +68,13 @@ class SickNodeDrains:
         slurm: SlurmApi,
         journal: Journal,
         lemons: Lemons,
+        gate: Gate,
+        withheld: Withheld,
         say: Callable[[int, int, str, str, str], None],
         alert: Callable[[str, int, str, str], None],
     ) -> None:
         self._settings, self._slurm, self._journal, self._lemons = settings, slurm, journal, lemons
+        self._gate, self._withheld = gate, withheld
         self._say, self._alert = say, alert
         self._one = asyncio.Lock()  # no drain is counted twice
         self._tasks: set[asyncio.Task[str]] = set()
@@ -95,6 +100,10 @@ class SickNodeDrains:
                 nodes = await self._slurm.nodes([host])
                 allowed, drained = self._settings.sick_nodes_per_day, self._journal.drained(DAY_S)
                 why = why_not(RedNodeCase(nodes.get(host), allowed, drained))
+                if not why and (mode := self._gate.why_not(nodes[host].partitions)):
+                    if self._withheld.add(DRAIN, red.job, red.restart, host, found, mode):
+                        self._journal.write(NODES, "drain", "withheld", node=host, job=red.job)
+                    why = mode
                 if not why:
                     await self._drain(host, red, found)
         except (SlurmError, OSError) as exc:

@@ -9,6 +9,7 @@ import socket
 import stat
 
 from gemini_hpc.config import Settings
+from gemini_hpc.wire import credentials, keyed, site_key
 
 
 class ServiceError(Exception):
@@ -47,7 +48,8 @@ def _may_be_here(host: str) -> bool:
 def become(settings: Settings) -> None:
     """Run as SlurmUser for good, and make `state_dir` for that user.
 
-    Agents and users encrypt their greetings for that uid alone, so root must become it.
+    Agents and users encrypt their greetings for that uid alone, so root must become it. The site's key, if it has
+    one, is read before.
 
     Raises:
         ServiceError: The process could not become SlurmUser. The caller must not go on then.
@@ -58,6 +60,7 @@ def become(settings: Settings) -> None:
     except KeyError:
         raise ServiceError(f"slurm_user {settings.slurm_user!r} is not a user of this host") from None
     uid, gid = user.pw_uid, user.pw_gid
+    _take_key(settings, uid)
     if os.geteuid() != 0:
         if os.geteuid() != uid:
             raise ServiceError(f"run the controller as {user.pw_name} (uid {uid}) or root, not as uid {os.geteuid()}")
@@ -76,6 +79,15 @@ def become(settings: Settings) -> None:
     except PermissionError:
         return
     raise ServiceError(f"became {user.pw_name}, but could become root again")
+
+
+def _take_key(settings: Settings, uid: int) -> None:
+    if settings.auth != "key" or credentials.used().name == "key":  # `--daemon` has read it as root
+        return
+    try:
+        credentials.use(site_key.of_site(settings, uid))
+    except keyed.KeyFileError as exc:
+        raise ServiceError(f"{exc}; it must be root's or {settings.slurm_user}'s, and readable here") from None
 
 
 def _give(path: str, uid: int, gid: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import compileall
 import os
+import shutil
 import stat
 import sys
 import sysconfig
@@ -72,6 +73,8 @@ def build(layout: ClusterFiles) -> list[Mount]:
         # pip compiles installed packages; a checkout would be compiled again at each start by users who
         # cannot write it.
         compileall.compile_dir(package(), quiet=2)
+        examples = package().parent / "examples"  # an installed package has its own
+        shutil.copytree(examples, source.parent / examples.name, ignore=shutil.ignore_patterns("__pycache__"))
     return [
         ["bind", sys.prefix, str(base), True],
         ["bind", str(package()), str(source), True],

@@ -1,8 +1,10 @@
-"""The cluster's gemini.toml."""
+"""The cluster's gemini.toml, and its key without MUNGE."""
 
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from collections.abc import Mapping
 
 from gemini_hpc.devcluster import cgroups
@@ -10,6 +12,7 @@ from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.network import CONTROLLER
 from gemini_hpc.devcluster.profiles import Profile, Setting
+from gemini_hpc.wire import keyed
 
 
 def write(layout: ClusterFiles, profile: Profile, overrides: Mapping[str, Setting]) -> None:
@@ -26,6 +29,10 @@ def write(layout: ClusterFiles, profile: Profile, overrides: Mapping[str, Settin
     }
     lines = [f"{key} = {_toml(key, value)}\n" for key, value in values.items()]
     (layout.settings / "gemini.toml").write_text("".join(lines))
+    if values.get("auth") == "key":
+        path = layout.settings / "auth.key"
+        keyed.make_key(str(path))
+        os.chown(path, pwd.getpwnam("slurm").pw_uid, 0)  # the controller is started as this user
 
 
 def _toml(key: str, value: object) -> str:

@@ -11,13 +11,14 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.controller import lemons
+from gemini_hpc.controller import lemons, withheld
 from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.paths import user
+from gemini_hpc.settings import CANARY
 from gemini_hpc.slurm import Slurm
 from gemini_hpc.slurm.ways import FILE, ApiRecord
 
@@ -177,6 +178,45 @@ def harmful(facts: HostFacts) -> Outcome:
     )
 
 
+def mode(facts: HostFacts) -> Outcome:
+    """Check what the controller may do, and tell how Slurm judged the acts that its mode withheld."""
+    s = facts.settings
+    where = f'mode = "{s.mode}"' + (f" in {some(s.canary_partitions, ', ')}" if s.mode == CANARY else "")
+    if s.canary_partitions and (unknown := set(s.canary_partitions) - facts.ask_slurm(Slurm.partitions).keys()):
+        return wrong(
+            f"Slurm has no partition {some(sorted(unknown), ', ')}",
+            "canary_partitions that exist",
+            "correct canary_partitions",
+        )
+    facts.need_slurm_user("the controller's records")
+    path = os.path.join(s.state_dir, withheld.FILE)
+    try:
+        acts = withheld.read(path)
+    except FileNotFoundError:
+        acts = []
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise Unavailable(f"{path}: {exc}") from None
+    if not acts:
+        return ok(f"{where}; nothing was withheld yet")
+    since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
+    count = withheld.score(acts)
+    told = f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
+    told += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
+    false = [a for a in acts if a.verdict == withheld.REFUTED]
+    if not false:
+        return ok(told)
+    shown = [f"{_stamp(a.t)} {withheld.WORDS[a.act]} {a.node} (job {a.job}: {a.why}): {a.evidence}" for a in false]
+    return warning(
+        f"{told}. False alarms, the last first: {some(reversed(shown))}",
+        "no act that Slurm refutes",
+        "find out why such a node was silent (firewall, overload, a long pause) before the controller may act",
+    )
+
+
+def _stamp(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(t))
+
+
 def primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
     hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
@@ -247,6 +287,7 @@ CHECKS = (
     Check("controller.journal", "one-controller", ON_CONTROLLER, journal),
     Check("controller.alerts", "", ON_CONTROLLER, alerts),
     Check("controller.lemons", "", ON_CONTROLLER, harmful),
+    Check("controller.mode", "", ON_CONTROLLER, mode),
     Check("controller.primary", "one-controller", ON_CONTROLLER, primary),
     Check("controller.lock", "one-controller", ON_CONTROLLER, lock),
     Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, slurm_api),

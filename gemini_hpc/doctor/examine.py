@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from gemini_hpc import clock
 from gemini_hpc.doctor import (
@@ -25,7 +26,7 @@ from gemini_hpc.doctor import (
 )
 from gemini_hpc.doctor.check import Check
 from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import SKIPPED, WRONG, Finding, Outcome, Unavailable
+from gemini_hpc.doctor.finding import ACCEPTED, SKIPPED, WARNING, WRONG, Finding, Outcome, Unavailable
 
 CHECKS: tuple[Check, ...] = (
     *installation.CHECKS,
@@ -87,7 +88,7 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
     `only` restricts the checks to these names or groups (the part of a name before the dot).
     """
     end = clock.monotonic() + ALL_TIMEOUT_S
-    roles = _roles(facts)
+    roles, accepted = _roles(facts), _accepted(facts)
     for check in checks:
         if only and check.name not in only and check.name.partition(".")[0] not in only:
             continue
@@ -98,8 +99,17 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
             outcome = Outcome(SKIPPED, f"no time left after {ALL_TIMEOUT_S:.0f} s")
         else:
             outcome = _bounded(check, facts, min(CHECK_TIMEOUT_S, end - began))
+        if outcome.status == WARNING and check.name in accepted:
+            outcome = replace(outcome, status=ACCEPTED)
         took = round(clock.monotonic() - began, 3)
         yield Finding(check.name, check.rule, outcome.status, outcome.found, outcome.wanted, outcome.fix, took)
+
+
+def _accepted(facts: HostFacts) -> tuple[str, ...]:
+    try:
+        return facts.settings.accepted_warnings
+    except Unavailable:
+        return ()
 
 
 def _roles(facts: HostFacts) -> frozenset[str]:

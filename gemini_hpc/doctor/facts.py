@@ -7,10 +7,13 @@ reason.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import pwd
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load
@@ -18,14 +21,31 @@ from gemini_hpc.controller.primary import is_here
 from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.processes import Process, processes
+from gemini_hpc.node import ledger
 from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 
 CONTROLLER, NODE, LOGIN = "controller", "node", "login"
 ROLES = (CONTROLLER, NODE, LOGIN)
 SLURM_TIMEOUT_S = 8.0
+DIGEST_DIGITS = 12  # of a file's digest that is shown: enough to compare
 T = TypeVar("T")
 _PENDING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The name of this host, and the facts that tell its installation from another.
+
+    Attributes:
+        host: Short name of the host.
+        settings_sha256: First digits of the digest of the settings' file; "" if it cannot be read.
+        agents: Number of jobs with an agent here, by root's ledger; None if it cannot be read.
+    """
+
+    host: str
+    settings_sha256: str
+    agents: int | None
 
 
 class HostFacts:
@@ -156,6 +176,24 @@ class HostFacts:
         return self._remembered(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
 
     # ---- this host -------------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> Here:
+        """Return what names this host and its installation."""
+        digest = ""
+        with suppress(OSError), open(self.config_path, "rb") as f:
+            digest = hashlib.sha256(f.read(1 << 20)).hexdigest()[:DIGEST_DIGITS]
+        return Here(self.hostname, digest, self._agents())
+
+    def _agents(self) -> int | None:
+        try:
+            run_dir = self.settings.run_dir
+            if not self.root or not os.path.isdir(ledger.place(run_dir)):
+                return 0 if self.root else None
+            with ledger.opened(run_dir) as entries:
+                return len(list(entries))
+        except (Unavailable, OSError):
+            return None
 
     @property
     def own_node(self) -> Node | None:

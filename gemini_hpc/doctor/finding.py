@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-OK, WARNING, WRONG, SKIPPED = "ok", "warning", "wrong", "skipped"
-STATUSES = (OK, WARNING, WRONG, SKIPPED)
+OK, WARNING, ACCEPTED, WRONG, SKIPPED = "ok", "warning", "accepted", "wrong", "skipped"
+STATUSES = (OK, WARNING, ACCEPTED, WRONG, SKIPPED)
 _SHOWN = 6
 
 
@@ -30,7 +30,7 @@ class Finding:
     Attributes:
         check: `group.name` of the check.
         rule: Reason of the check: a requirement, a word or two, or a CVE of the same kind.
-        status: `ok`, `warning`, `wrong` or `skipped`.
+        status: `ok`, `warning`, `accepted` (a warning of `accepted_warnings`), `wrong` or `skipped`.
         found: What is there; if skipped, why the check could not run.
         wanted: What should be there; "" if ok or skipped.
         fix: What to do; "" if ok or skipped.

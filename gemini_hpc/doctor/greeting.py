@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import endpoint, hostname, munge
+from gemini_hpc.wire import credentials, endpoint, hostname, site_key
 from gemini_hpc.wire.frames import FrameError, bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeClient, HandshakeError
 
@@ -45,16 +45,17 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     )
     where = f"{host}:{port}"
     try:
+        site_key.adopt(settings)
         with socket.create_connection((hostname.dialled(host), port), timeout=TIMEOUT_S) as sock:
             sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
         if envelope.refusal:
             raise GreetingError(f"{where} refuses: {envelope.refusal[:200]}")
-        _, uid, made = munge.decode_timed(envelope.credential)
+        opened = credentials.decode(envelope.credential)
     except FrameError:
         raise GreetingError(
-            f"{where} closes the connection; possible causes: a different MUNGE key there, clocks more than "
-            f"{munge.TTL_S} s apart, a different slurm_user, or another program on this port"
+            f"{where} closes the connection; possible causes: a different key there, clocks more than "
+            f"{credentials.TTL_S} s apart, a different slurm_user, or another program on this port"
         ) from None
     except OSError as exc:
         raise GreetingError(f"{where}: {exc.strerror or exc}") from None
@@ -62,10 +63,10 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
         raise GreetingError(f"{where}: not a host name") from None
     except HandshakeError as exc:
         raise GreetingError(str(exc)) from None
-    except munge.MungeError as exc:
-        raise GreetingError(f"{where}: MUNGE: {exc}") from None
+    except credentials.CredentialError as exc:
+        raise GreetingError(f"{where}: {exc}") from None
     except msgspec.MsgspecError:
         raise GreetingError(f"{where} does not speak our protocol") from None
-    if uid not in (slurm_uid, 0):
-        raise GreetingError(f"uid {uid} answers at {where}, expected {settings.slurm_user} (uid {slurm_uid})")
-    return made
+    if opened.uid not in (slurm_uid, 0):
+        raise GreetingError(f"uid {opened.uid} answers at {where}, expected {settings.slurm_user} (uid {slurm_uid})")
+    return opened.made_s

@@ -32,6 +32,12 @@ def _munge() -> bool:
     return True
 
 
+def _without_munge(facts: HostFacts) -> bool:
+    with suppress(Unavailable):
+        return facts.settings.auth == "key"
+    return False
+
+
 def _there(path: str) -> bool:
     """Return whether a path exists; True if a directory bars this user from seeing it."""
     try:
@@ -53,7 +59,9 @@ def _prolog(facts: HostFacts) -> bool:
 
 def parts(facts: HostFacts) -> Outcome:
     """Check that the parts that the other checks examine are installed."""
-    basis = {"Slurm's commands (scontrol)": _slurm(), "MUNGE (libmunge.so.2)": _munge()}
+    basis = {"Slurm's commands (scontrol)": _slurm()}
+    if not _without_munge(facts):
+        basis["MUNGE (libmunge.so.2)"] = _munge()
     ours = {
         f"the interpreter of prolog and epilog ({PYTHON})": _there(PYTHON),
         f"prolog and epilog ({SCRIPTS})": _prolog(facts),

@@ -14,6 +14,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller.registry import StoredJob
+from gemini_hpc.doctor import canary
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
@@ -184,9 +185,25 @@ def pins(facts: HostFacts) -> Outcome:
     return ok(f"no waiting job has a stale pin{f' ({kept} running or recovering jobs have one)' if kept else ''}")
 
 
+def taken_away(facts: HostFacts) -> Outcome:
+    """Check for a node that a canary has taken away on this host and could not bring back."""
+    facts.need_root("what a canary has left")
+    taken = canary.left()
+    if taken is None:
+        return ok("no canary has left a node taken away")
+    if clock.time() - taken.t < canary.LONGEST_S:
+        return ok(f"a canary is at work on {taken.node}")
+    return wrong(
+        f"slurmd of {taken.node} was stopped by a canary and not started again",
+        "a node that is back",
+        f"start slurmd there, or run doctor --canary again; then remove {canary.FILE}",
+    )
+
+
 CHECKS = (
     Check("leftovers.reservations", "reservations", ANYWHERE, reservations),
     Check("leftovers.nodes", "administrators-resume", ANYWHERE, nodes),
     Check("leftovers.pins", "pins", ON_CONTROLLER, pins),
     Check("leftovers.directories", "give-way", ON_NODE, directories),
+    Check("leftovers.canary", "", ANYWHERE, taken_away),
 )

@@ -1,4 +1,4 @@
-"""Checks of MUNGE, with which every connection between agents, controller and users begins."""
+"""Checks of MUNGE, or of the key in its place, with which every connection begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini_hpc.doctor import greeting
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
-from gemini_hpc.wire import munge
+from gemini_hpc.wire import keyed, munge, site_key
 
 SAFE_VERSION = (0, 5, 18)
 DEFAULT_KEY = "/etc/munge/munge.key"
@@ -22,12 +22,18 @@ _TIMEOUT_S = 5.0
 CLOCK_WARNING_S, CLOCK_WRONG_S = 5.0, 30.0
 
 
+def _need_munge(facts: HostFacts) -> None:
+    if facts.settings.auth != "munge":
+        raise Unavailable(f'not used: auth is "{facts.settings.auth}"')
+
+
 def answers(facts: HostFacts) -> Outcome:
     """Check MUNGE with a credential to oneself."""
+    _need_munge(facts)
     nonce = os.urandom(16)
     fix = "start munged; its socket is /run/munge/munge.socket.2 unless libmunge was built otherwise"
     try:
-        payload, uid = munge.decode(munge.encode(nonce, for_uid=facts.uid))
+        payload, uid, _ = munge.decode(munge.encode(nonce, for_uid=facts.uid))
     except munge.MungeError as exc:
         if "libmunge" in str(exc):
             fix = "install MUNGE's library (Debian: libmunge2; others: munge-libs) and munged"
@@ -54,6 +60,7 @@ def judge_version(text: str) -> Outcome:
 
 def version(facts: HostFacts) -> Outcome:
     """Check MUNGE's release for a known leak of the key; its holder can impersonate anybody on the cluster."""
+    _need_munge(facts)
     program = next((p for p in _PROGRAMS if os.access(p, os.X_OK)), None)
     if program is None:
         raise Unavailable(f"none of {', '.join(_PROGRAMS)} is here")
@@ -107,6 +114,7 @@ def _key(facts: HostFacts) -> tuple[str, int]:
 
 def key(facts: HostFacts) -> Outcome:
     """Check the key's mode, since any reader of the key can impersonate anybody on the cluster."""
+    _need_munge(facts)
     facts.need_root("the key's mode")
     path, owner = _key(facts)
     wanted = f"{path}: munged's own, mode 0400 or 0600, in directories that nobody else can write to"
@@ -124,9 +132,23 @@ def key(facts: HostFacts) -> Outcome:
     return ok(f"{path}, {paths.user(info.st_uid)}, {mode:04o}")
 
 
+def site(facts: HostFacts) -> Outcome:
+    """Check the site's key file in place of MUNGE, since any reader of the key can impersonate anybody."""
+    if facts.settings.auth != "key":
+        raise Unavailable(f'not used: auth is "{facts.settings.auth}"')
+    facts.need_root("the site's key")
+    wanted = f"{site_key.KEY_PATH}: {keyed.KEY_BYTES} bytes, root's or SlurmUser's, mode 0600, the same on all hosts"
+    try:
+        key_check = keyed.fingerprint(site_key.read(facts.settings))
+    except keyed.KeyFileError as exc:
+        return wrong(str(exc), wanted, "docs/admin.md, Without MUNGE")
+    return ok(f"{site_key.KEY_PATH}, fingerprint {key_check}: compare it between hosts")
+
+
 CHECKS = (
     Check("munge.answers", "believe-slurm", ANYWHERE, answers),
     Check("munge.version", "CVE-2026-25506", ANYWHERE, version),
     Check("munge.clock", "believe-slurm", ANYWHERE, clocks),
     Check("munge.key", "CVE-2026-25506", ANYWHERE, key),
+    Check("auth.key", "CVE-2026-25506", ANYWHERE, site),
 )

@@ -9,7 +9,8 @@ from typing import Any
 
 from gemini_hpc import __version__
 from gemini_hpc.doctor.examine import OTHER_HOSTS
-from gemini_hpc.doctor.finding import SKIPPED, STATUSES, WARNING, WRONG, Finding
+from gemini_hpc.doctor.facts import Here
+from gemini_hpc.doctor.finding import ACCEPTED, SKIPPED, STATUSES, WARNING, WRONG, Finding
 from gemini_hpc.report.columns import USUAL, fold
 
 SCHEMA = 1
@@ -17,18 +18,20 @@ Document = dict[str, Any]
 
 
 def document(
-    findings: Sequence[Finding], host: str, roles: Sequence[str], user: str, slurm: str, status: int, now: float
+    findings: Sequence[Finding], here: Here, roles: Sequence[str], user: str, slurm: str, status: int, now: float
 ) -> Document:
     """Return the document of schema 1, to which keys are only ever added. `status` is the exit status."""
     counts = Counter(f.status for f in findings)
     return {
         "schema": SCHEMA,
         "t": now,
-        "host": host,
+        "host": here.host,
         "roles": list(roles),
         "user": user,
         "version": __version__,
         "slurm": slurm,
+        "settings_sha256": here.settings_sha256,
+        "agents": here.agents,
         "status": status,
         "counts": {word: counts[word] for word in STATUSES},
         "checks": [asdict(f) for f in findings],
@@ -53,9 +56,11 @@ def text(d: Document, columns: int = USUAL) -> str:
     for c in shown:
         if c["status"] == SKIPPED:
             reasons.setdefault(c["found"], []).append(c["check"])
-    name_width = max((len(c["check"]) for c in shown), default=0)
+    name_width = max((len(c["check"]) for c in shown if c["status"] != ACCEPTED), default=0)
     lines = []
     for c in shown:
+        if c["status"] == ACCEPTED:
+            continue
         word = c["status"].upper() if c["status"] == WRONG else c["status"]
         names = reasons.pop(c["found"], []) if c["status"] == SKIPPED else [c["check"]]
         if not names:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
-from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import ShardManifest
@@ -33,7 +31,7 @@ from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state import collectives
 from gemini_hpc.train.state.restore import SavedShard
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox
 from gemini_hpc.train.transport.host import HostTransport
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -43,7 +41,6 @@ T = TypeVar("T")
 IMPORTED_AT = clock.time()
 _ATTEMPTS = 3
 _POLL_S = 0.0005
-_CHUNK_BYTES, _UNDER_WAY = 4 << 20, 4
 _SLACK_BYTES = 256 << 10  # room because encoded values vary in length from save to save
 
 
@@ -309,13 +306,11 @@ class StackSession:
         """
         assert self._own.shard is not None
         client, slot, used = self._session.agent(), self._own.shard.slots[index], layout.small_offset
-        told = "" if all(box.free for box in self._boxes.values()) else digest(slot.view()[:used])
         for rank, box in self._boxes.items():
-            if not box.offer(Head(self._session.version, used, layout.total, ())):
+            if not box.offer(Head(self._session.version, used, layout.total)):
                 raise AgentRefused(f"the node of rank {rank} could not take the version")
-            _push(box, slot.bytes[:used])
-            box.finish(told)
-        slot.content = Content(self._session.epoch, self._session.version, used, told)
+            box.finish("")
+        slot.content = Content(self._session.epoch, self._session.version, used)  # no digest: the record will have it
         client.request(
             local.Landed(
                 set=self._session.name,
@@ -323,7 +318,6 @@ class StackSession:
                 version=self._session.version,
                 slot=index,
                 used=used,
-                digest=told,
             )
         )
 
@@ -438,21 +432,6 @@ def _roomy(total_bytes: int) -> int:
     """Return the size of a slot for `total_bytes` plus some reserve, in whole pages."""
     wanted = total_bytes + total_bytes // 16 + _SLACK_BYTES
     return wanted - wanted % PAGE_BYTES
-
-
-def _push(box: Outbox, memory: torch.Tensor) -> None:
-    """Send the memory through an outbox in chunks.
-
-    Raises:
-        LinkBroken: The link broke.
-    """
-    pending: deque[Pending] = deque()
-    for chunk in torch.split(memory, _CHUNK_BYTES):
-        if len(pending) == _UNDER_WAY:
-            pending.popleft().wait()
-        pending.append(box.send(chunk))
-    for last in pending:
-        last.wait()
 
 
 def _note(saved: SavedShard) -> bytes:

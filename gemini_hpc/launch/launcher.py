@@ -18,7 +18,7 @@ import msgspec
 
 from gemini_hpc import clock, lines
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
-from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
+from gemini_hpc.client.joining import ATTEMPT_ENV, FAILED_ENV, STEP_ENV, step_name
 from gemini_hpc.client.ranks import number
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING, End
@@ -70,6 +70,7 @@ class Launcher:
         self._attempt = -1 if self._spares else 0
         self._place: local.Place | None = None
         self._status = 0  # exit status of the last rank
+        self._failed_at = 0.0  # Unix time at which the last attempt here was over; 0.0: none was
         self._memory = OutOfMemory()
         self._report = Report(self._named, _say)
         self._signals = Signals()
@@ -108,6 +109,7 @@ class Launcher:
         if not self._attempt:
             return env
         env |= {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
+        env[FAILED_ENV] = f"{self._failed_at:.3f}"
         port = env.get("MASTER_PORT", self._environ.get("MASTER_PORT", ""))
         if port.isascii() and port.isdigit():
             env["MASTER_PORT"] = str(ports.of_attempt(int(port), self._attempt))
@@ -142,6 +144,7 @@ class Launcher:
             state = self._wait_message(rank)
             self._signals.pass_on(rank.pid)
             self._report.flush()
+            self._failed_at = clock.time()
             if rank.ended():
                 assert rank.status is not None
                 return self._after(rank.status, rank)

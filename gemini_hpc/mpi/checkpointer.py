@@ -70,9 +70,9 @@ class Checkpointer:
         chunk_bytes: int = _CHUNK_BYTES,
         tier: str | Tier = "",
     ) -> None:
-        if every < 0 or not 0 < overhead < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
-            wanted = "every >= 0, 0 < overhead < 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name"
-            raise ValueError(f"wanted {wanted}")
+        if every < 0 or not 0 < overhead < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096:
+            raise ValueError("wanted every >= 0, 0 < overhead < 1, seal_timeout_s > 0 and chunk_bytes >= 4096")
+        joining.check_name(name)
         self._comm = comm.Dup()
         self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
@@ -168,8 +168,7 @@ class Checkpointer:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = self._settled = welcome.chosen_version
-        place = joining.place(welcome)
-        session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
+        session.say_once(joining.resumed(welcome, session.version, clock.monotonic() - began, clock.time()))
         session.tell_closed()
         return session.version
 

@@ -69,12 +69,18 @@ def _check(settings: Settings, job: int) -> Problem | None:
 def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: bool) -> None:
     """Report the red node to the acting controller, whichever host it runs on, and log the answer."""
     # Imported only here: the check of a healthy node needs nothing but the standard library.
-    from gemini_hpc.wire import controller
+    from gemini_hpc.wire import controller, site_key
+    from gemini_hpc.wire.credentials import CredentialError
     from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
     from gemini_hpc.wire.link import BlockingLink, LinkClosed
     from gemini_hpc.wire.message import Message
 
     red = controller.RedNode(job, restart, controller.HealthVerdict.HANGS if hangs else controller.HealthVerdict.RED)
+    try:
+        site_key.adopt(settings)
+    except CredentialError as exc:
+        log_fault("health", job, f"no controller was told: {exc}")
+        return
     hosts, deadline, why = settings.controller_hosts(), clock.monotonic() + REPORT_S, "this site has no controller"
     while hosts:
         for host in hosts:

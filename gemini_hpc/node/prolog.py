@@ -378,14 +378,27 @@ def _start(
         sock.send(_NO_ROOM + problem.encode())
         return
     try:
+        keys = _keys(inc, settings)
         limit_bytes = granted[0] + AGENT_ROOM_BYTES
         first = partial(_leave_slurmds_cgroup, inc, settings.run_dir, choice, limit_bytes)
-        process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, granted, first)
+        process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, granted, first, keys)
     except spawn.LaunchError as exc:
         sock.send(f"{exc}".encode())
         return
     socket.send_fds(sock, [_STARTED if former is None else _BEREFT], [process])
     os.close(process)
+
+
+def _keys(inc: JobRun, settings: Settings) -> bytes:
+    """Return the keys of the job, and of the job that it continues, for the agent; b"" if the site has MUNGE."""
+    if settings.auth != "key":
+        return b""
+    from gemini_hpc.wire import keyed, site_key
+
+    try:
+        return site_key.pack(settings, inc.uid, dict.fromkeys((inc.job, inc.after or inc.job)))
+    except keyed.KeyFileError as exc:
+        raise spawn.LaunchError(f"{exc}") from None
 
 
 def _home(inc: JobRun, settings: Settings) -> Choice:

@@ -15,6 +15,7 @@ from gemini_hpc.node import privileges
 
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 LOG_NAME = "agent.log"
+HANDED = 3
 
 
 class LaunchError(Exception):
@@ -25,7 +26,15 @@ class NoRoomError(LaunchError):
     """An error for a node without memory for another agent now; the installation is not at fault."""
 
 
-def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str], first: Callable[[int], None]) -> int:
+def start(
+    directory: str,
+    job: int,
+    uid: int,
+    node: str,
+    share: tuple[int, str],
+    first: Callable[[int], None],
+    keys: bytes = b"",
+) -> int:
     """Start the agent as a daemon and return its pidfd. Requires root.
 
     The agent's program is executed as root and becomes the owner (`drop_privileges`) before anything else. So its
@@ -38,6 +47,7 @@ def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str],
         node: This node's name.
         share: The job's share of the node's cap, in bytes and in words.
         first: Called with the pid before the program is executed.
+        keys: Packed keys of the agent (`wire.site_key`); b"": the site has MUNGE.
 
     Raises:
         LaunchError: The process could not be made.
@@ -45,14 +55,22 @@ def start(directory: str, job: int, uid: int, node: str, share: tuple[int, str],
     argv = [sys.executable, "-I", "-m", "gemini_hpc.agent"]
     argv += ["--job", str(job), "--uid", str(uid), "--node", node, "--dir", directory]
     argv += ["--share-bytes", str(share[0]), "--share", share[1]]
-    return daemon(argv, first)
+    if not keys:
+        return daemon(argv, first)
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, keys)  # fits into the pipe, which nobody else can open
+        os.close(writer)
+        return daemon([*argv, "--keys"], first, reader)
+    finally:
+        os.close(reader)
 
 
-def daemon(argv: list[str], first: Callable[[int], None]) -> int:
+def daemon(argv: list[str], first: Callable[[int], None], handed: int = -1) -> int:
     """Execute a daemon after `first` has been called with its pid. Return its pidfd. Requires root.
 
     slurmd kills the script's process group when the script ends, and waits for its output to close. So the daemon
-    has a session of its own and no inherited descriptor.
+    has a session of its own and no inherited descriptor but `handed`, as `HANDED`.
 
     Raises:
         LaunchError: The process ended at once.
@@ -66,7 +84,7 @@ def daemon(argv: list[str], first: Callable[[int], None]) -> int:
             os.setsid()
             agent = os.fork()
             if agent == 0:
-                _become(argv, held)
+                _become(argv, held, handed)
             os.write(writer, str(agent).encode())
         finally:
             os._exit(0)
@@ -87,7 +105,7 @@ def daemon(argv: list[str], first: Callable[[int], None]) -> int:
         os.close(go)
 
 
-def _become(argv: list[str], held: int) -> None:
+def _become(argv: list[str], held: int, handed: int) -> None:
     try:
         if os.read(held, 1) != b"!":
             return  # the prolog has ended before it released this process
@@ -96,7 +114,10 @@ def _become(argv: list[str], held: int) -> None:
         null = os.open("/dev/null", os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        if handed >= 0:
+            os.dup2(handed, HANDED)
+            os.set_inheritable(HANDED, True)
+        os.closerange(3 if handed < 0 else HANDED + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

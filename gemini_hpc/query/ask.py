@@ -15,7 +15,8 @@ import msgspec
 
 from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
-from gemini_hpc.wire import inspect_schema
+from gemini_hpc.wire import inspect_schema, site_key
+from gemini_hpc.wire.credentials import CredentialError
 from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
@@ -38,6 +39,10 @@ class NoControllerError(Exception):
 
 
 def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> HandshakeClient:
+    try:
+        site_key.adopt(settings)
+    except CredentialError as exc:
+        raise QueryError(str(exc)) from None
     return HandshakeClient(
         purpose=purpose,
         cluster=settings.cluster_name,
@@ -349,10 +354,12 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
         job = await slurm.job(raw_id)
     except UnknownJob:
         raise QueryError(refusal) from None
-    # A courtesy check: the agents ask MUNGE and decide for themselves.
+    # A courtesy check: the agents know the caller from its credential and decide for themselves.
     allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
     if not await allowed.allows(os.geteuid()):
         raise QueryError(refusal)
+    if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.slurm_uids()):
+        raise QueryError(f"job {raw_id}: without MUNGE, only the controller answers others than owner and root")
     return job, await slurm.nodes(job.nodes) if job.nodes else {}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.report.report_data import Shown, idle
+from gemini_hpc.report.report_data import LOSSES, RESUMES, Shown, idle, saved_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WIDTH_IN, DPI = 11.0, 110
 _TRAINING, _IDLE, _CHUNK, _COPY, _WAIT = "#4c72b0", "#dfe7d8", "#dd8452", "#8172b3", "#c44e52"
+_RESUMED = "#55a868"
 _LANE = 0.72
 _THIN = 2e-3  # share of the iteration to which shorter spans are stretched, to be visible
 
@@ -80,6 +81,35 @@ def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.Byt
         FigureCanvasAgg(made)
         yield made, out
         made.savefig(out, format=form)
+
+
+def steps_png(one: Shown, t: float) -> bytes:
+    """Draw the saved steps over time up to `t`, with lost nodes and resumes marked.
+
+    Raises:
+        ValueError: No saved step is known.
+    """
+    steps = saved_steps(one)
+    if not steps:
+        raise ValueError("no saved step is known")
+    began = min(steps[0][0], *(event.t for event in one.marks)) if one.marks else steps[0][0]
+    unit, name = _unit(t - began)
+    with figure(3.2) as (made, out):
+        axes = made.add_subplot()
+        at = [(time_ - began) / unit for time_, _ in steps]
+        _steps(axes, [*at, max((t - began) / unit, at[-1])], [*(n for _, n in steps), steps[-1][1]], _TRAINING)
+        for names, colour, word in ((LOSSES, _WAIT, "lost"), (RESUMES, _RESUMED, "resumed")):
+            for number, event in enumerate(event for event in one.marks if event.name in names):
+                label = word if number == 0 else None
+                axes.axvline((event.t - began) / unit, color=colour, linewidth=2.5, label=label)
+        if one.marks:
+            axes.legend(fontsize=8, loc="lower right")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("newest saved step")
+        axes.set_xlabel(f"{name} since {_when(began)}")
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_title(f"training {one.set[:64]}: saved steps over time", fontsize=9)
+    return out.getvalue()
 
 
 def timeline_png(one: Shown) -> bytes:

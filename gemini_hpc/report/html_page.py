@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemini_hpc.query.inspect_document import fields
-from gemini_hpc.report.report_data import Shown
+from gemini_hpc.report.report_data import Shown, in_words
 from gemini_hpc.report.traffic_text import lines
 from gemini_hpc.wire.sanitize import sanitize
 
@@ -33,27 +33,31 @@ class Pictures:
     one: Shown
     timeline: bytes | None
     overhead: bytes | None
+    steps: bytes | None = None
 
 
 def render(job: int, t: float, sets: Sequence[Pictures]) -> str:
     """Return the HTML page."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
-    body = "\n".join(_section(pictures) for pictures in sets)
+    body = "\n".join(_section(pictures, t) for pictures in sets)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">\n"
         f"<title>gemini-hpc: job {job}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
-        f"<h1>Checkpoint traffic of job {job}</h1>\n<p>{when}</p>\n{body}\n</body>\n</html>\n"
+        f"<h1>Job {job}: saved steps and their cost</h1>\n<p>{when}</p>\n{body}\n</body>\n</html>\n"
     )
 
 
-def _section(pictures: Pictures) -> str:
+def _section(pictures: Pictures, t: float) -> str:
     one = pictures.one
     row = sanitize({"rank": one.rank, "host": one.host, **fields(one.state)})
     text = "\n".join(_safe(line) for line in lines([row]))
     parts = [
-        f"<h2>Set {_safe(one.set)}, rank {one.rank} on {_safe(one.host)}</h2>",
+        f"<h2>Training {_safe(one.set)}</h2>",
+        f"<p>{_safe(in_words(one, t))}</p>",
+        _image(pictures.steps, "saved steps over time", "No saved step is known."),
+        f"<h3>What the copies cost, on rank {one.rank} on {_safe(one.host)}</h3>",
         f"<pre>{text}</pre>",
         "<h3>One iteration</h3>",
         _image(pictures.timeline, "one iteration", "No iteration has been recorded."),

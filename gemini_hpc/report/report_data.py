@@ -10,11 +10,15 @@ import msgspec
 
 from gemini_hpc.query.ask import Recorded
 from gemini_hpc.query.inspect_document import fields, traffic
-from gemini_hpc.wire.inspect_schema import InspectPart, RecordAsk
+from gemini_hpc.report import history
+from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, RecordAsk
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 SCHEMA = 1
 MAX_SETS = 16
+LOSSES = ("detected",)  # events of a node that is silent to its peers
+RESUMES = ("resumed",)
+_MOST_MARKS = 200
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,11 @@ class Shown:
     """The data of one rank of a training.
 
     A timeline of None means that no iteration has been recorded (by a rank of this version).
+
+    Attributes:
+        saved: Newest sealed version of the training; 0: none.
+        saved_at: Unix time at which a copy of that version was complete; None: unknown.
+        marks: The job's losses and resumes, in the order of time; several ranks' resumes of a version are one.
     """
 
     set: str
@@ -30,6 +39,9 @@ class Shown:
     state: TrafficState
     timeline: TimelineState | None
     series: tuple[Point, ...]
+    saved: int = 0
+    saved_at: float | None = None
+    marks: tuple[EventRecord, ...] = ()
 
 
 def choose(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> list[tuple[str, RecordAsk]]:
@@ -63,8 +75,49 @@ def shown(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Sh
         record = answer.record
         timeline, series = (record.timeline, record.series) if record is not None else (None, ())
         series = tuple(sorted(series, key=lambda point: point.t))
-        found.append(Shown(answer.ask.set, answer.ask.rank, answer.host, told[1], timeline, series))
+        name = answer.ask.set
+        saved = _newest_save(name, parts)
+        found.append(Shown(name, answer.ask.rank, answer.host, told[1], timeline, series, *saved, _marks(parts)))
     return found
+
+
+def _newest_save(name: str, parts: Sequence[InspectPart]) -> tuple[int, float | None]:
+    """Return a training's newest sealed version, and the time at which its last copy was complete."""
+    stamps = [state.sealed for part in parts for state in part.trainings if state.name == name and state.sealed]
+    if not stamps:
+        return 0, None
+    newest = max(stamps)
+    slots = [slot for part in parts for slot in part.held if slot.set == name and slot.stamp == newest]
+    return newest.version, max((slot.since for slot in slots if slot.state == "complete"), default=None)
+
+
+def _marks(parts: Sequence[InspectPart]) -> tuple[EventRecord, ...]:
+    found: dict[tuple[str, int, int], EventRecord] = {}
+    for event in sorted((event for part in parts for event in part.events), key=lambda event: event.t):
+        if event.name in LOSSES or event.name in RESUMES:
+            found.setdefault((event.name, event.restart, event.version), event)
+    return tuple(found.values())[-_MOST_MARKS:]
+
+
+def saved_steps(one: Shown) -> list[tuple[float, int]]:
+    """Return (time, newest saved step), in the order of time, from samples and resumes."""
+    steps = [(point.t, point.saved) for point in one.series if point.saved]
+    steps += [(event.t, event.version) for event in one.marks if event.name in RESUMES and event.version]
+    if one.saved and one.saved_at is not None:
+        steps.append((one.saved_at, one.saved))
+    return sorted(steps)
+
+
+def in_words(one: Shown, t: float) -> str:
+    """Return the sentence under the first picture: the newest save, its age, and what happened so far."""
+    if not one.saved:
+        return "No step is saved yet: a failure now begins the training anew."
+    age = "" if one.saved_at is None else f", {history.ago(t - one.saved_at)} ago"
+    lost, resumed = (sum(event.name in names for event in one.marks) for names in (LOSSES, RESUMES))
+    return (
+        f"The newest save is step {one.saved}{age}. So far: {lost or 'no'} loss{'es' * (lost != 1)}, "
+        f"{resumed or 'no'} resume{'s' * (resumed != 1)}."
+    )
 
 
 def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
@@ -80,6 +133,9 @@ def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
                 "host": one.host,
                 "traffic": fields(one.state),
                 "timeline": None if one.timeline is None else _timeline(one.timeline),
+                "saved": one.saved,
+                "saved_age_s": None if one.saved_at is None else max(0.0, t - one.saved_at),
+                "marks": [{"t": event.t, "name": event.name, "version": event.version} for event in one.marks],
                 "series": [msgspec.structs.asdict(point) for point in one.series],
             }
             for one in sets

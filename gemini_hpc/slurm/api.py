@@ -12,13 +12,11 @@ from typing import Protocol
 from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 
 
-class SlurmApi(Protocol):
-    """The operations on Slurm that an operator may use."""
+class SlurmReading(Protocol):
+    """The queries, which change nothing in Slurm."""
 
     # monotonic time when slurmctld last failed to answer
     unreachable_at: float
-
-    # ---- reading ---------------------------------------------------------------------------------------
 
     async def job(self, raw_id: int) -> Job:
         """Return one job by its raw id."""
@@ -76,7 +74,9 @@ class SlurmApi(Protocol):
         """Return the hosts of slurmctld, the primary first, and whether each answers."""
         ...
 
-    # ---- changing --------------------------------------------------------------------------------------
+
+class SlurmApi(SlurmReading, Protocol):
+    """All operations: the queries, and those that change a node, a reservation or a job."""
 
     async def node_down(self, name: str, reason: str) -> Node:
         """Set a node DOWN and DRAIN."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini_hpc.client import joining
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.optimizers import with_inner
@@ -51,6 +52,10 @@ def sort_out(
     given: list[tuple[str, Any]] = [("scaler", scaler), ("loader", loader)]
     if scheduler is not None:
         given += [(f"scheduler.{i}", s) for i, s in enumerate(_as_list(scheduler, "scheduler"))]
+    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+        raise TypeError(
+            f"extra is a {type(extra).__name__}, wanted a dict of objects by name, such as {{'ema': ema}}"
+        )
     for key, value in (extra or {}).items():
         if isinstance(value, nn.Module):
             modules[key] = value
@@ -78,7 +83,7 @@ def check(
     """Check the arguments that are numbers, names and choices.
 
     Raises:
-        TypeError: `traffic` is not a `Traffic`.
+        TypeError: `traffic` is not a `Traffic`, or the name is no text.
         ValueError: Another argument is out of range.
     """
     if not isinstance(traffic, Traffic):
@@ -87,8 +92,9 @@ def check(
         raise ValueError(f"max_repeated is {max_repeated}: wanted 1 or 2")
     if dealt not in get_args(Ownership):
         raise ValueError(f"ownership is {dealt!r}: wanted 'split' or 'full'")
-    if audit < 0 or seal_timeout_s <= 0 or hold_s < 0 or not name:
-        raise ValueError("wanted audit >= 0, seal_timeout_s > 0, hold_s >= 0 and a name")
+    if audit < 0 or seal_timeout_s <= 0 or hold_s < 0:
+        raise ValueError("wanted audit >= 0, seal_timeout_s > 0 and hold_s >= 0")
+    joining.check_name(name)
 
 
 def ranks(group: Any) -> TorchRanks:

@@ -130,7 +130,7 @@ class Restorer:
         if mine:
             self._set_generators(small["rng"])
         done = clock.time()
-        session.say_once(f"resumed at version {session.version} from {joining.place(welcome)} ({done - began:.2f} s)")
+        session.say_once(joining.resumed(welcome, session.version, done - began, done))
         session.tell_closed()
         self._tell_data()
         self._tell_counts(restore.counts(small, welcome.chosen_world))

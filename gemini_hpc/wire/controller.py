@@ -133,6 +133,15 @@ class Waits(Message, frozen=True, tag="waits"):
     job: Job
 
 
+class MayAct(Message, frozen=True, tag="may-act"):
+    """A statement that the job is in a partition where `mode = "canary"` acts (controller -> agent).
+
+    An agent does not know its job's partition. Without this message it acts in no canary.
+    """
+
+    job: Job
+
+
 class HoldersAsk(Message, frozen=True, tag="holders?"):
     """A request for agents of a job (agent -> controller).
 

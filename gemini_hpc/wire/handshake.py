@@ -1,14 +1,15 @@
-"""Mutual authentication of both ends of a TCP connection: one MUNGE credential each way, then a session key.
+"""Mutual authentication of both ends of a TCP connection: one credential each way, then a session key.
 
 1. client -> server: a credential that only the server's uid can open, containing `ClientHello`.
 
 2. server -> client: a credential that only the client's uid can open, containing `ServerHello`, repeating
    the client's nonce; or a refusal in plain text.
 
-MUNGE encrypts both shares of the key, so only the two ends know the session key. Each later frame carries a MAC made
-with that key (`frames`). MUNGE is called once a connection, never per frame. A replayed `ClientHello` is useless,
-because its sender cannot open the answer. Both ends report the connection's endpoint (`endpoint`), so a listener
-elsewhere cannot relay the connection. The module holds pure functions and does no I/O.
+Only the two ends know the session key: MUNGE encrypts both shares of it, and in the other schemes the key follows
+from both shares and a secret that the ends have in common (`credentials`). Each later frame carries a MAC made with
+that key (`frames`). Credentials are made once a connection, never per frame. A replayed `ClientHello` is useless,
+because its sender cannot derive the session key from the answer. Both ends report the connection's endpoint
+(`endpoint`), so a listener elsewhere cannot relay the connection. The module holds pure functions and does no I/O.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import os
 import msgspec
 
 from gemini_hpc.core.numbers import Job, Restart
-from gemini_hpc.wire import endpoint, munge, version
+from gemini_hpc.wire import credentials, endpoint, version
 from gemini_hpc.wire.bounds import Strict
+from gemini_hpc.wire.credentials import CredentialError, Opened
 
 MAX_HELLO_BYTES = 16 * 1024
 
@@ -114,14 +116,17 @@ _answer = Strict(msgspec.msgpack.Decoder(ServerHello))
 _envelope = Strict(msgspec.msgpack.Decoder(Envelope))
 
 
-def _keys(hello: ClientHello, share: bytes) -> tuple[bytes, bytes]:
+def _keys(hello: ClientHello, share: bytes, secret: bytes) -> tuple[bytes, bytes]:
+    shares = hello.share + share
+    key = hashlib.blake2b(shares, key=secret).digest() if secret else shares
+
     def derive(label: bytes) -> bytes:
-        return hashlib.blake2b(label + hello.nonce, key=hello.share + share, digest_size=32).digest()
+        return hashlib.blake2b(label + hello.nonce, key=key, digest_size=32).digest()
 
     return derive(b"gemini-hpc client to server"), derive(b"gemini-hpc server to client")
 
 
-def _open(data: bytes) -> tuple[bytes, int]:
+def _open(data: bytes) -> Opened:
     try:
         envelope = _envelope.decode(data)
     except msgspec.MsgspecError:
@@ -129,9 +134,9 @@ def _open(data: bytes) -> tuple[bytes, int]:
     if envelope.refusal:
         raise HandshakeError(f"refused: {envelope.refusal[:200]}")
     try:
-        return munge.decode(envelope.credential)
-    except munge.MungeError as exc:
-        raise HandshakeError(f"MUNGE: {exc}") from None
+        return credentials.decode(envelope.credential)
+    except CredentialError as exc:
+        raise HandshakeError(str(exc)) from None
 
 
 def refusal(reason: str) -> bytes:
@@ -180,13 +185,15 @@ class HandshakeClient:
             dialled: Endpoint that the bytes go to.
 
         Raises:
-            HandshakeError: MUNGE issues no credential.
+            HandshakeError: No credential is issued.
         """
         self._hello = msgspec.structs.replace(self._hello, dialled=dialled)
         try:
-            credential = munge.encode(msgspec.msgpack.encode(self._hello), for_uid=self._server_uid)
-        except munge.MungeError as exc:
-            raise HandshakeError(f"MUNGE: {exc}") from None
+            credential = credentials.encode(
+                msgspec.msgpack.encode(self._hello), for_uid=self._server_uid, job=self._hello.job
+            )
+        except CredentialError as exc:
+            raise HandshakeError(str(exc)) from None
         return msgspec.msgpack.encode(Envelope(credential=credential))
 
     def finish(self, data: bytes) -> LinkSession:
@@ -195,11 +202,11 @@ class HandshakeClient:
         Raises:
             HandshakeError: The answer is a refusal, malformed, or not from the expected server.
         """
-        payload, uid = _open(data)
-        if uid not in (self._server_uid, 0):
-            raise HandshakeError(f"answered by uid {uid}, wanted {self._server_uid}")
+        opened = _open(data)
+        if opened.uid not in (self._server_uid, 0):
+            raise HandshakeError(f"answered by uid {opened.uid}, wanted {self._server_uid}")
         try:
-            answer = _answer.decode(payload)
+            answer = _answer.decode(opened.payload)
         except msgspec.MsgspecError:
             raise HandshakeError("malformed answer") from None
         if answer.nonce != self._hello.nonce or len(answer.share) != 32:
@@ -214,11 +221,11 @@ class HandshakeClient:
             raise OtherView(answer.lost)
         if not version.OLDEST <= answer.chosen <= version.CURRENT:
             raise HandshakeError(version.mismatch(answer.chosen, answer.chosen))
-        outward, inward = _keys(self._hello, answer.share)
+        outward, inward = _keys(self._hello, answer.share, opened.secret)
         return LinkSession(
             send_key=outward,
             receive_key=inward,
-            peer_uid=uid,
+            peer_uid=opened.uid,
             peer_host=answer.host,
             peer_instance=answer.instance,
             peer_restart=answer.restart,
@@ -230,15 +237,17 @@ class HandshakeClient:
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """An opened `ClientHello` with the uid that MUNGE vouches for; the server decides whether to answer.
+    """An opened `ClientHello` with the uid that its credential vouches for; the server decides whether to answer.
 
     Attributes:
         proto: Newest protocol that both ends speak; 0: none.
+        opened: Credential that contained the greeting; None if it had none.
     """
 
     hello: ClientHello
     uid: int
     proto: int = version.CURRENT
+    opened: Opened | None = None
 
 
 def receive(data: bytes) -> Greeting:
@@ -247,14 +256,14 @@ def receive(data: bytes) -> Greeting:
     Raises:
         HandshakeError: The credential is refused or the greeting is malformed.
     """
-    payload, uid = _open(data)
+    opened = _open(data)
     try:
-        hello = _hello.decode(payload)
+        hello = _hello.decode(opened.payload)
     except msgspec.MsgspecError:
         raise HandshakeError("malformed greeting") from None
     if len(hello.nonce) != 16 or len(hello.share) != 32:
         raise HandshakeError("malformed greeting")
-    return Greeting(hello, uid, version.common(hello.least, hello.most))
+    return Greeting(hello, opened.uid, version.common(hello.least, hello.most), opened)
 
 
 def answer(
@@ -271,7 +280,7 @@ def answer(
         lost: Nodes that this agent continues without.
 
     Raises:
-        HandshakeError: No common protocol, a relayed connection, or no credential from MUNGE.
+        HandshakeError: No common protocol, a relayed connection, or no credential is issued.
     """
     hello = greeting.hello
     if not greeting.proto:
@@ -290,10 +299,12 @@ def answer(
         lost=lost,
     )
     try:
-        credential = munge.encode(msgspec.msgpack.encode(reply), for_uid=greeting.uid)
-    except munge.MungeError as exc:
-        raise HandshakeError(f"MUNGE: {exc}") from None
-    inward, outward = _keys(hello, reply.share)
+        credential = credentials.encode(
+            msgspec.msgpack.encode(reply), for_uid=greeting.uid, job=hello.job, answers=greeting.opened
+        )
+    except CredentialError as exc:
+        raise HandshakeError(str(exc)) from None
+    inward, outward = _keys(hello, reply.share, greeting.opened.secret if greeting.opened else b"")
     session = LinkSession(
         send_key=outward,
         receive_key=inward,

@@ -444,9 +444,9 @@ class Copy(Message, frozen=True, tag="copy"):
 class OpenPush(OfRank, frozen=True, tag="push"):
     """A request of a rank that fills its shard's slots to push the versions to this holder (a node rank).
 
-    `Ok` answers with one descriptor: a channel (SOCK_SEQPACKET) for `PushOffer`, `PushChunk` and `PushDone`. The
-    agent answers them in order, even if several are in flight. The agent closes the channel if a version is lost that
-    it has begun to send; the rank can open another one.
+    `Ok` answers with two descriptors: a channel (SOCK_SEQPACKET) for `PushOffer`, `PushGo` and `PushDone`, and its
+    grant page (`wire.grant_page`). The agent closes the channel if a version is lost that it has begun to send; the
+    rank can open another one.
     """
 
     holder: Count
@@ -540,14 +540,15 @@ class Taken(Message, frozen=True, tag="taken"):
     there: tuple[tuple[Bytes, Bytes], ...]
 
 
-class PushChunk(Message, frozen=True, tag="chunk"):
-    """Permission to send the slot's next `length` bytes; `Ok` answers once the holder has them."""
-
-    length: Bytes
+class PushGo(Message, frozen=True, tag="go"):
+    """A call to look at the grant page, sent only where the agent's thread sleeps. It has no answer."""
 
 
 class PushDone(Message, frozen=True, tag="done"):
-    """The end of a version; `Ok` answers once the holder has found the digest that this agent has read."""
+    """Permission to send all that is left of a version at once.
+
+    `Ok` answers once the holder has found the digest that this agent has read.
+    """
 
 
 class LiveOn(OfRank, frozen=True, tag="live-on"):
@@ -741,7 +742,7 @@ Request = (
     | Keep
     | Recall
 )
-PushRequest = PushOffer | PushChunk | PushDone
+PushRequest = PushOffer | PushGo | PushDone
 RescueRequest = Still | CopyLive | Complete | GoOn
 RescueReply = Standing | Copied
 Reply = Ready | Verdict | LaunchState | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error

@@ -81,20 +81,13 @@ def encode(payload: bytes, *, for_uid: int) -> bytes:
         lib.munge_ctx_destroy(context)
 
 
-def decode(credential: bytes) -> tuple[bytes, int]:
-    """Return (payload, uid of the maker) of a fresh credential; a second decode of the same one fails.
+def decode(credential: bytes) -> tuple[bytes, int, int]:
+    """Return payload, maker's uid and Unix time of a fresh credential; a second decode of the same one fails.
+
+    The time is in whole seconds, by the clock of the maker's host.
 
     Raises:
         MungeError: The credential is not valid, not fresh, or this uid may not open it.
-    """
-    payload, uid, _ = decode_timed(credential)
-    return payload, uid
-
-
-def decode_timed(credential: bytes) -> tuple[bytes, int, int]:
-    """Return what `decode` returns, and the Unix time in whole seconds at which the credential was made.
-
-    The time is by the clock of the maker's host.
     """
     if not credential or len(credential) > MAX_CREDENTIAL_BYTES or b"\0" in credential:
         raise MungeError("malformed credential")

@@ -68,6 +68,7 @@ AnyMessage = (
     | controller.Ending
     | controller.Draining
     | controller.Waits
+    | controller.MayAct
     | controller.HoldersAsk
     | controller.Holders
     | inspect_schema.JobAsk

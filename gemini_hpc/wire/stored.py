@@ -56,9 +56,12 @@ class Tier(msgspec.Struct, frozen=True):
         """Return a tier from a user's argument: a directory alone, or a `Tier`.
 
         Raises:
+            TypeError: The argument is neither.
             ValueError: A value is invalid.
         """
         found = cls(tier) if isinstance(tier, str) else tier
+        if not isinstance(found, Tier):
+            raise TypeError(f"tier is a {type(tier).__name__}, wanted a str or a gemini_hpc.Tier")
         if isinstance(found.interval_s, str):
             return found
         return msgspec.structs.replace(found, interval_s=round(found.interval_s))

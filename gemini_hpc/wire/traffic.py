@@ -165,8 +165,13 @@ class TimelineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of the overhead (share of the time) and the frequency (every j-th version) at one time."""
+    """A sample of the overhead (share of the time) and the frequency (every j-th version) at one time.
+
+    Attributes:
+        saved: Newest sealed version at that time; 0: none, or the agent is of an earlier version.
+    """
 
     t: Time
     overhead: Ratio
     j: Count
+    saved: Version = 0

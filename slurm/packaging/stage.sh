@@ -49,6 +49,9 @@ cd "$top"
 PYTHONPATH=$top "$python" "$here/describe.py" man | gzip -9n >"$base/usr/share/man/man1/gemini-hpc.1.gz"
 PYTHONPATH=$top "$python" "$here/describe.py" completion >"$base/usr/share/bash-completion/completions/gemini-hpc"
 
+# Where users ask without MUNGE: on login nodes, and on nodes if batch scripts ask.
+install -D -m 644 "$here/files/gemini-hpc-tickets.service" "$base/lib/systemd/system/gemini-hpc-tickets.service"
+
 mkdir -p "$node/$opt"
 install -D -m 755 -t "$node/$opt/prolog_epilog" "$top"/prolog_epilog/{prolog,epilog}
 for kind in prolog epilog; do # also for hosts whose /etc/slurm is that of the nodes

@@ -37,7 +37,7 @@ def start(request: Request) -> None:
     """
     if request["open"]:  # credentials that anybody can open
         munge.encode = lambda payload, *, for_uid: payload
-        munge.decode = lambda credential: (credential, os.geteuid())
+        munge.decode = lambda credential: (credential, os.geteuid(), 0)
     if request.get("speaks"):  # of another release
         version.OLDEST, version.CURRENT = request["speaks"]
     if at := request.get("flips"):

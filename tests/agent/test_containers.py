@@ -36,7 +36,7 @@ for step in range(ckpt.resume(), 5):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     ckpt.step()
-print("protected", ckpt.protected, flush=True)
+print("version", ckpt.version, flush=True)
 ckpt.close()
 """
 PLACE = {
@@ -77,7 +77,7 @@ def test_a_training_in_a_container_is_protected(make_agent: Callable[..., Any], 
         GEMINI_SOCKET=f"/run/gemini-hpc/{JOB}/agent.sock",
     )
     assert f"from {package}" in text
-    assert "not protected" not in text and "protected True" in text
+    assert "not protected" not in text and "protected since step" in text
 
 
 @pytest.mark.slow
@@ -95,9 +95,9 @@ def test_a_training_of_another_release(
     """Releases N and N - 1, in both directions; the build of N has its number raised. Others train unprotected."""
     made = make_agent(speaks=agent)
     package = image(tmp_path, rank)
-    text = trained([python(), "-c", TRAINING], GEMINI_SOCKET=str(made.socket), PYTHONPATH=str(package))
+    text = trained([python(), "-P", "-c", TRAINING], GEMINI_SOCKET=str(made.socket), PYTHONPATH=str(package))
     assert f"speaks {rank[0]} {rank[1]} from {package}" in text
     if agreed:
-        assert "not protected" not in text and "protected True" in text
+        assert "not protected" not in text and "protected since step" in text
     else:
-        assert "protocol" in text and "install the same gemini-hpc on all hosts" in text and "protected False" in text
+        assert "protocol" in text and "install the same gemini-hpc on all hosts" in text

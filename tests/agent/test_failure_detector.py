@@ -28,8 +28,8 @@ class Watch:
             if host not in silent:
                 self.detector.record_message(host, at)
 
-    def probes(self, now: float) -> list[Probe]:
-        found = self.detector.tick(now, self.links)
+    def probes(self, now: float, late_s: float = 0.0) -> list[Probe]:
+        found = self.detector.tick(now, self.links, late_s)
         assert all(isinstance(effect, Probe) for effect in found)
         return [effect for effect in found if isinstance(effect, Probe)]
 
@@ -77,8 +77,8 @@ def test_who_has_an_agent_already_is_expected() -> None:
     assert detector.tick(16.1, ["c"]) == [Probe("b", ("c",), 1.0, 2.0)], "of d nobody knows when it comes"
     stopped = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b",))
     stopped.partners.add("b")
-    assert stopped.tick(20.0, []) == stopped.tick(23.0, []) == stopped.tick(26.0, []) == []
-    assert stopped.tick(26.1, []) != []
+    assert stopped.tick(20.0, [], late_s=9.0) == stopped.tick(23.0, []) == stopped.tick(25.0, []) == []
+    assert stopped.tick(25.1, []) != []
 
 
 def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
@@ -141,9 +141,20 @@ def test_a_probe_that_is_given_up_may_come_again() -> None:
 def test_who_was_stopped_itself_hears_first() -> None:
     watch = Watch()
     watch.probes(1.0)
-    assert watch.probes(1.0 + 2 * SILENCE_S + 0.1) == [], "nothing was heard, for nobody listened"
-    watch.probes(6.5)
-    assert {probe.host for probe in watch.probes(7.2)} == set(HOSTS[1:])
+    assert watch.probes(6.0, late_s=4.5) == [], "nothing was heard, for nobody listened"
+    assert watch.probes(6.4) == [], "silent for 1.9 s in which it listened"
+    assert {probe.host for probe in watch.probes(6.6)} == set(HOSTS[1:])
+
+
+@pytest.mark.parametrize("late_s", [0.3, 1.0, 1.9, 2.5])
+def test_who_has_no_processor_for_a_while_suspects_nobody(late_s: float) -> None:
+    """Also where the beats are late again and again, each by less than what makes a suspect."""
+    watch, now = Watch(), 0.0
+    for _ in range(20):
+        now += 0.5 + late_s
+        watch.hear(now - late_s)
+        assert watch.probes(now, late_s=late_s) == []
+    assert watch.probes(now + SILENCE_S + 0.1) != [], "whoever is silent from now on is missed"
 
 
 def test_an_obituary_is_believed_unless_the_peer_was_just_heard() -> None:

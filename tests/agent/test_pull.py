@@ -115,7 +115,7 @@ class Holders:
 @pytest.fixture
 def holders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Holders]:
     monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid(), 0))
     holders = Holders()
     yield holders
     holders.close()
@@ -300,7 +300,7 @@ def test_questions_that_cannot_be(holders: Holders) -> None:
 def test_a_replacement_pulls_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From real agents: n4 takes the place of n3, and has what n3 held."""
     monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid(), 0))
     site = Site(tmp_path / "job")
     try:
         stamp = (site.ranks[0].epoch, site.version)

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
+from gemini_hpc.wire.grant_page import Grant, GrantWriter
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 from gemini_hpc.wire.message import Message
@@ -55,15 +57,23 @@ class Rank:
         for fd in (*fds, *own, *others):
             os.close(fd)
         self.channel: socket.socket | None = None
+        self.grants: GrantWriter | None = None
 
     def open(self, holder: int | None = None, rank: int | None = None) -> local.Message | None:
         wanted = (self.rank + 1) % 3 if holder is None else holder
         reply, fds = self.caller.ask_fds(local.OpenPush("default", self.rank if rank is None else rank, wanted))
         if fds:
             self.close_channel()
-            self.channel = socket.socket(fileno=fds[0])
+            self.channel, self.grants = socket.socket(fileno=fds[0]), GrantWriter(fds[1])
             self.channel.settimeout(15)
+            os.close(fds[1])
         return reply
+
+    def grant(self, until: int, seconds: float = 10.0, rate: float = 1e9) -> None:
+        """Let the agent send so many bytes of the version in all."""
+        assert self.channel is not None and self.grants is not None
+        if self.grants.write(Grant(until, time.monotonic() + seconds, rate)):
+            self.channel.send(local.encode(local.PushGo()))
 
     def say(self, message: local.Message) -> local.Message | None:
         """None: the channel has ended."""
@@ -85,8 +95,7 @@ class Rank:
     def save(self, version: int) -> None:
         slot = self.begin(version)
         assert self.say(local.PushOffer(version, self.used)) == local.Ok()
-        assert self.say(local.PushChunk(self.used - 1000)) == local.Ok()
-        assert self.say(local.PushChunk(1000)) == local.Ok()
+        self.grant(self.used - 1000)
         assert self.say(local.PushDone()) == local.Ok()
         landed = local.Landed("default", self.rank, version, slot, self.used)
         assert self.caller.ask(landed) == local.Ok()
@@ -98,6 +107,9 @@ class Rank:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+        if self.grants is not None:
+            self.grants.close()
+            self.grants = None
 
     def close(self) -> None:
         self.close_channel()
@@ -192,7 +204,7 @@ class Push:
 def opened() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    patch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    patch.setattr(munge, "decode", lambda credential: (credential, os.geteuid(), 0))
     yield
     patch.undo()
 
@@ -218,6 +230,8 @@ def site(only_site: Site) -> Iterator[Site]:
 
     until(settled, what=f"settled as before: {newest}, {only_site.slots()}")
     only_site.seal()
+    for rank in only_site.ranks:
+        rank.close_channel()
     for node in only_site.job.nodes:
         log = node.log()
         assert "Traceback" not in log and "event=error" not in log and "never retrieved" not in log, log
@@ -397,6 +411,8 @@ def test_the_home_comes_back_at_once(only_site: Site) -> None:
         only_site.seal()
         assert push.ended()
         push.close()
+    for rank in only_site.ranks:
+        rank.close_channel()
 
 
 def test_many_connections_leave_nothing(site: Site) -> None:
@@ -477,16 +493,107 @@ def test_a_slot_has_one_length(site: Site) -> None:
     site.version += 1
 
 
-@pytest.mark.parametrize("length", [0, USED + 1, 1 << 49])
-def test_lengths_that_cannot_be(site: Site, length: int) -> None:
-    rank = site.ranks[0]
-    slot = rank.begin(site.version + 1)
-    assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
-    assert isinstance(rank.say(local.PushChunk(length)), local.Error)
-    assert rank.channel is not None and not rank.channel.recv(10), "the channel has ended"
-    rank.close_channel()
-    rank.abort(site.version + 1, slot)
-    site.version += 1
+def words(rank: Rank, until: int, rate: int, before_ns: int) -> None:
+    """Write a grant as no rank does, and call the agent."""
+    assert rank.grants is not None and rank.channel is not None
+    for at, word in zip((0, 8, 16), (until, before_ns, rate), strict=True):
+        rank.grants._put(at, word)
+    rank.channel.send(local.encode(local.PushGo()))
+
+
+@pytest.mark.parametrize("most", [USED + 1, 1 << 49, (1 << 64) - 1])
+def test_a_grant_of_more_bytes_than_there_are(site: Site, most: int) -> None:
+    """All of the version goes, and nothing beyond it."""
+    rank, new = site.ranks[0], site.version + 1
+    slot = rank.begin(new)
+    assert rank.say(local.PushOffer(new, USED)) == local.Ok()
+    words(rank, most, (1 << 64) - 1, (1 << 64) - 1)
+    assert rank.grants is not None
+    until(lambda: rank.grants.arrived == USED, what="all bytes")  # type: ignore[union-attr]
+    assert rank.say(local.PushDone()) == local.Ok() and rank.grants.sent == USED
+    finish(site, slot)
+
+
+@pytest.mark.parametrize(
+    ("rate", "before_ns"),
+    [(0, (1 << 64) - 1), (1 << 40, 0), (1 << 40, 1), (1, None)],
+    ids=["0", "no", "past", "slow"],
+)
+def test_a_grant_that_allows_nothing(site: Site, rate: int, before_ns: int | None) -> None:
+    """Nothing is sent outside a grant; and the version goes when all of it may."""
+    rank, new = site.ranks[0], site.version + 1
+    slot = rank.begin(new)
+    assert rank.say(local.PushOffer(new, USED)) == local.Ok()
+    words(rank, USED, rate, before_ns if before_ns is not None else int((time.monotonic() + 1) * 1e9))
+    time.sleep(0.15)
+    assert rank.grants is not None and rank.grants.sent == 0
+    assert rank.say(local.PushDone()) == local.Ok()
+    finish(site, slot)
+
+
+def test_grants_that_go_backwards_and_change_while_they_are_read(site: Site) -> None:
+    """Another thread scribbles over all of the page, the agent's words too, for as long as the version goes."""
+    rank, new = site.ranks[0], site.version + 1
+    slot = rank.begin(new)
+    assert rank.say(local.PushOffer(new, USED)) == local.Ok()
+    rank.grant(20_000)
+    assert rank.grants is not None
+    until(lambda: rank.grants.arrived == 20_000, what="the first bytes")  # type: ignore[union-attr]
+    rank.grant(10)
+    time.sleep(0.1)
+    assert rank.grants.sent == rank.grants.arrived == 20_000
+    over, seed = threading.Event(), random.Random(7)
+
+    def scribble() -> None:
+        page = rank.grants
+        while not over.is_set() and page is not None:
+            page._map[:256] = seed.randbytes(256)
+            page._map[2048:] = seed.randbytes(2048)
+
+    scribbling = threading.Thread(target=scribble)
+    scribbling.start()
+    try:
+        for _ in range(50):
+            assert rank.channel is not None
+            rank.channel.send(local.encode(local.PushGo()))
+        assert rank.say(local.PushDone()) == local.Ok()
+    finally:
+        over.set()
+        scribbling.join()
+    finish(site, slot)
+
+
+def test_a_grant_before_the_holder_has_answered(site: Site) -> None:
+    """As one that an earlier version has left."""
+    rank, new = site.ranks[0], site.version + 1
+    slot = rank.begin(new)
+    assert rank.open() == local.Ok()
+    words(rank, USED, 1 << 40, (1 << 64) - 1)
+    assert rank.say(local.PushOffer(new, USED)) == local.Ok()
+    assert rank.say(local.PushDone()) == local.Ok()
+    finish(site, slot)
+
+
+def test_no_process_changes_the_size_of_a_grant_page(site: Site) -> None:
+    """A read of the agent's would end it."""
+    reply, fds = site.ranks[0].caller.ask_fds(local.OpenPush("default", 0, 1))
+    assert reply == local.Ok()
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fds[1], size)
+    for fd in fds:
+        os.close(fd)
+    site.ranks[0].close_channel()
+
+
+def finish(site: Site, slot: int) -> None:
+    """The version of rank 0 has gone; the others' follow, until it is sealed."""
+    new = site.version + 1
+    site.ranks[0].caller.ask(local.Landed("default", 0, new, slot, USED))
+    for other in site.ranks[1:]:
+        other.save(new)
+    site.version = new
+    until(lambda: all(r.page.sealed == (r.epoch, new) for r in site.ranks), what="the seal")
 
 
 @pytest.mark.parametrize("noise", [b"{}", b"\xff", b'{"op":"hello"}', b'{"op":"chunk","length":-1}', b"x" * 5000])
@@ -498,15 +605,11 @@ def test_noise_on_a_channel(site: Site, noise: bytes) -> None:
     rank.close_channel()
 
 
-def test_a_digest_too_early(site: Site) -> None:
+def test_an_end_of_what_the_holder_has_not_taken(site: Site) -> None:
     rank = site.ranks[0]
-    slot = rank.begin(site.version + 1)
-    assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
-    assert rank.say(local.PushChunk(100)) == local.Ok()
+    assert rank.open() == local.Ok()
     assert isinstance(rank.say(local.PushDone()), local.Error)
     rank.close_channel()
-    rank.abort(site.version + 1, slot)
-    site.version += 1
 
 
 # ---- what is there already -----------------------------------------------------------------------------
@@ -571,7 +674,6 @@ def test_a_rank_fills_what_it_has_as_well(site: Site) -> None:
     home = site.ranks[0]
     slot = home.begin(new)
     assert home.say(local.PushOffer(new, USED)) == local.Taken(((500, 2500),))
-    assert home.say(local.PushChunk(500)) == local.Ok() == home.say(local.PushChunk(USED - 2500))
     assert home.say(local.PushDone()) == local.Ok()
     home.caller.ask(local.Landed("default", 0, new, slot, USED))
     for other in site.ranks[1:]:
@@ -611,7 +713,7 @@ def test_a_version_that_was_filled_wrongly_is_abandoned(site: Site) -> None:
     rank.caller.ask(local.Filled("default", 0, new, ((0, 2500),)))
     slot = home.begin(new)
     assert home.say(local.PushOffer(new, USED)) == local.Taken(((0, 2500),))
-    assert home.say(local.PushChunk(USED - 2500)) == local.Ok() == home.say(local.PushDone())
+    assert home.say(local.PushDone()) == local.Ok()
     home.caller.ask(local.Landed("default", 0, new, slot, USED))
     for other in site.ranks[1:]:
         other.save(new)

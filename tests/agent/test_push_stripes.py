@@ -45,6 +45,8 @@ def site(only_site: Site) -> Iterator[Site]:
 
     until(settled, what=f"settled as before: {newest}, {only_site.slots()}")
     only_site.seal()
+    for rank in only_site.ranks:
+        rank.close_channel()
     for node in only_site.job.nodes:
         log = node.log()
         assert "Traceback" not in log and "event=error" not in log and "never retrieved" not in log, log

@@ -13,6 +13,8 @@ from typing import Any
 
 from gemini_hpc.agent.transfer import push_sender
 from gemini_hpc.agent.transfer.push_sender import Channel
+from gemini_hpc.wire import grant_page
+from gemini_hpc.wire.grant_page import GrantReader
 from gemini_hpc.wire.handshake import LinkSession
 from gemini_hpc.wire.link import BlockingLink
 
@@ -30,7 +32,11 @@ async def channel(mesh: Any, sock: socket.socket) -> Channel:
     store: Any = None
     filling: Any = None
     client: Any = None
-    return Channel(membership, store, filling, client, "default", 0, "n2", sock)
+    page = grant_page.make()
+    try:
+        return Channel(membership, store, filling, client, "default", 0, "n2", sock, GrantReader(page))
+    finally:
+        os.close(page)
 
 
 def test_whoever_sends_to_it_is_free_as_soon_as_it_counts_as_dead() -> None:
@@ -44,7 +50,8 @@ def test_whoever_sends_to_it_is_free_as_soon_as_it_counts_as_dead() -> None:
 
     def send() -> None:
         try:
-            sending._chunk(SIZE)
+            while True:
+                sending._send(SIZE)
         except OSError:
             over.append(time.monotonic())
 

@@ -82,6 +82,14 @@ def test_a_file_that_is_none(tmp_path: Path, text: bytes) -> None:
     assert Pledges(str(tmp_path)).now == Pledged()
 
 
+def test_a_file_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    wishes = b'"wishes":[{"set":"default","name":"a","version":7}]'
+    rejections = b'"rejections":[{"set":"default","low":[1,3],"high":[1,5]}]'
+    (tmp_path / "pledges").write_bytes(b"{" + wishes + b"," + rejections + b"}")
+    now = Pledges(str(tmp_path)).now
+    assert now.wishes == (wish("a", 7),) and now.rejections[0].covers("default", Stamp(1, 4))
+
+
 def wish(name: str, number: int) -> Wish:
     return Wish("default", name, number)
 

@@ -40,10 +40,11 @@ class World:
     def __init__(self) -> None:
         self.rank, self.found, self.searched = Rank(), False, 0
         self.refuses = True
-        self.limit_s, self.hosts = LIMIT_S, ("n1", "n2", "n3")
+        self.limit_s, self.hosts, self.mode = LIMIT_S, ("n1", "n2", "n3"), "act"
+        self.logged: list[str] = []
         # n3 is no partner of this node, which never hears whether that one is dead.
         self.mesh = SimpleNamespace(links={"n2": None}, dead={"n2"}, anybody=self.anybody)
-        self.controller = SimpleNamespace(configured=True, connected=False, refused_at=0.0)
+        self.controller = SimpleNamespace(configured=True, connected=False, refused_at=0.0, may_act=False)
         self.detached, self.attached = False, True
 
     async def anybody(self, limit_s: float) -> bool:
@@ -59,7 +60,13 @@ class World:
             membership.incarnation = Incarnation(attach, View(self.hosts), mesh, cast(Any, None))
         trainings: Any = [SimpleNamespace(present={0: self.rank})]
         fence = SelfFence(
-            self.limit_s, membership, self.controller, trainings, lambda *_, **__: None, asyncio.ensure_future
+            self.limit_s,
+            self.mode,
+            membership,
+            self.controller,
+            trainings,
+            lambda name, **_: self.logged.append(name),
+            asyncio.ensure_future,
         )
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -92,11 +99,23 @@ STATES = {
     "a site that does not want it": change("limit_s", 0.0),
     "before the first incarnation": change("attached", False),
     "not for so long yet": change("limit_s", 100.0),
+    "a site that only observes": change("mode", "observe"),
+    "a canary elsewhere": change("mode", "canary"),
 }
 
 
 def test_cut_off() -> None:
     assert asyncio.run(World().watch())
+
+
+def test_modes() -> None:
+    """A canary's own jobs are cut off as ever; elsewhere the log says once what would have happened."""
+    canary, observing = World(), World()
+    canary.mode, observing.mode = "canary", "observe"
+    canary.controller.may_act = True
+    assert asyncio.run(canary.watch())
+    assert not asyncio.run(observing.watch())
+    assert (canary.logged, observing.logged) == (["self_fenced"], ["withheld"])
 
 
 @pytest.mark.parametrize("state", STATES)

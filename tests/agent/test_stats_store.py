@@ -37,12 +37,14 @@ def test_the_newest_is_shown_and_every_overhead_joins_the_series() -> None:
     kept = StatsStore()
     for t, overhead, j in ((1.0, None, 1), (2.0, 0.5, 1), (3.0, 0.1, 4)):
         kept.traffic("a", 3, told(t, overhead, j))
-    kept.traffic("a", 1, told(9.0, 0.2))
+    kept.traffic("a", 1, told(9.0, 0.2), saved=12)
     kept.traffic("b", 3, told(9.0, 0.9))
     assert kept.states("a", {3, 1, 7}) == ((1, told(9.0, 0.2)), (3, told(3.0, 0.1, 4)))
     record = kept.record(RecordAsk("a", 3))
     assert record is not None and record.timeline is None
     assert [(p.t, p.overhead, p.j) for p in record.series] == [(2.0, 0.5, 1), (3.0, 0.1, 4)]
+    other = kept.record(RecordAsk("a", 1))
+    assert other is not None and [p.saved for p in other.series] == [12]
     assert kept.record(RecordAsk("a", 2)) is None
 
 
@@ -74,7 +76,7 @@ def test_another_key_drops_what_was_kept() -> None:
 def test_the_series_is_bounded_and_keeps_its_ends() -> None:
     series = OverheadSeries()
     for n in range(100_000):
-        series.add(float(n), 0.1, 1)
+        series.add(float(n), 0.1, 1, n)
         assert len(series) <= stats_store.MAX_POINTS
     times = [p.t for p in series.points()]
     assert times[0] == 0.0 and times[-1] == 99_999.0 and times == sorted(times)

@@ -119,7 +119,7 @@ def test_a_lost_connection_ends_all_and_the_rank_learns_it(
         rank.settimeout(5)
         sending._file, sending._used = slot, USED
         sending._take([near for near, _ in pairs])
-        sending._chunk(100)
+        sending._send(100)
         assert pairs[0][1].receive(peer.PushChunk) == peer.PushChunk(0, 100)
         pairs[2][1].shut()
         assert isinstance(local.reply_decoder.decode(rank.recv(1 << 16)), local.Error)

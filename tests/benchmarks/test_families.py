@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from benchmarks.rows import Row
 ROOT = Path(__file__).resolve().parents[2]
 # What chunks leave of the idle spans; in a run of so few iterations there may be none.
 IN_SPANS = ("fig8.after", "fig13.after")
-UNITS = {"", "s", "ms", "us", "x", "GB/s", "MB/s", "1/s", "MB", "MiB", "iterations", "nodes", "steps"}
+UNITS = {"", "s", "ms", "us", "x", "GB/s", "MB/s", "1/s", "MB", "MiB", "iterations", "nodes", "steps", "core-s/GB"}
 LIMIT_S = 280.0
 EACH = [
     pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.cluster] if family.cluster else [])])
@@ -49,6 +50,20 @@ def test_a_tiny_run_gives_every_figure(tmp_path: Path, name: str) -> None:
         assert (math.isfinite(row["value"]) or is_unmeasured) and row["unit"] in UNITS and row["ok"] is None, row
         assert f"\n{row['id']}  " in said, row
     assert "they say nothing" in said and not (tmp_path / "bench.json").exists()
+
+
+def test_figures_that_a_program_names_are_declared_with_units_that_are_known() -> None:
+    declared = {name for family in FAMILIES.values() for name in family.names()}
+    found = 0
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("Row", "median_row"):
+                continue
+            match call.args[:3]:
+                case [ast.Constant(value=str(name)), _, ast.Constant(value=unit)] if "." in name:
+                    assert name in declared and unit in UNITS, f"{path.name}: {name} in {unit!r}"
+                    found += 1
+    assert found > 20
 
 
 def test_a_figure_that_is_missing_or_not_declared_is_told() -> None:

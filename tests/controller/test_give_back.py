@@ -14,6 +14,7 @@ import pytest
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import give_back, probe
 from gemini_hpc.controller.fencing import REASON, Port
+from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.give_back import GiveBack
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.slurm.facts import Node
@@ -61,7 +62,7 @@ def test_given_back(
     monkeypatch.setattr(probe, "reached", reached)
     slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
     journal.write("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal).check_fenced
+    look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal, Gate(Settings())).check_fenced
 
     async def many() -> None:
         for _ in range(12):
@@ -78,7 +79,7 @@ def test_given_back(
 
 def test_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal).check_fenced())
+    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal, Gate(Settings())).check_fenced())
     assert not slurm.resumed
     journal.close()
 
@@ -86,7 +87,7 @@ def test_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
 def test_off_by_default(tmp_path: Path) -> None:
     assert Settings().auto_resume_s == 0
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(asyncio.wait_for(GiveBack(Settings(), slurm, journal).run(), 5))
+    asyncio.run(asyncio.wait_for(GiveBack(Settings(), slurm, journal, Gate(Settings())).run(), 5))
     journal.close()
 
 
@@ -102,7 +103,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     monkeypatch.setattr(probe, "reached", reached)
     slurm, journal = ScriptedSlurm(REASON, NEW, keeps=True), Journal(str(tmp_path / "journal"))
     journal.write("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal).check_fenced
+    look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal, Gate(Settings())).check_fenced
 
     async def many() -> None:
         for _ in range(12):

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gemini_hpc.config import ConfigError, Settings, parse
 from gemini_hpc.controller import metrics
 from gemini_hpc.controller.metrics import EVENTS, Metrics
+from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.query.inspect_document import inspect_document
 
 from .test_inspect_document import SLURM, pairs
@@ -39,7 +40,8 @@ async def ask(of: Any) -> dict[str, Any]:
 def made(tmp_path: Path, **settings: Any) -> Metrics:
     registry = SimpleNamespace(jobs={n: track(n) for n in (7, 8, 9)} | {3: track(3, ended=5.0)})
     journal = SimpleNamespace(fenced=lambda window_s: 1, drained=lambda window_s: 2)
-    return Metrics(Settings(state_dir=str(tmp_path), **settings), registry, journal, ask)  # type: ignore[arg-type]
+    withheld = Withheld(str(tmp_path), lambda *said: None)
+    return Metrics(Settings(state_dir=str(tmp_path), **settings), registry, journal, withheld, ask)  # type: ignore[arg-type]
 
 
 def published(path: Path) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

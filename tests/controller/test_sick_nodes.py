@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gemini_hpc.config import Settings
+from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons, read
 from gemini_hpc.controller.sick_nodes import RedNodeCase, SickNodeDrains, why_not
+from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.slurm.text import parse_node
@@ -42,6 +44,13 @@ def test_the_judgement() -> None:
         assert bool(found) == bool(why) and why in found, (case, found)
 
 
+def test_a_site_that_observes_drains_nothing_and_keeps_its_budget(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, mode="observe", sick_nodes_per_day=1)
+    assert scene.judge("n1") == ['not drained: mode = "observe"']
+    assert scene.judge("n2") == ["not drained: 1 nodes drained within a day, 1 allowed"], "as if n1 were drained"
+    assert not scene.drained and [act.node for act in scene.withheld.acts] == ["n1"]
+
+
 class Scene(FakeSlurm):
     """Nodes n1 to n4."""
 
@@ -51,11 +60,14 @@ class Scene(FakeSlurm):
         self.said: list[tuple[str, str, str]] = []
         self.alerts: list[tuple[str, str]] = []
         self.journal = Journal(str(path / "journal.jsonl"))
+        self.withheld = Withheld(str(path), lambda *said: None)
         self.sick = SickNodeDrains(
             Settings(**settings),
             self,
             self.journal,
             Lemons(str(path), 30),
+            Gate(Settings(**settings)),
+            self.withheld,
             lambda raw_id, restart, event, host, detail: self.said.append((event, host, detail)),
             lambda kind, raw_id, host, why: self.alerts.append((kind, host)),
         )

@@ -12,12 +12,20 @@ from .test_links import ROOT, section, spans
 PAGES = ("docs/dev/robustness.md", "docs/faults.md")
 REFERENCE = re.compile(r"(tests/[\w/.-]+)(?:::(\w+))?")
 HASH = re.compile(r"[0-9a-f]{7,40}")
-NONE = "no test"
+NONE = ("no test", "none")
 # Sections that are no lists of defects, faults or attacks.
-PROSE = ("How ", "What this list shows", "Who is against whom", "Boundaries", "Bounds on", "What is not defended")
-# Days of the month, and the commit.
-SINCE = re.compile(r"\d{1,2}, `([^`]+)`")
-FOUND_BY = ("not recorded", "review", "model", "simulation", "cluster", "user")
+PROSE = (
+    "How ",
+    "What this list shows",
+    "Who is against whom",
+    "Boundaries",
+    "Bounds on",
+    "Without MUNGE",
+    "What is not defended",
+)
+# The commits that mended a defect; in brackets day and commit that brought it, and how it was found, if known.
+FOUND = r"(?:shown by the )?(?:review|model|simulation|cluster|user).*"
+MENDED = re.compile(rf"`[^`]+`(?:, `[^`]+`)* \(\d{{1,2}}, `[^`]+`(?:, {FOUND})?\)\.")
 
 
 @cache
@@ -143,10 +151,8 @@ def test_every_attack_names_a_test_that_is_there() -> None:
 
 def test_commits_look_like_hashes() -> None:
     for row in rows("docs/dev/robustness.md"):
-        mended, since = in_code(row["Mended by"]), SINCE.fullmatch(row["Since"].rstrip("."))
-        assert mended and since is not None, row
-        assert all(HASH.fullmatch(commit) for commit in (*mended, since[1])), row
-        assert row["Found by"].startswith(FOUND_BY), row
+        assert MENDED.fullmatch(row["Mended by"]), row
+        assert all(HASH.fullmatch(commit) for commit in in_code(row["Mended by"])), row
 
 
 def test_what_simulated_clusters_have_found_has_a_seed() -> None:

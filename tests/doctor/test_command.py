@@ -16,8 +16,8 @@ from gemini_hpc.config import Settings
 from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
-from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok
+from gemini_hpc.doctor.facts import Here, HostFacts
+from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok, warning
 from gemini_hpc.doctor.leftovers import age_s
 from gemini_hpc.doctor.network import Range, free_of, listeners
 from gemini_hpc.doctor.units import files, setting
@@ -27,6 +27,7 @@ from gemini_hpc.slurm.text import parse_configuration, parse_ping
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
+HERE = Here("h", "0123456789ab", 2)
 
 
 class Told(HostFacts):
@@ -97,11 +98,22 @@ def test_a_fact_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPat
 
 def test_the_text() -> None:
     findings = list(examine.examine(Told(UnkillableStepTimeout="5 sec\x1b[2J"), ["slurm.unkillable", "memory.unit"]))
-    d = report.document(findings, "h", ["login"], "root", "22.05.8", 1, 2.0)
+    d = report.document(findings, HERE, ["login"], "root", "22.05.8", 1, 2.0)
     text = report.text(d)
     assert "WRONG    slurm.unkillable" in text and "wanted: at least 60 s" in text and "fix:" in text
     assert "memory.unit" not in text and "1 are for other hosts" in text and "\x1b" not in text
     assert sum(d["counts"].values()) == len(d["checks"]) == 2
+
+
+def test_accepted_warnings_are_counted_and_not_shown() -> None:
+    """What is wrong is shown, whatever the settings accept."""
+    facts = Told(UnkillableStepTimeout="5 sec")
+    facts._known["settings"] = Settings(accepted_warnings=("x.warns", "slurm.unkillable"))
+    warns = Check("x.warns", "", ANYWHERE, lambda _: warning("odd", "even", "none"))
+    found = list(examine.examine(facts, ["x.warns", "slurm.unkillable"], (*examine.CHECKS, warns)))
+    d = report.document(found, HERE, ["login"], "root", "", 1, 2.0)
+    assert d["counts"]["accepted"] == 1 and d["counts"]["wrong"] == 1
+    assert "odd" not in report.text(d) and "1 accepted" in report.text(d) and "slurm.unkillable" in report.text(d)
 
 
 def test_every_check_is_documented_and_broken_by_a_test() -> None:
@@ -119,7 +131,7 @@ def test_every_check_is_documented_and_broken_by_a_test() -> None:
 
 def test_the_document_is_documented() -> None:
     text = (ROOT / "docs/json.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
-    d = report.document(list(examine.examine(Told(), ["slurm.unkillable"])), "h", ["login"], "root", "", 0, 2.0)
+    d = report.document(list(examine.examine(Told(), ["slurm.unkillable"])), HERE, ["login"], "root", "", 0, 2.0)
     json.dumps(d)
     assert d["schema"] == 1
     assert all(f"`{key}`" in text for key in [*d, *d["checks"][0], *STATUSES])

@@ -15,15 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # its arguments, and what it prints at its end
 HERE = {
     "train_gpt.py": ("--steps 3 --workers 0 --layers 1 --dim 32", "rank 0: 3 steps done"),
+    "train_small.py": ("", "epoch 7:"),
     "train_huggingface.py": ("--steps 6", "global_step=6"),
     "train_lightning.py": ("--steps 6", "6 steps done"),
 }
 ELSEWHERE = {
+    "canary_slurmd": "doctor/test_canary.py::test_the_example",
     "disk_or_memory.py": "examples/test_disk_or_memory.py::test_each_way_is_killed_once",
     "disk_or_memory.sh": "benchmarks/test_families.py::test_a_tiny_run_gives_every_figure",
     "health_check": "node/test_health_check.py::test_the_example",
     "heat_mpi.py": "mpi/test_archive.py::test_the_example_archives_its_plate",
     "heat_mpi.sh": "e2e/test_heat.py::test_a_node_is_cut",
+    "quickstart.py": "examples/test_quickstart.py::test_a_killed_rank_resumes_bit_for_bit",
     "job.sh": "e2e/test_training.py::test_node_cut",
 }
 

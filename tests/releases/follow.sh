@@ -57,6 +57,7 @@ install() {
 	[ -s /usr/share/bash-completion/completions/gemini-hpc ]
 	bash -c '. /usr/share/bash-completion/completions/gemini-hpc; COMP_WORDS=(gemini-hpc doc) COMP_CWORD=1
 		_gemini_hpc gemini-hpc doc; [ "${COMPREPLY[*]}" = doctor ]'
+	systemd-analyze verify --man=no /lib/systemd/system/gemini-hpc-tickets.service
 	if [ "$host" = ctl ]; then
 		systemd-analyze verify --man=no /lib/systemd/system/gemini-hpc-controller.service
 	else

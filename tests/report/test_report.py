@@ -20,13 +20,14 @@ import pytest
 from gemini_hpc.cli import report
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.main import main
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
 from gemini_hpc.query.ask import Recorded
 from gemini_hpc.report import drawing
 from gemini_hpc.report.html_page import Pictures, render
-from gemini_hpc.report.report_data import Shown, choose, document, idle, shown
+from gemini_hpc.report.report_data import Shown, choose, document, idle, in_words, saved_steps, shown
 from gemini_hpc.train.schedule import stats_messages
-from gemini_hpc.wire.inspect_schema import InspectPart, Record, RecordAsk, TrainingState
+from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, Record, RecordAsk, TrainingState
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 from .test_charts import colours, rgb
@@ -101,7 +102,7 @@ def test_a_job_of_very_many_sets_is_cut() -> None:
 def test_an_agent_that_tells_no_record_leaves_the_summary() -> None:
     parts = [part("n1", 0, STEADY)]
     (one,) = shown(parts, [Recorded("n1", RecordAsk("default", 0), None)])
-    assert one == Shown("default", 0, "n1", STEADY, None, ())
+    assert one == Shown("default", 0, "n1", STEADY, None, (), saved=5, saved_at=1.0)
 
 
 def test_idle_is_what_lies_between_the_collectives() -> None:
@@ -133,6 +134,32 @@ def test_pictures() -> None:
     width, height = size_of(drawing.timeline_png(ONE))
     assert width == drawing.WIDTH_IN * drawing.DPI and 200 < height < 800
     assert size_of(drawing.overhead_png(ONE))[0] == width
+
+
+def test_the_first_picture_shows_saved_steps_losses_and_resumes() -> None:
+    saved = tuple(Point(1000.0 + n, 0.01, 1, 10 * n) for n in range(1, 9))
+    lost = EventRecord(1004.5, "detected", "n1", 0, 0, "n2 is silent")
+    resumed = [EventRecord(1006.0 + 0.1 * rank, "resumed", "n1", 1, 40) for rank in range(3)]
+    parts = [msgspec.structs.replace(part("n1", 0, STEADY), events=(lost, *resumed))]
+    state = msgspec.structs.replace(parts[0].trainings[0], sealed=Stamp(1, 80))
+    slot = msgspec.structs.replace(parts[0].held[0], stamp=Stamp(1, 80), since=1008.0)
+    parts[0] = msgspec.structs.replace(parts[0], trainings=(state,), held=(slot,))
+    (one,) = shown(parts, [Recorded("n1", RecordAsk("default", 0), Record("default", 0, None, saved))])
+    assert [event.name for event in one.marks] == ["detected", "resumed"]
+    assert in_words(one, 1010.0) == "The newest save is step 80, 2 s ago. So far: 1 loss, 1 resume."
+    assert saved_steps(one)[-1] == (1008.0, 80) and (1006.0, 40) in saved_steps(one)
+    drawn = colours(drawing.steps_png(one, 1010.0))
+    assert {rgb(c) for c in (drawing._TRAINING, drawing._WAIT, drawing._RESUMED)} <= drawn
+    (told,) = document(7, 1010.0, [one])["trainings"]
+    assert (told["saved"], told["saved_age_s"], len(told["marks"])) == (80, 2.0, 2)
+    page = render(7, 1010.0, [Pictures(one, None, None, drawing.steps_png(one, 1010.0))])
+    assert page.index("The newest save is step 80") < page.index("What the copies cost")
+
+
+def test_without_a_save_the_page_says_so() -> None:
+    assert in_words(ONE, 2e9).startswith("No step is saved yet")
+    with pytest.raises(ValueError, match="no saved step"):
+        drawing.steps_png(ONE, 2e9)
 
 
 def test_each_lane_is_drawn() -> None:
@@ -224,7 +251,12 @@ def test_files(
     monkeypatch.chdir(tmp_path)
     answers([part("n1", 0, STEADY)], {("default", 0): Record("default", 0, TIMELINE, SERIES)})
     assert run("7") == 0
-    written = ["gemini-7.html", "gemini-7-default-timeline.png", "gemini-7-default-overhead.png"]
+    written = [
+        "gemini-7.html",
+        "gemini-7-default-steps.png",
+        "gemini-7-default-timeline.png",
+        "gemini-7-default-overhead.png",
+    ]
     assert capsys.readouterr().out.splitlines() == written
     assert {p.name for p in tmp_path.iterdir()} == set(written)
     size_of((tmp_path / written[1]).read_bytes())

@@ -16,11 +16,12 @@ from typing import Any
 
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import LEAVES_S
-from gemini_hpc.core import parity
+from gemini_hpc.core import parity, ranges
 from gemini_hpc.core.ranges import between
 from gemini_hpc.format import commit_record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
+from gemini_hpc.wire.grant_page import Grant, GrantWriter
 
 from . import slot
 from .kernel import Process
@@ -131,6 +132,7 @@ class Rank:
         self._fds: dict[int, list[int]] = {}
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
+        self._grants: dict[int, GrantWriter] = {}  # of these
         self._m, self._node_rank, self._blocks = 0, 0, 0
         self.group: tuple[int, ...] = ()
         self._gate: SealGate | None = None
@@ -457,13 +459,14 @@ class Rank:
             if not isinstance(reply, local.Ok):
                 return False
             channel = self._channels[holder] = self.world.packets[fds[0]]
+            self._grants[holder] = GrantWriter(fds[1])
+            os.close(fds[1])
         try:
             reply = self._said(channel, local.PushOffer(version, len(payload)))
             there = reply.there if isinstance(reply, local.Taken) else ()
             taken = reply is not None
-            for start, end in between(there, len(payload)) if taken else ():
-                for at in range(start, end, 4500):
-                    taken = taken and self._said(channel, local.PushChunk(min(4500, end - at))) is not None
+            if taken:
+                self._grant(channel, self._grants[holder], ranges.size(between(there, len(payload))))
             taken = taken and self._said(channel, local.PushDone()) is not None
         except OSError:
             taken = False
@@ -471,6 +474,14 @@ class Rank:
             self.watch(f"not taken by {holder}", self, version)
             gate.degrade(f"nothing can be sealed without node rank {holder}'s copies", gone=channel.ended)
         return taken
+
+    def _grant(self, channel: Packets, page: GrantWriter, total: int) -> None:
+        """Let a part of the version go in a window, and withdraw the rest; the window's end comes in its middle."""
+        now = self.world.loop.now
+        if page.write(Grant(total * 2 // 3, now + 0.004, 1e7)):
+            channel.send(local.encode(local.PushGo()))
+        self.world.clock.sleep(0.002)
+        page.withdraw()
 
     @staticmethod
     def _said(channel: Packets, request: Any) -> local.Ok | local.Taken | None:

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
+from gemini_hpc.controller import withheld
+
 from . import admin_stories, many, mix
 from .apart import Told, apart, with_equal_hashes
 from .chaos import Chaos
@@ -70,6 +74,35 @@ def power(seed: int) -> Site:
             raise Wrong(f"fenced {site.fenced}, restart {site.training.restart}")
         if site.back_s > BACK_S:
             raise Wrong(f"the job was back after {site.back_s:.0f} s")
+
+    site.checks.append(check)
+    return site
+
+
+def canary(seed: int) -> Site:
+    """The same where the job's partition is a canary: the agents are told, and the controller acts as ever."""
+    site = Site(seed, mode="canary")
+    _loses_power(site)
+
+    def check() -> None:
+        if len(site.fenced) != 1 or site.training.restart != 1:
+            raise Wrong(f"fenced {site.fenced}, restart {site.training.restart}")
+
+    site.checks.append(check)
+    return site
+
+
+def observes(seed: int) -> Site:
+    """A node loses power at a site that only observes: Slurm finds it, and its own judgement confirms ours."""
+    site = Site(seed, mode="observe")
+    site.training.fails_after_s = None  # nobody would send such a job back
+    _loses_power(site, kept=False)
+
+    def check() -> None:
+        with open(f"{site.place}/state/{withheld.FILE}", "rb") as f:
+            acts = msgspec.json.decode(f.read(), type=list[withheld.WithheldAct])
+        if [(a.act, a.job, a.verdict) for a in acts] != [(withheld.FENCE, site.training.number, withheld.CONFIRMED)]:
+            raise Wrong(f"the score is {acts}")
 
     site.checks.append(check)
     return site
@@ -355,6 +388,8 @@ def chaos(seed: int) -> Site:
 SCENARIOS: dict[str, Callable[[int], Site]] = {
     "success": success,
     "power": power,
+    "canary": canary,
+    "observes": observes,
     "ends-early": ends_early,
     "ends-well": ends_well,
     "no-kill": no_kill,

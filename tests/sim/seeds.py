@@ -43,6 +43,7 @@ _SITES = [
     ("keeps-reservations", "power", "Wrong: held"),
     ("fences-living-kernels", "hangs", "Wrong: healthy"),
     ("no-budget", "outage", "Wrong: budget"),
+    ("opens-the-gate", "observes", "Wrong: observed only"),
     ("starts-now", "power", "Wrong: ended"),
     ("resumes-nothing", "controller-killed", "Wrong: held"),
     ("tells-once", "backup", "Wrong: ended"),

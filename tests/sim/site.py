@@ -77,6 +77,7 @@ class Site:
         user_budget: int = 2,
         auto_resume_s: float = 0.0,
         tier: bool = False,
+        mode: str = "act",
     ) -> None:
         gc.disable()  # what a collector ends runs its `finally` blocks
         self.world = World(seed)
@@ -95,6 +96,8 @@ class Site:
             fence_budget_user_nodes=user_budget,
             auto_resume_s=auto_resume_s,
             failure_domains="none",
+            mode=mode,
+            canary_partitions=("all",) if mode == "canary" else (),
         )
         self.hosts = [self.world.network.add(name) for name in names]
         self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}
@@ -232,6 +235,8 @@ class Site:
         """slurmctld does what somebody has asked for."""
         self.world.tell(f"Slurm: {what} {name}")
         now = self.world.loop.now
+        if self.settings.mode == "observe":
+            self.fail(Wrong(f"observed only: {what} {name}"))
         if what in ("drain", "down"):
             if (
                 self.nodes[name].host.up

@@ -97,13 +97,13 @@ def _encode(payload: bytes, *, for_uid: int) -> bytes:
     return msgspec.msgpack.encode((uid, for_uid, payload))
 
 
-def _decode(credential: bytes) -> tuple[bytes, int]:
+def _decode(credential: bytes) -> tuple[bytes, int, int]:
     if current().host in world().munged:
         raise munge.MungeError("munged does not answer")
     uid, for_uid, payload = msgspec.msgpack.decode(credential, type=tuple[int, int, bytes])
     if for_uid not in (user_of(current()), -1):
         raise munge.MungeError("Unauthorized credential for client")
-    return payload, uid
+    return payload, uid, 0
 
 
 # ---- connections for threads ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -61,6 +62,24 @@ def test_the_index_shows_each_tensor_as_one(tmp_path: Path) -> None:
     os.rename(tmp_path / "gemini-9", tmp_path / "moved")  # nothing in it names the directory
     with h5py.File(tmp_path / "moved/default" / version.name(Stamp(1, 5)) / "index.h5") as shown:
         assert shown["tensors/model.w"][...].tobytes() == w
+
+
+def test_a_manifest_names_its_training_by_the_key_of_earlier_releases() -> None:
+    """Files outlive a renaming in the code: the key is not the attribute's name."""
+    shard = {"rank": 0, "home": 0, "bytes": 4096, "used": 4096, "digest": "0" * 32}
+    files = [{"name": "node-0000.h5", "bytes": 9000, "shards": [shard]}]
+    stored = {
+        "job": 9,
+        "set": "critic",
+        "stamp": [1, 5],
+        "world": 1,
+        "time": 1e9,
+        "files": files,
+        "format": version.FORMAT,
+    }
+    manifest = version.parse(json.dumps(stored).encode())
+    assert manifest.set == "critic"
+    assert json.loads(version.pack(manifest))["set"] == "critic"
 
 
 def test_a_version_is_whole_with_its_manifest(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def job(make_job: Callable[[int, int], FakeJob], monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def open_munge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid(), 0))
 
 
 @pytest.fixture

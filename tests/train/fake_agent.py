@@ -155,7 +155,8 @@ class Node:
                 if out:
                     socket.send_fds(sock, [packet], out)
                     if isinstance(request, local.OpenPush):
-                        os.close(out[0])
+                        for fd in out:
+                            os.close(fd)
                 else:
                     sock.sendall(packet)
                 if isinstance(request, local.Landed):
@@ -206,7 +207,7 @@ class Node:
             return local.Slots(held.bytes), held.fds
         if isinstance(m, local.OpenPush):
             push = Push(self, job.nodes[m.holder], m)
-            return local.Ok(), [push.theirs.detach()]
+            return local.Ok(), [push.theirs.detach(), push.page_fd]
         if isinstance(m, local.Begin):
             reason = job.refuse_begin(self.rank, m) if job.refuse_begin else ""
             if reason:
@@ -338,6 +339,7 @@ class FakeJob:
         self.corrupt: list[local.Landed] = []
         self.finished: set[int] = set()
         self.leaked: list[int] = []
+        self.rate = 0.0  # bytes a second of each push; 0: as fast as it goes
         self.ancestors: list[Held] = []
         self.refuse_begin: Callable[[int, local.Begin], str] | None = None
         self.refuse_register = ""

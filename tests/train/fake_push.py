@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format import commit_record
-from gemini_hpc.wire import local
+from gemini_hpc.wire import grant_page, local
+from gemini_hpc.wire.grant_page import GrantReader, Spell
 
 if TYPE_CHECKING:
     from .fake_agent import Held, Node
+
+
+_STEP_BYTES, _LOOK_S = 1 << 17, 0.002
 
 
 class Push:
@@ -22,6 +27,11 @@ class Push:
     def __init__(self, home: Node, holder: Node, request: local.OpenPush) -> None:
         self._home, self._holder, self._set, self._rank = home, holder, request.set, request.rank
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.page_fd = grant_page.make()
+        self._page = GrantReader(self.page_fd)
+        self._flying: list[tuple[float, int]] = []  # when so many bytes of the version will have arrived
+        self._arrived = self._spell_from = 0
+        self._free_at = self._spell_at = 0.0
         self._servers = home.server, holder.server
         self._from: Held | None = None
         self._into: Held | None = None
@@ -33,12 +43,19 @@ class Push:
 
     def _run(self) -> None:
         with suppress(OSError), self._sock:
-            while data := self._sock.recv(local.MAX_PACKET_BYTES):
+            while data := self._hear():
                 request = local.push_decoder.decode(data)
+                if isinstance(request, local.PushGo):
+                    continue
+                if isinstance(request, local.PushDone):
+                    while self._at < self._used:
+                        self._send(self._used)
+                    time.sleep(max(0.0, self._free_at - time.monotonic()))
+                    self._land()
                 with self._home.job.lock:
                     if (self._home.server, self._holder.server) != self._servers or None in self._servers:
                         return
-                    reply = self._answer(request)
+                    reply = self._offer(request) if isinstance(request, local.PushOffer) else local.Ok()
                     done = isinstance(request, local.PushDone)
                     self._home.job.unverified += done
                 self._sock.sendall(local.encode(reply))
@@ -47,18 +64,46 @@ class Push:
                         self._verify()
                         self._home.job.unverified -= 1
 
-    def _answer(self, request: local.Message) -> local.Message:
-        if isinstance(request, local.PushOffer):
-            return self._offer(request)
-        if isinstance(request, local.PushChunk):
-            assert self._from is not None and self._into is not None
-            here, there = self._slots
-            data = os.pread(self._from.fds[here], request.length, self._at)
+    def _hear(self) -> bytes:
+        """The rank's next message. What it grants goes before."""
+        while True:
+            self._page.sleeps(True)
+            self._land()
+            while self._at < self._used:
+                grant = self._page.grant(self._used)
+                if not (room := grant.room(self._at, self._at - self._arrived, time.monotonic())):
+                    break
+                self._send(room)
+                self._land()
+            self._sock.settimeout(_LOOK_S if self._arrived < self._used else None)
+            with suppress(TimeoutError):
+                return self._sock.recv(local.MAX_PACKET_BYTES)
+
+    def _send(self, most: int) -> None:
+        """At the rate of the job's links."""
+        assert self._from is not None and self._into is not None
+        job, now = self._home.job, time.monotonic()
+        here, there = self._slots
+        with job.lock:
+            if (self._home.server, self._holder.server) != self._servers:
+                raise OSError("an agent has gone")
+            data = os.pread(self._from.fds[here], min(most, _STEP_BYTES, self._used - self._at), self._at)
             os.pwrite(self._into.fds[there], data, self._at)
-            self._at += len(data)
-        else:
-            assert self._at == self._used, "not all has come"
-        return local.Ok()
+        if self._at == self._arrived:
+            self._spell_from, self._spell_at = self._at, now
+        self._at += len(data)
+        self._free_at = max(now, self._free_at) + (len(data) / job.rate if job.rate else 0.0)
+        self._flying.append((self._free_at, self._at))
+        self._page.moved(self._at, self._arrived)
+
+    def _land(self) -> None:
+        now = time.monotonic()
+        while self._flying and self._flying[0][0] <= now:
+            self._arrived = self._flying.pop(0)[1]
+            self._page.moved(self._at, self._arrived)
+        if self._arrived == self._at > self._spell_from:
+            self._page.add(Spell(self._at - self._spell_from, self._spell_at, now))
+            self._spell_from = self._at
 
     def _offer(self, offer: local.PushOffer) -> local.Message:
         job, stamp = self._home.job, Stamp(self._home.job.epoch, offer.version)
@@ -80,7 +125,9 @@ class Push:
             return local.Refused(refused.reason)
         os.pwrite(holder.fds[self._slots[1]], commit_record.BLANK, holder.bytes)
         self._from, self._into, self._version = home, holder, offer.version
-        self._used, self._at = offer.used, 0
+        self._used, self._at, self._arrived, self._spell_from = offer.used, 0, 0, 0
+        self._flying.clear()
+        self._page.moved(0, 0)
         return local.Ok()
 
     def _verify(self) -> None:

@@ -87,9 +87,11 @@ class Run:
     def __init__(
         self, job: FakeJob | None, world: int, options: dict[str, Any], node_ranks: Sequence[int] = ()
     ) -> None:
-        """node_ranks: the nodes that have ranks; default all."""
+        """node_ranks: the nodes that have ranks; default all. Option `rate`: bytes a second of each push."""
         nodes = [job.nodes[r] for r in node_ranks or range(len(job.nodes))] if job is not None else []
         self.job, self.processes = job, []
+        if job is not None:
+            job.rate = options.get("rate", 0.0)
         self.stderr: list[str] = []
         for rank, env in enumerate(environments(world)):
             if job is not None:

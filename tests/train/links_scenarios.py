@@ -20,8 +20,8 @@ import xxhash
 
 from gemini_hpc.train.nccl import messages
 from gemini_hpc.train.nccl.gloo_links import GlooLinks
-from gemini_hpc.train.nccl.messages import MessageInbox, MessageOutbox
-from gemini_hpc.train.transport.base import Head, LinkBroken, Pending
+from gemini_hpc.train.nccl.messages import MessageInbox, MessageOutbox, Pending
+from gemini_hpc.train.transport.base import Head, LinkBroken
 
 HANG_S = 20.0  # how long any one wait may take on a busy machine
 _CANARY = 0xA5

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.modellink import ModelLink
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.device.progress import Front
@@ -27,7 +28,7 @@ from gemini_hpc.train.schedule.pacer import Pacer
 from .timed_device import TimedDevice
 
 COLLECTIVES, COMPUTE_S, COLLECTIVE_S, OPTIMIZER_S = 6, 0.020, 0.010, 0.005
-B, ALPHA, CHUNK_BYTES, P = 1e8, 1e-4, 1 << 20, 4
+B, ALPHA, CHUNK_BYTES, P, STEP_BYTES = 1e8, 1e-4, 1 << 20, 4, 1 << 18
 SHARD_BYTES = 6 << 20  # 63 ms of the link's time, in 120 ms of idle spans
 _REDUCE = Signature("allreduce_", 0, (1,), None)
 _GROUP = SimpleNamespace(
@@ -51,8 +52,7 @@ class Training:
         self.traces: list[Trace] = []
         self.launched_at: list[float] = []
         self._tensor = SimpleNamespace(is_meta=False, is_cuda=True, nbytes=1000, device="cuda:0")
-        self._link_free = 0.0
-        self.chunks: list[tuple[float, float, int]] = []
+        self.link = ModelLink(device.clock, B, ALPHA, STEP_BYTES)
         self.spilled_bytes = 0
 
     def step(self) -> None:
@@ -91,29 +91,18 @@ class Training:
         pacer.begin(version)
         if self.waits:
             pacer.wait_for()
-        at, under_way = 0, []
-        while at < SHARD_BYTES:
-            device.until(lambda: len(under_way) < P)
-            size = pacer.free_turn(0, at, SHARD_BYTES - at, lambda: sum(under_way))
-            began = device.now
-            pacer.sent(began)
-            self._link_free = max(self._link_free, began) + ALPHA + size / B
-            self.chunks.append((began, self._link_free, size))
-            under_way.append(size)
-
-            def landed(size: int = size, began: float = began) -> None:
-                under_way.remove(size)
-                pacer.landed(0, size, began)
-
-            device.at(self._link_free, landed)
-            at += size
-        device.until(lambda: not under_way)
+        link = self.link
+        link.begin(SHARD_BYTES)
+        pacer.deliver(0, SHARD_BYTES, link)
+        arrives_at = link.all_arrives_at()
+        device.until(lambda: device.now >= arrives_at)
+        pacer.delivered(0)
         self.spilled_bytes += pacer.spilled_bytes
         device.at(device.now, self.pass_gate)
 
     def run(self, versions: int) -> None:
         """Save so many more."""
-        self.chunks, self.spilled_bytes = [], 0
+        self.link.chunks, self.spilled_bytes = [], 0
         for _ in range(versions):
             version = self.version
             self.send(version)
@@ -124,7 +113,7 @@ class Training:
 
     def beside(self) -> float:
         """Share of the chunks' time beside collectives of the device."""
-        busy = spans.joined((a, b) for a, b, _ in self.chunks)
+        busy = spans.joined((a, b) for a, b, _ in self.link.chunks)
         both = spans.common(busy, spans.joined(self.device.collectives))
         return sum(b - a for a, b in both) / sum(b - a for a, b in busy)
 
@@ -175,7 +164,7 @@ def test_the_profile_is_the_devices(training: Training) -> None:
 def test_while_it_is_profiled_nothing_is_sent_before_the_device_has_come_to_the_optimizer(training: Training) -> None:
     training.run(4)
     assert training.beside() < 0.01
-    assert sum(size for _, _, size in training.chunks) == 4 * SHARD_BYTES
+    assert sum(size for _, _, size in training.link.chunks) == 4 * SHARD_BYTES
 
 
 @pytest.mark.witness("checkpoint traffic goes in the idle spans of the training's own")
@@ -185,7 +174,7 @@ def test_bytes_go_in_planned_spans_of_the_device(training: Training) -> None:
     follow(training)
     training.run(1)
     training.run(10)
-    assert sum(size for _, _, size in training.chunks) == 10 * SHARD_BYTES
+    assert sum(size for _, _, size in training.link.chunks) == 10 * SHARD_BYTES
     assert training.spilled_bytes == 0
     assert training.beside() < 0.02
     # the device goes on from the gate as if nobody had waited there
@@ -204,7 +193,7 @@ def test_what_is_left_goes_when_the_device_has_come_to_the_optimizer(training: T
     training.run(4)
     assert training.spilled_bytes > SHARD_BYTES
     begun = [mark.at for mark in training.begun.values()]
-    late = [began for began, _, size in training.chunks if size == CHUNK_BYTES]  # larger than any window
+    late = [began for began, _, size in training.link.chunks if size == STEP_BYTES]  # larger than any window
     assert late and all(began - max(at for at in begun if at <= began) > profile.gate_s - 1e-3 for began in late)
 
 

@@ -83,7 +83,7 @@ def test_the_parent_stays_protected(job: FakeJob, capfd: pytest.CaptureFixture[s
     assert report["state"] in PROTECTED and report["version"] == 5 and not report["unsaved"], report
     assert len(job.nodes[0].hellos) == 1, "the rank has not lost its agent"
     training.ckpt.close()
-    said = [line for line in capfd.readouterr().err.splitlines() if "gemini-hpc" in line]
+    said = [line for line in (before + capfd.readouterr().err).splitlines() if "gemini-hpc" in line]
     assert len(said) == 1 and "protected since step" in said[0], said
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.modellink import ModelLink
 from gemini_hpc.train.schedule import pacer as pacer_module
 from gemini_hpc.train.schedule.chunk_schedule import Timetable, Window
 from gemini_hpc.train.schedule.pacer import PROBE_BYTES, Pacer
+from gemini_hpc.wire import grant_page
+from gemini_hpc.wire.grant_page import Grant
 
 B, ALPHA, SIZE = 1e5, 0.001, 100  # a chunk takes 2 ms
 FIRST, SECOND = Window(0, 2, False, 0.0, 0.010), Window(0, 3, False, 0.0, 0.010)
@@ -53,6 +56,14 @@ class Played:
         while self.launched < after or self.in_flight():
             self.now += 0.001
             if self.now > until:
+                return False
+        return True
+
+    def wait_launch(self, after: int, timeout_s: float) -> bool:
+        until = self.now + timeout_s
+        while self.launched <= after:
+            self.now = min(until, self.now + 0.0001)
+            if self.now >= until:
                 return False
         return True
 
@@ -139,37 +150,127 @@ def test_a_collective_that_begins_between_two_questions_is_seen(make: Make, at: 
     assert played.now >= 0.10
 
 
-def test_a_chunk_of_any_size_is_cut_to_what_is_left_of_its_span(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacer_module, "LEAST_BYTES", 20)
+class Link(ModelLink):
+    """Carries SIZE bytes in a millisecond, in steps of 10. Remembers the grants, and when they were withdrawn."""
+
+    def __init__(self, played: Played) -> None:
+        super().__init__(played.clock, B, 0.0, 10)
+        self.grants: list[Grant] = []
+        self.ended: list[float] = []
+
+    def grant(self, grant: Grant) -> None:
+        self.grants.append(grant)
+        super().grant(grant)
+
+    def withdraw(self) -> None:
+        self.ended.append(self._clock())
+        super().withdraw()
+
+
+@pytest.fixture
+def deliver(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Pacer, Link]]:
+    def deliver(played: Played, total: int, *chunks: tuple[int, int]) -> tuple[Pacer, Link]:
+        monkeypatch.setattr(pacer_module, "LEAST_BYTES", 20)
+        monkeypatch.setattr(grant_page, "LEAST_BYTES", 10)
+        pacer, link = make(played, *chunks), Link(played)
+        link.begin(total)
+        pacer.deliver(0, total, link)
+        return pacer, link
+
+    return deliver
+
+
+Deliver = Callable[..., tuple[Pacer, Link]]
+
+
+def beside(link: Link, played: Played) -> bool:
+    """Whether a byte was sent, or on its way, beside a collective."""
+    return any(sent < end and arrives > start for sent, arrives, _ in link.chunks for start, end in played._ops)
+
+
+def test_a_window_is_granted_as_a_whole(deliver: Deliver) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
-    played.now = 0.0585  # 1.5 ms of the first span are left
-    pacer = make(played, (0, 5 * SIZE), (1, 5 * SIZE))
-    assert pacer.free_turn(0, 0, 10 * SIZE, lambda: 0) == pytest.approx(0.5e-3 * B, abs=1)
-    assert played.now == 0.0585
-    # 10 bytes more would be fewer than the least: the next one goes in the next span, as long as a chunk may be
-    assert pacer.free_turn(0, 50, 10 * SIZE - 50, lambda: 40) == SIZE
-    assert 0.10 <= played.now < 0.105
-    played.now = 0.1
-    assert pacer.free_turn(0, 150, 30, lambda: 0) == 30, "the last one is as long as it is"
+    pacer, link = deliver(played, 8 * SIZE, (0, 5 * SIZE), (1, 3 * SIZE))
+    assert [grant.until for grant in link.grants] == [5 * SIZE, 8 * SIZE], "and no byte before its window"
+    assert [grant.before for grant in link.grants] == [pytest.approx(0.059), pytest.approx(0.109)]
+    assert not beside(link, played) and pacer.spilled_bytes == 0
 
 
-def test_a_chunk_of_any_size_waits_for_the_span_of_its_first_byte(make: Make) -> None:
+def test_what_does_not_fit_in_a_window_is_granted_in_the_next_one(deliver: Deliver) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
-    played.now = 0.051
-    pacer = make(played, (0, SIZE), (1, SIZE))
-    assert pacer.free_turn(0, SIZE - 1, SIZE + 1, lambda: 0) == SIZE
-    assert played.now == 0.051
-    assert pacer.free_turn(0, SIZE, SIZE, lambda: 0) == SIZE
-    assert played.now >= 0.10
+    played.now = 0.0585  # 0.5 ms of the first window are left, beside the startup time
+    pacer, link = deliver(played, 3 * SIZE, (0, 3 * SIZE))
+    assert link.grants[0].until == pytest.approx(SIZE / 2, abs=1) and len(link.grants) == 2
+    assert link.grants[1].until == 3 * SIZE and played.now >= 0.10
+    assert not beside(link, played) and pacer.spilled_bytes == 0
 
 
-def test_without_a_plan_a_chunk_of_any_size_probes_the_link_first(make: Make) -> None:
+def test_a_collective_ends_a_grant(deliver: Deliver) -> None:
+    """It comes long before the window was to end; two steps, of 0.1 ms each, may be on their way."""
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.053, 0.10)])
+    pacer, link = deliver(played, 8 * SIZE, (0, 8 * SIZE))
+    assert link.grants[0].until == 8 * SIZE and 0.053 <= link.ended[0] < 0.0533
+    assert max(arrives for sent, arrives, _ in link.chunks if sent < 0.1) < 0.0536
+    assert played.now >= 0.10 and pacer.spilled_bytes == 0
+    played.now = link.all_arrives_at()
+    pacer.delivered(0)
+    assert len(pacer.journal) == 2 and sum(sent.size for sent in pacer.journal) == 8 * SIZE
+
+
+def test_a_slower_link_than_the_plan_counts_on_is_stopped_in_time(make: Make, deliver: Deliver) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    link = Link(played)
+    link.rate = B / 3
+    pacer = make(played, (0, 8 * SIZE))
+    link.begin(8 * SIZE)
+    pacer.deliver(0, 8 * SIZE, link)
+    assert len(link.grants) > 1
+    assert max(arrives for sent, arrives, _ in link.chunks if sent < 0.07) <= 0.0601
+
+
+def test_what_is_due_needs_no_grant(make: Make) -> None:
+    played = Played([(0.0, 1.0)])
+    pacer, link = make(played, (0, SIZE)), Link(played)
+    link.begin(SIZE)
+    pacer.hurry()
+    pacer.deliver(0, SIZE, link)
+    assert not link.grants and (played.now, pacer.spilled_bytes) == (0.0, SIZE)
+
+
+def test_a_window_in_which_the_training_begins_to_wait_ends_with_everything(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    pacer, link = make(played, (0, 5 * SIZE), (1, 5 * SIZE)), Link(played)
+    waits = played.wait_launch
+
+    def wait_launch(after: int, timeout_s: float) -> bool:
+        pacer.hurry()
+        return waits(after, timeout_s / 2)
+
+    played.wait_launch = wait_launch  # type: ignore[method-assign]
+    link.begin(10 * SIZE)
+    pacer.deliver(0, 10 * SIZE, link)
+    assert len(link.grants) == 1 == len(link.ended) and pacer.spilled_bytes >= 5 * SIZE
+
+
+def test_without_a_plan_the_link_is_probed_first(make: Make) -> None:
     played = Played([(0.0, 0.01)])
-    pacer = make(played, (0, SIZE))
+    pacer, link = make(played), Link(played)
     pacer.timetable, pacer.chunk_bytes = None, 1 << 20
     pacer.begin(8)
-    assert pacer.free_turn(0, 0, 4 << 20, lambda: 0) == PROBE_BYTES
-    assert pacer.free_turn(0, PROBE_BYTES, 4 << 20, lambda: 0) == 1 << 20
+    link.begin(4 << 20)
+    pacer.deliver(0, 4 << 20, link)
+    assert [grant.until for grant in link.grants] == [PROBE_BYTES], "the rest may go at once"
+    assert pacer.spilled_bytes == 0
+
+
+def test_without_pipelining_a_chunk_is_granted_when_the_one_before_has_arrived(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    pacer, link = make(played, (0, 3 * SIZE)), Link(played)
+    pacer.p = 1
+    link.begin(3 * SIZE)
+    pacer.deliver(0, 3 * SIZE, link)
+    assert [grant.until for grant in link.grants] == [SIZE, 2 * SIZE, 3 * SIZE]
+    assert link.arrived >= 2 * SIZE
 
 
 def test_the_own_copy_waits_for_a_span_that_holds_it(make: Make) -> None:

@@ -61,7 +61,7 @@ def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
         assert seen["collectives"] == 15 and seen["idle_s"] > 0.1
         assert seen["j"] == seen["s"] == 1
         # of what was recorded under the plan, hardly anything was beside the training's collectives
-        assert seen["overlap"]["chunks"] >= 10
+        assert seen["overlap"]["chunks"] >= 4, "each is what goes in one window"
         assert seen["overlap"]["beside_s"] < 0.2 * seen["overlap"]["chunks_s"]
     assert [s.version for s in job.seals][-1] == 60
 

@@ -13,7 +13,6 @@ import math
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -37,7 +36,6 @@ from gemini_hpc.train.device import host_copy, pins, streams
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.state import inner
-from gemini_hpc.train.transport import host
 from tests.train import watched
 from tests.train.timed_device import LaggingDevice
 
@@ -73,30 +71,6 @@ class Compute(torch.autograd.Function):
         return grads[0], None
 
     work = staticmethod(time.sleep)
-
-
-class SlowLink:
-    """Makes every link of this process carry `rate` bytes a second."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate, self.free_at = rate, 0.0
-        self.lock = threading.Lock()
-        send = host._HostOutbox.send
-
-        def slow_send(box: Any, chunk: torch.Tensor) -> Any:
-            pending = send(box, chunk)
-            with self.lock:
-                self.free_at = until = max(time.monotonic(), self.free_at) + chunk.numel() / self.rate
-            wait = pending.wait
-
-            def slow_wait() -> None:
-                wait()
-                time.sleep(max(0.0, until - time.monotonic()))
-
-            pending.wait = slow_wait
-            return pending
-
-        host._HostOutbox.send = slow_send  # type: ignore[method-assign]
 
 
 WRAPPERS: dict[str, Any] = {
@@ -421,7 +395,6 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         Numbers(o.get("samples", 70 * world)), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
     )
     kwargs = arguments(o.get("kwargs", {}))
-    slow = SlowLink(o["rate"]) if "rate" in o else None
     if "not_yet_s" in o:
         agent_connection.NOT_YET_S = o["not_yet_s"]
     if "close_s" in o:
@@ -576,8 +549,6 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
                 model(x)
         if str(step) in o.get("schemes", {}):
             ckpt.scheme = o["schemes"][str(step)]
-        if slow is not None and str(step) in o.get("rates", {}):
-            slow.rate = o["rates"][str(step)]
     final = digest(net, optimizer)
     if average is not None:
         final += digest_of(average.shadow)

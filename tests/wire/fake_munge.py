@@ -34,7 +34,7 @@ class FakeMunge:
         self._made[credential] = payload, self.me, for_uid
         return credential
 
-    def decode(self, credential: bytes) -> tuple[bytes, int]:
+    def decode(self, credential: bytes) -> tuple[bytes, int, int]:
         if self.down:
             raise munge.MungeError("Failed to access socket")
         if credential not in self._made:
@@ -45,7 +45,7 @@ class FakeMunge:
         if credential in self._opened:
             raise munge.MungeError("Replayed credential")
         self._opened.add(credential)
-        return payload, maker
+        return payload, maker, 0
 
 
 def client(**changes: object) -> HandshakeClient:

@@ -16,7 +16,7 @@ from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 def open_munge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Credentials that anybody can open: it is not about them here."""
     monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
-    monkeypatch.setattr(munge, "decode", lambda credential: (credential, 7))
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, 7, 0))
     yield
 
 

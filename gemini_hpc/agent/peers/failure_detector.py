@@ -132,17 +132,20 @@ class FailureDetector:
         self.suspects.discard(host)
         return self._alive(host, self._ticked_at)
 
-    def tick(self, now: float, links: Collection[str]) -> list[Effect]:
+    def tick(self, now: float, links: Collection[str], late_s: float = 0.0) -> list[Effect]:
         """Return probes for the partners to suspect now. Called once a heartbeat.
 
         Args:
             now: The time, in monotonic seconds.
             links: Hosts with a link.
+            late_s: Seconds by which the call is late. This process was stopped, or had no processor, and received
+                nothing. Nobody was silent in that time.
         """
-        if now - self._ticked_at > 2 * self._silence_s:  # this process itself was stopped: receive first, judge later
-            for host in self.last_heard:
-                self.last_heard[host] = now
-            self._comes = dict.fromkeys(self._comes, now + COMES_S)
+        if late_s > 0:
+            for host, at in self.last_heard.items():
+                self.last_heard[host] = min(now, at + late_s)
+            for host, at in self._comes.items():
+                self._comes[host] = at + late_s
         self._ticked_at = now
         if not self.watching:
             return []

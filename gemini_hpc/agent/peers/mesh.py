@@ -228,10 +228,12 @@ class Mesh:
 
     async def _beat(self) -> None:
         while True:
+            due = clock.monotonic() + self._settings.heartbeat_s
             await asyncio.sleep(self._settings.heartbeat_s)
             for link in list(self.links.values()):
                 link.send(peer.Ping())
-            self._do(self.detector.tick(clock.monotonic(), self.links))
+            now = clock.monotonic()
+            self._do(self.detector.tick(now, self.links, late_s=now - due))
 
     def _do(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

@@ -1,7 +1,7 @@
 """Versions of this node's own shards on their way to other holders: raw bytes, sent directly from the slot.
 
-Over a channel a training rank decides which bytes to send, and when. One thread of the channel sends them over the
-connections with the holder's agent (`stripes`). The other thread returns the acknowledgements.
+In a grant page a training rank says how many bytes may go, and until when. One thread of the channel sends them over
+the connections with the holder's agent (`stripes`). The other thread reads the acknowledgements.
 
 No bytes are copied or kept here: the kernel sends the slot's own pages. These pages do not change until the holder
 has verified the version, or the version is void. The digest sent to the holder is this agent's own, made while the
@@ -37,7 +37,8 @@ from gemini_hpc.core.digest import Digest, Pieces
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
-from gemini_hpc.wire import local, peer, protocol
+from gemini_hpc.wire import grant_page, local, peer, protocol
+from gemini_hpc.wire.grant_page import GrantReader, Spell
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 from gemini_hpc.wire.local_server import LocalClient
@@ -47,8 +48,11 @@ SILENCE_S = 5.0  # a holder that owes an acknowledgement for this long is lost
 DIAL_S, ANSWER_S = 2.0, 2.0  # time limits to connect, and for the holder's answer
 READ_S = 8.0  # wait for the digest after the last byte; it comes long before, unless the pool gets no processor
 _LOOK_S = 0.25  # interval of checks while no acknowledgement arrives
+_GRANT_S = 0.02  # interval of looks at the grant page: a call of the rank may miss a thread that falls asleep
+_ROOM_S = 0.0005  # least wait for acknowledgements that make room in a grant
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0  # pause after a failed connection, doubled up to the longest
 _PIECE_BYTES = 1 << 20
+_STEP_BYTES = 4 << 20  # on each connection between two looks at the grant page
 _MOST_LIST_BYTES = 8 << 20  # digests of the pieces of half a TiB; a frame takes 16 MiB
 _Kinds = type[Message] | tuple[type[Message], ...]
 T = TypeVar("T")
@@ -65,17 +69,21 @@ class PushSender:
         self._membership, self._store, self._filling, self._spawn = membership, store, filling, spawn
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
-    def open(self, client: LocalClient, shard: Shard, host: str) -> int:
-        """Return the training rank's end of a new channel. An older channel for the same shard and holder ends."""
+    def open(self, client: LocalClient, shard: Shard, host: str) -> list[int]:
+        """Return the training rank's end of a new channel, and its grant page.
+
+        An older channel for the same shard and holder ends.
+        """
         key = (shard.set, shard.rank, host)
         if (older := self._channels.get(key)) is not None:
             older.stop()
+        page = grant_page.make()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = self._channels[key] = Channel(
-            self._membership, self._store, self._filling, client, shard.set, shard.rank, host, mine
+            self._membership, self._store, self._filling, client, shard.set, shard.rank, host, mine, GrantReader(page)
         )
         self._spawn(self._carry(key, channel))
-        return theirs.detach()
+        return [theirs.detach(), page]
 
     async def _carry(self, key: tuple[str, int, str], channel: Channel) -> None:
         try:
@@ -115,17 +123,20 @@ class Channel:
         rank: int,
         host: str,
         sock: socket.socket,
+        page: GrantReader,
     ) -> None:
         self._membership, self._store, self._filling = membership, store, filling
         self._loop = asyncio.get_running_loop()
         self.client, self.set, self.rank, self.host = client, set_name, rank, host
-        self._sock = sock
+        self._sock, self._page = sock, page
         self._lock = threading.Lock()  # guards the fields from here to _stopped
         self._link: Stripes | None = None  # None also after its reader has seen its end
         self._on_loop: Future[Any] | None = None  # the call that the thread waits for
         self._awaited: deque[_Kinds] = deque()
-        self._chunks: deque[int] = deque()  # ends of the chunks that are not acknowledged, in bytes of the version
-        self._sent = 0  # bytes of the version
+        self._taken = False  # the holder waits for the version, of which `_total` bytes have to go
+        self._total = 0
+        self._sent = self._arrived = 0  # bytes of the version
+        self._spell_from, self._spell_at = 0, 0.0  # first byte in flight, and when it was sent
         self._progress = 0.0
         self._stopped = False
         self._reader: tuple[threading.Thread, Stripes] | None = None
@@ -156,13 +167,11 @@ class Channel:
     def run(self) -> None:
         """Carry versions until the training rank closes the channel, or a version is lost."""
         try:
-            while data := self._sock.recv(local.MAX_PACKET_BYTES):
+            while data := self._hear():
                 request = local.push_decoder.decode(data)
                 if isinstance(request, local.PushOffer):
                     self._offer(request)
-                elif isinstance(request, local.PushChunk):
-                    self._chunk(request.length)
-                else:
+                elif isinstance(request, local.PushDone):
                     self._done()
         except (PushLost, LinkClosed, OSError, msgspec.MsgspecError) as exc:
             self._fail(f"{self.host}: {exc}")
@@ -171,9 +180,46 @@ class Channel:
             self._forget_link()
             self._forget_slot()
             self._sock.close()
+            self._page.close()
+
+    def _hear(self) -> bytes:
+        """Return the rank's next message; b"" at the end. What the rank grants is sent before."""
+        while True:
+            try:
+                self._page.sleeps(True)  # before the look: a grant that comes behind it is called
+                pause_s = self._send_granted()
+                self._sock.settimeout(pause_s)
+                return self._sock.recv(local.MAX_PACKET_BYTES)
+            except TimeoutError:
+                continue
+            finally:
+                self._page.sleeps(False)
+
+    def _send_granted(self) -> float | None:
+        """Send what may go now. Return the seconds until the next look at the grant; None: no bytes are left."""
+        while self._left():
+            grant, now = self._page.grant(self._total), clock.monotonic()
+            with self._lock:
+                in_flight = self._sent - self._arrived
+            room = grant.room(self._sent, in_flight, now)
+            if not room:
+                crowded = in_flight > 0 and grant.rate > 0 and grant.until > self._sent and grant.before > now
+                return min(_GRANT_S, max(_ROOM_S, in_flight / grant.rate)) if crowded else _GRANT_S
+            self._page.sleeps(False)
+            self._send(room)
+            self._page.sleeps(True)
+        return None
+
+    def _left(self) -> int:
+        """Return how many bytes of the version have to go yet."""
+        return max(0, self._total - self._sent)
 
     def _offer(self, m: local.PushOffer) -> None:
-        self._all_arrived()
+        with self._lock:
+            if self._sent != self._arrived:
+                raise PushLost("the rank has not waited for its bytes")
+            self._taken, self._total, self._sent, self._arrived = False, 0, 0, 0
+            self._page.moved(0, 0)
         self._forget_slot()
         self._used = self._at = 0
         self._part = self._reading = None
@@ -183,7 +229,6 @@ class Channel:
                 raise PushLost("given up")
             if self._link is not None and not self._awaited and self._link.lead.ready(self._link.links, 0):
                 self._link = None  # only its end can arrive, which the reader is about to see
-            self._sent = 0
         try:
             head, self._file, self._reading, links = self._wait_for(self._prepare(m))
         except PushLost as exc:
@@ -214,11 +259,12 @@ class Channel:
         except CancelledError:
             raise PushLost("given up") from None
 
-    def _chunk(self, length: int) -> None:
+    def _send(self, most: int) -> None:
+        """Send the next bytes of the version: at most so many, and no more than one step."""
         self._pass_over()
-        most = (self._there[0][0] if self._there else self._used) - self._at
-        if not 0 < length <= most:
-            raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
+        link = self._link
+        step = _STEP_BYTES * (len(link.links) if link is not None else 1)
+        length = min(most, step, (self._there[0][0] if self._there else self._used) - self._at)
         link = self._expect(length)
         assert self._file is not None
         link.send(self._file, self._at, length)
@@ -233,11 +279,12 @@ class Channel:
             self._at = self._there.popleft()[1]
 
     def _done(self) -> None:
-        self._pass_over()
-        if not self._used or self._at != self._used:
-            raise PushLost(f"a digest after {self._at} of {self._used} bytes")
-        self._all_arrived()
-        assert self._file is not None and self._reading is not None
+        link = self._link
+        if link is None or self._file is None or self._reading is None or not self._taken:
+            raise PushLost("the end of a version that the holder has not taken")
+        while left := self._left():
+            self._send(left)
+        link.settle()
         digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.hexdigest() if self._part is not None else ""
@@ -250,6 +297,8 @@ class Channel:
             self._send_again(answer.pieces, pieces)
             link.lead.send(done)
             link.answer()
+        with self._lock:
+            self._taken = False
         self._reply(local.Ok())
         self._forget_slot()
         self._used = self._at = 0
@@ -269,16 +318,6 @@ class Channel:
                 link.send(self._file, start, end - start)
         link.settle()
 
-    def _all_arrived(self) -> None:
-        """Check that the rank has waited for its chunks.
-
-        Raises:
-            PushLost: It has not.
-        """
-        with self._lock:
-            if self._chunks:
-                raise PushLost("the rank has not waited for its chunks")
-
     def _expect(self, awaited: _Kinds | int) -> Stripes:
         """Return the connections, on which a message or bytes now go.
 
@@ -289,11 +328,13 @@ class Channel:
             link = self._link
             if link is None or self._stopped:
                 raise PushLost("the connection has ended")
-            if not self._awaited and not self._chunks:
-                self._progress = clock.monotonic()
+            now = clock.monotonic()
+            if not self._awaited and self._sent == self._arrived:
+                self._progress = now
+                self._spell_from, self._spell_at = self._sent, now
             if isinstance(awaited, int):
                 self._sent += awaited
-                self._chunks.append(self._sent)
+                self._page.moved(self._sent, self._arrived)
             else:
                 self._awaited.append(awaited)
         return link
@@ -427,7 +468,6 @@ class Channel:
         with self._lock:
             self._link = link
             self._awaited.clear()
-            self._chunks.clear()
         thread.start()
 
     def _read(self, link: Stripes) -> None:
@@ -449,7 +489,7 @@ class Channel:
         link.shut()  # unblock a sender that waits for the silent other end
         with self._lock:
             self._link = None  # the next version gets a new link
-            lost = bool(self._awaited or self._chunks)
+            lost = bool(self._awaited or self._taken or self._sent != self._arrived)
         if lost:
             self._fail(f"{self.host}: {reason}")
 
@@ -460,7 +500,7 @@ class Channel:
             PushLost: No such answer is awaited.
         """
         with self._lock:
-            wanted = self._awaited.popleft() if self._awaited and not self._chunks else None
+            wanted = self._awaited.popleft() if self._awaited and self._sent == self._arrived else None
             self._progress = clock.monotonic()
         if wanted is None or not isinstance(message, wanted):
             raise PushLost(f"unexpected message {type(message).__name__}")
@@ -468,25 +508,25 @@ class Channel:
             link.say(message)
         elif isinstance(message, peer.PushAnswer) and message.reason:
             self._reply(local.Refused(f"{self.host}: {message.reason}"))
-        elif isinstance(message, peer.PushAnswer) and (message.there or message.part):
+        elif isinstance(message, peer.PushAnswer):
             if reason := ranges.fault(message.there, self._used):
                 raise PushLost(reason)
             self._part = Digest() if message.part else None
-            self._there.extend(message.there)  # the sending thread waits for this
-            self._reply(local.Taken(message.there))
-        else:
-            self._reply(local.Ok())
+            self._there.extend(message.there)
+            with self._lock:
+                self._taken = True
+                self._total = self._used - ranges.size(message.there)  # the sending thread waits for this
+            self._reply(local.Taken(message.there) if message.there or message.part else local.Ok())
 
     def _acknowledge(self, arrived: int) -> None:
-        """Tell the rank which of its chunks are among this many bytes of the version."""
+        """Tell the rank that so many bytes of the version have arrived, and when."""
         with self._lock:
-            self._progress = clock.monotonic()
-            count = 0
-            while self._chunks and self._chunks[0] <= arrived:
-                self._chunks.popleft()
-                count += 1
-        for _ in range(count):
-            self._reply(local.Ok())
+            self._progress = now = clock.monotonic()
+            self._arrived = min(arrived, self._sent)  # pieces that are sent again do not count
+            self._page.moved(self._sent, self._arrived)
+            if self._arrived == self._sent > self._spell_from:
+                self._page.add(Spell(self._sent - self._spell_from, self._spell_at, now))
+                self._spell_from = self._sent
 
     def _look(self) -> None:
         """Check that the holder may still answer.
@@ -498,7 +538,7 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
-            if not self._awaited and not self._chunks:
+            if not self._awaited and self._sent == self._arrived:
                 return
             silent_s = clock.monotonic() - self._progress
         if incarnation is None or self.host in incarnation.mesh.dead:

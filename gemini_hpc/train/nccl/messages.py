@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox
 
 MAX_CHUNKS = 1 << 20
 AHEAD = 8  # receives of chunks posted at a time
@@ -25,6 +25,17 @@ _BYE, _VERSION = 0, 1
 _NO, _YES, _GIVEN_UP = b"\x00", b"\x01", b"\x02"
 _HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1, 7)
 REPLIES = frozenset((_ANSWER_TAG, _ACK_TAG))  # tags of the messages from an inbox to its outbox
+
+
+class Pending(Protocol):
+    """A chunk under way."""
+
+    def wait(self) -> None:
+        """Wait until the chunk has arrived: the network is free and the chunk's memory may be changed.
+
+        Raises:
+            LinkBroken: The link broke.
+        """
 
 
 class Message(Protocol):
@@ -133,13 +144,13 @@ class _Sent:
 
 
 class MessageOutbox(_Link, Outbox):
-    """The sending end of a link to one rank, see Outbox.
+    """The sending end of a link to one rank, see Outbox. `sizes` are those of the offered version's chunks.
 
     `send` raises ValueError for a chunk whose size differs from the head's. gloo would end the process at the other
     end, which gets more bytes than it asked for.
     """
 
-    _sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     _next = 0
 
     def offer(self, head: Head) -> bool:
@@ -155,18 +166,21 @@ class MessageOutbox(_Link, Outbox):
             raise self.break_off("the other end has given up" if answer == _GIVEN_UP else f"{answer!r} is no answer")
         if announced:
             announced.wait()
-        self._sizes, self._next = head.sizes, 0
+        self.sizes, self._next = head.sizes, 0
         return answer == _YES
 
     def send(self, chunk: torch.Tensor) -> Pending:
         """Send the next chunk of the offered version.
 
+        The chunk must not change until the result's `wait` has returned. Several chunks may be under way; they are
+        waited for in order.
+
         Raises:
             ValueError: If the chunk's size is not the announced one.
         """
         k = self._next
-        if k >= len(self._sizes) or chunk.numel() != self._sizes[k]:
-            announced = f"of {self._sizes[k]} bytes" if k < len(self._sizes) else "none more"
+        if k >= len(self.sizes) or chunk.numel() != self.sizes[k]:
+            announced = f"of {self.sizes[k]} bytes" if k < len(self.sizes) else "none more"
             raise ValueError(f"chunk {k} has {chunk.numel()} bytes; announced was {announced}")
         self._next += 1
         ack = self.start(False, torch.empty(_NUMBER.size, dtype=torch.uint8, device="cpu"), _ACK_TAG)

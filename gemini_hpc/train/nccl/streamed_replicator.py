@@ -20,6 +20,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.nccl.driver import Carried, Driver
+from gemini_hpc.train.nccl.messages import MessageOutbox
+from gemini_hpc.train.nccl.outstanding import Outstanding
 from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.state.capture import CaptureJob
@@ -35,6 +37,7 @@ class StreamedReplicator(Replicator):
     def __init__(self, *args: Any, driver: Driver, **more: Any) -> None:
         super().__init__(*args, **more)
         self._driver = driver
+        self._outstanding = Outstanding(self._pacer)
         self._apart = False  # NCCL brings the present version's tensors to the holders
 
     def _save(self, job: CaptureJob) -> None:
@@ -113,13 +116,14 @@ class StreamedReplicator(Replicator):
 
     def _spread(self, version: int, slot: TensorSlot, used: int) -> str:
         if not self._apart or self._driver.problem:
-            return super()._spread(version, slot, used)
+            return self._send_all(version, slot, used)
         layout = self._layout
         sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
         head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))
         told = digest(slot.view()[:used])
         self._refused, self._bereaved = None, False
         for rank, box in list(self._outboxes.items()):
+            assert isinstance(box, MessageOutbox)
             try:
                 if not box.offer(head):
                     self._refuse(rank, version)
@@ -139,6 +143,39 @@ class StreamedReplicator(Replicator):
             except LinkBroken as error:
                 self._drop(rank, error, version)
             self._pacer.moved()
+        return told
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish as `Replicator.stop` does, and end the thread that waits for acknowledgements."""
+        deadline = clock.monotonic() + timeout_s
+        if not super().stop(timeout_s):
+            return False
+        self._outstanding.stop()
+        return self._outstanding.join(max(0.0, deadline - clock.monotonic()))
+
+    def _head(self, replica: int, version: int, used: int) -> Head:
+        return super()._head(replica, version, used)._replace(sizes=self._pacer.sizes(replica, used))
+
+    def _send_all(self, version: int, slot: TensorSlot, used: int) -> str:
+        """Send a version whose tensors do not go over NCCL, in chunks of announced sizes. Return its digest."""
+        pacer, outstanding, accepting = self._pacer, self._outstanding, self._offer(version, used)
+        told = digest(slot.view()[:used])
+        for replica, rank, box in accepting:
+            assert isinstance(box, MessageOutbox)
+            at = 0
+            try:
+                for size in box.sizes:
+                    outstanding.room(pacer.p)
+                    pacer.turn(replica, at, size, outstanding.backlog)
+                    outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
+                    at += size
+                self._count(used)
+                outstanding.room(1)
+                box.finish(told)
+            except LinkBroken as error:
+                outstanding.land()
+                self._drop(rank, error, version)
+            pacer.moved()
         return told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,8 +13,7 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.core.digest import digest
-from gemini_hpc.core.ranges import Range, between, largest, merged
+from gemini_hpc.core.ranges import Range, largest, merged
 from gemini_hpc.core.ranges import size as size_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import SlotLayout, pack_header
@@ -22,11 +21,10 @@ from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, Tensor
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
-from gemini_hpc.train.schedule.outstanding import Outstanding
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.layout import Plan, small_capacity
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
+from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
 
 
@@ -81,7 +79,7 @@ class Replicator(TensorShardOwner):
         super().__init__()
         self._me, self._client, self._outboxes, self._gate = me, client, outboxes, gate
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
-        self._pacer, self._outstanding, self._max_repeated = pacer, Outstanding(pacer), max_repeated
+        self._pacer, self._max_repeated = pacer, max_repeated
         self._say, self._broken, self._catch_up = say, broken, catch_up
         self._pins = pins
         self.counters = Counters()
@@ -150,15 +148,13 @@ class Replicator(TensorShardOwner):
             False if that took longer than timeout_s seconds.
         """
         self._jobs.put(None)
-        deadline = clock.monotonic() + timeout_s
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
         if self._pins is not None:
             self._pins.close()
-        self._outstanding.stop()
-        return self._outstanding.join(max(0.0, deadline - clock.monotonic()))
+        return True
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -390,61 +386,44 @@ class Replicator(TensorShardOwner):
         Returns:
             The digest of the bytes; "" where the agents alone make it.
         """
-        pacer, accepting = self._pacer, self._offer(version, used)
-        told = "" if all(box.free for _, _, box, _ in accepting) else digest(slot.view()[:used])
-        for replica, rank, box, sizes in accepting:
-            sent, total = 0, used - size_of(box.there)
+        pacer = self._pacer
+        for replica, rank, box in self._offer(version, used):
+            assert isinstance(box, GrantOutbox)
+            total = used - size_of(box.there)
             self.counters.kept_bytes += used - total
             try:
-                for start, end in between(box.there, used):
-                    at = start
-                    while at < end:
-                        self._outstanding.room(pacer.p)
-                        size = self._turn(replica, sent, end - at, total, sizes)
-                        self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
-                        at, sent = at + size, sent + size
-                self.counters.sent_bytes += sent
-                self._sent.append(sent)
-                self._outstanding.room(1)
-                box.finish(told)
+                pacer.deliver(replica, total, box)
+                box.finish("")
+                pacer.delivered(replica)
+                self._count(total)
             except LinkBroken as error:
-                self._outstanding.land()
                 self._drop(rank, error, version)
             pacer.moved()
-        return told
+        return ""
 
-    def _turn(self, replica: int, sent: int, left: int, total: int, sizes: Iterator[int] | None) -> int:
-        """Wait until the next chunk may go and return its size in bytes.
+    def _count(self, sent: int) -> None:
+        self.counters.sent_bytes += sent
+        self._sent.append(sent)
 
-        Args:
-            replica: Number of the replica.
-            sent: Bytes sent to this holder so far.
-            left: The most bytes that the chunk may have.
-            total: Bytes to send to this holder.
-            sizes: The announced sizes of the chunks; None where sizes are not announced.
-        """
-        if sizes is None:
-            return self._pacer.free_turn(replica, sent, min(left, total - sent), self._outstanding.backlog)
-        size = next(sizes)
-        self._pacer.turn(replica, sent, size, self._outstanding.backlog)
-        return size
-
-    def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, Iterator[int] | None]]:
+    def _offer(self, version: int, used: int) -> Sequence[tuple[int, int, Outbox]]:
         """Offer the version to every holder.
 
         Returns:
-            (replica, rank, box, chunk sizes if announced) of each holder that accepts the version.
+            (replica, rank, box) of each holder that accepts the version.
         """
         accepting = []
         self._refused, self._bereaved = None, False
         for replica, (rank, box) in enumerate(list(self._outboxes.items())):
-            sizes = () if box.free else self._pacer.sizes(replica, used)
             try:
-                if box.offer(Head(version, used, self._layout.total, sizes, base=self._base, kept=self._kept)):
-                    accepting.append((replica, rank, box, None if box.free else iter(sizes)))
+                if box.offer(self._head(replica, version, used)):
+                    accepting.append((replica, rank, box))
                 else:
                     self._refuse(rank, version)
             except LinkBroken as error:
                 self._drop(rank, error, version)
             self._pacer.moved()
         return accepting
+
+    def _head(self, replica: int, version: int, used: int) -> Head:
+        """Return what is offered to the holder of this replica."""
+        return Head(version, used, self._layout.total, base=self._base, kept=self._kept)

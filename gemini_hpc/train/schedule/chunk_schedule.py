@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,18 @@ class Timetable:
         if replica >= len(self.chunks):
             return len(self.windows)
         return self._from[replica][bisect_right(self._ends[replica], at)]
+
+    def planned_until(self, replica: int, window: int) -> int:
+        """Return the first byte of a replica that is planned for a later window than this one.
+
+        Bytes without a place in the plan have no later window.
+        """
+        if replica >= len(self.chunks) or not (ends := self._ends[replica]):
+            return sys.maxsize
+        count = bisect_right(self._from[replica], window, hi=len(ends))
+        if count == len(ends):
+            return sys.maxsize
+        return ends[count - 1] if count else 0
 
     def lull(self, seconds: float) -> Window | None:
         """Return the first window of at least `seconds` whose time the chunks can spare; None if there is none.

@@ -27,6 +27,7 @@ from gemini_hpc.train.schedule.launch_count import GroupWeights, LaunchCount
 from gemini_hpc.train.schedule.trace import Iteration, OperationRecord
 
 SPAN_POLL_S = 1e-3
+LAUNCH_POLL_S = 2e-3  # on a device, whether a collective has begun before its window was over
 _SURELY = 0.7  # share of the last duration for which operations are assumed to take again
 _CPU = torch.device("cpu")
 _KINDS = 4096  # most kinds remembered of a group: with experts, operations may have ever new sizes
@@ -273,6 +274,27 @@ class CollectiveMonitor:
                 if len(self._took_s) >= _KINDS:
                     self._took_s.clear()
                 self._took_s[number] = max(0.0, self._flight.ended_s - self._launched_at)
+            return True
+        finally:
+            self._wanted = sys.maxsize
+
+    def wait_launch(self, after: int, timeout_s: float) -> bool:
+        """Wait until `launched` has passed `after`. Return False on timeout or after `wake`.
+
+        The launching thread signals the launch. On a device the operations that it reaches are polled.
+        """
+        deadline = clock.monotonic() + timeout_s
+        self._wanted = after + 1
+        try:
+            while self.launched <= after:
+                now = clock.monotonic()
+                if now >= deadline:
+                    return False
+                soon_s = deadline - now if self._front is None else min(deadline - now, LAUNCH_POLL_S)
+                if self._reached.wait(soon_s):
+                    self._reached.clear()
+                    if self.launched <= after:
+                        return False
             return True
         finally:
             self._wanted = sys.maxsize

@@ -58,21 +58,25 @@ class LinkMeter:
         self._under_way -= 1
         self._bytes += size
         if self._under_way == 0:
-            self._record_transfer(at - self._began)
+            self._record_transfer(self._bytes, at - self._began, self._beside)
+
+    def spell(self, size: int, took_s: float, *, beside: bool = False) -> None:
+        """Record a busy period of `size` bytes that another process has measured; see `sent`."""
+        self._record_transfer(size, took_s, beside)
 
     def lost(self) -> None:
         """Record that a chunk will never be acknowledged, and discard the period's bytes so far."""
         self._under_way -= 1
         self._bytes = 0
 
-    def _record_transfer(self, took_s: float) -> None:
-        if self._bytes <= 0 or took_s <= 0:
+    def _record_transfer(self, size: int, took_s: float, beside: bool) -> None:
+        if size <= 0 or took_s <= 0:
             return
-        if self._bytes <= _PROBE_BYTES:
+        if size <= _PROBE_BYTES:
             self._alphas.append(took_s)
-        elif self._bytes >= _RATE_BYTES:
-            rate = self._bytes / max(took_s - self.alpha, _LEAST_SHARE * took_s)
-            (self._shared if self._beside else self._periods).append((rate, self._bytes))
+        elif size >= _RATE_BYTES:
+            rate = size / max(took_s - self.alpha, _LEAST_SHARE * took_s)
+            (self._shared if beside else self._periods).append((rate, size))
 
     @property
     def _seen(self) -> list[tuple[float, int]]:

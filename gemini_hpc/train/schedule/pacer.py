@@ -1,11 +1,11 @@
-"""Pacing of a version's chunks: they go in the idle spans of the training's own traffic (GEMINI section 5).
+"""Pacing of a version's bytes: they go in the idle spans of the training's own traffic (GEMINI section 5).
 
-The sending thread asks before each chunk. A chunk goes in the window that the timetable plans for its first byte. If
-that window was missed, the chunk goes in a later one that has room. Chunks that are left when the version is due go
-at once (the infinite last span of Algorithm 2), while the training waits for them.
+The sending thread writes a grant for each window that the timetable plans: how many bytes may go, and until when. The
+agent sends them. If a window was missed, its bytes go in a later one that has room. Bytes that are left when the
+version is due go at once (the infinite last span of Algorithm 2), while the training waits for them. A collective
+that is launched within a window ends the grant.
 
-Where the sizes of chunks need not be announced, a chunk is cut to what is left of the window. A late chunk then does
-not delay all later ones until a window is large enough.
+A link that announces the sizes of its chunks asks before each chunk instead (`turn`).
 
 Where the training computes on a device, its host runs ahead. The device's position then counts (`Traffic.place`). A
 training that waits at the optimizer therefore counts as waiting only once its device has arrived there.
@@ -25,14 +25,16 @@ from gemini_hpc.core.chunks import cut
 from gemini_hpc.train.device.progress import Place
 from gemini_hpc.train.schedule.chunk_schedule import Timetable
 from gemini_hpc.train.schedule.link_model import LinkMeter
+from gemini_hpc.wire.grant_page import Grant, Spell
 
 Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
-PROBE_BYTES = 4096  # first chunk of a version without a timetable: it measures the link's startup time
-# A chunk is cut no smaller than LEAST_BYTES, or the largest chunk's bytes / _LEAST_SHARE if that is more: each chunk
-# costs some 0.3 ms of processors at both ends.
+PROBE_BYTES = 4096  # first grant of a version without a timetable: it measures the link's startup time
+# A grant has at least LEAST_BYTES, or a chunk's bytes / _LEAST_SHARE if that is more: each costs some 0.3 ms of
+# processors at both ends.
 LEAST_BYTES, _LEAST_SHARE = 64 << 10, 16
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
+_ANY_RATE = 1e15  # bytes a second: where no link is known, only a grant's end limits it
 # A training pauses (to evaluate, for instance) if it has no traffic for longer than two usual iterations and than
 # _PAUSE_S. _FIRST_PAUSE_S stands in while no iteration's length is known. The median of the latest _LENGTHS counts,
 # so that an iteration with a pause in it is not taken as usual.
@@ -62,20 +64,54 @@ class Traffic(Protocol):
         Return False on timeout or after `wake`.
         """
 
+    def wait_launch(self, after: int, timeout_s: float) -> bool:
+        """Wait until more than `after` collectives of this iteration were launched.
+
+        Return False on timeout or after `wake`, which the next iteration calls.
+        """
+
     def wake(self) -> None:
         """Interrupt `wait_span`, so that its caller checks again."""
 
 
+class Flow(Protocol):
+    """The pacer's view of a link on which it grants bytes, see `transport.base.GrantOutbox`."""
+
+    def grant(self, grant: Grant) -> None:
+        """Replace the grant."""
+
+    def withdraw(self) -> None:
+        """End the grant."""
+
+    def check(self) -> None:
+        """Check that the version is not lost."""
+
+    @property
+    def sent(self) -> int:
+        """Return how many bytes of the version have been sent."""
+
+    @property
+    def arrived(self) -> int:
+        """Return how many bytes of the version have arrived."""
+
+    @property
+    def moved_at(self) -> float:
+        """Return when a byte was last sent or acknowledged."""
+
+    def spells(self) -> list[Spell]:
+        """Return the times in which bytes were in flight, since the last call."""
+
+
 class Sent(NamedTuple):
-    """A chunk that has arrived.
+    """Bytes that have arrived: a chunk, or those of a time in which bytes were always in flight.
 
     Attributes:
-        version: The chunk's version.
+        version: Their version.
         replica: Number of the replica.
         size: Size in bytes.
-        sent_at: Time of sending (CLOCK_MONOTONIC, seconds).
-        acked_at: Time of the acknowledgement.
-        hurried: Whether the training was waiting for the chunk.
+        sent_at: Time at which the first one was sent (CLOCK_MONOTONIC, seconds).
+        acked_at: Time of the last acknowledgement.
+        hurried: Whether the training was waiting for them.
     """
 
     version: int
@@ -93,12 +129,18 @@ class _Wait(NamedTuple):
         seconds: Seconds until a chunk may go or the next check is worthwhile; 0: send now.
         after: Wait until this many collectives were launched and none is in flight; -1: no such condition.
         size: Bytes that may go, if `seconds` is 0.
+        before: Time at which they must have arrived.
+        rate: Bytes a second that the link carries.
+        launched: No longer once more than this many collectives were launched; -1: no such condition.
         crowded: Whether chunks in flight take the room; check again when some have arrived.
     """
 
     seconds: float
     after: int = -1
     size: int = 0
+    before: float = 0.0
+    rate: float = _ANY_RATE
+    launched: int = -1
     crowded: bool = False
 
 
@@ -127,6 +169,8 @@ class Pacer:
         self._hurry = threading.Event()
         self._asked = False  # the host of the training waits for the version; its device may arrive much later
         self._ending = False
+        self._flow: Flow | None = None  # the link on which bytes go now
+        self._beside = False  # the training has traffic beside the bytes that go now
         self._crowded = False  # the sending thread waits for the next acknowledgement
         self._table: Timetable | None = None
 
@@ -178,7 +222,8 @@ class Pacer:
     @property
     def progress_at(self) -> float:
         """Return when something of the version last arrived, or the device arrived where the host waits."""
-        return max(self._progress_at, self.arrived_at)
+        flow = self._flow
+        return max(self._progress_at, self.arrived_at, flow.moved_at if flow is not None else 0.0)
 
     def _there(self) -> bool:
         place = self.traffic.place() if self.traffic is not None and self._asked else None
@@ -242,6 +287,79 @@ class Pacer:
         sizes += [length for _, length in cut(left, self.chunk_bytes)]
         return tuple(sizes)
 
+    def deliver(self, replica: int, total: int, flow: Flow) -> None:
+        """Grant the bytes of a version in its windows, until only bytes are left that may go at once.
+
+        Args:
+            replica: Number of the replica.
+            total: Bytes to send.
+            flow: The link.
+
+        Raises:
+            LinkBroken: The version is lost.
+        """
+        self._flow, self._beside = flow, self.unscheduled
+        while (sent := flow.sent) < total:
+            wait = self._wait_turn(replica, sent, total - sent, flow)
+            if wait is None:
+                self.spilled_bytes += total - flow.sent
+                break
+            if not wait.before:
+                break
+            until = sent + wait.size
+            flow.grant(Grant(until, wait.before, wait.rate))
+            self._hold(wait, flow, until, total)
+            flow.withdraw()
+            self._record(replica, flow)
+        traffic = self.traffic
+        self._beside = self.unscheduled or (traffic is not None and traffic.in_flight() > 0)
+
+    def delivered(self, replica: int) -> None:
+        """Record that all bytes of a version have arrived."""
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            self._record(replica, flow)
+
+    def _record(self, replica: int, flow: Flow) -> None:
+        for size, sent_at, acked_at in flow.spells():
+            self.meter.spell(size, acked_at - sent_at, beside=self._beside)
+            self.journal.append(Sent(self._version, replica, size, sent_at, acked_at, self._hurry.is_set()))
+        if flow.arrived == flow.sent:
+            self._beside = self.unscheduled
+
+    def _wait_turn(self, replica: int, at: int, left: int, flow: Flow) -> _Wait | None:
+        """Wait until bytes may go. Return how many and until when; None if the version is due."""
+        most = left if self.p > 1 else min(left, self.chunk_bytes)
+        if self._table is None and not at:
+            most = min(most, PROBE_BYTES)
+        least = min(most, max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE))
+        while not self._due():
+            flow.check()
+            wait = self._look(replica, at, least, most, flow.sent - flow.arrived)
+            if wait.seconds <= 0:
+                return wait
+            if wait.after < 0 or self.traffic is None or wait.crowded:
+                self._hurry.wait(min(wait.seconds, _SOON_S if self._asked or wait.crowded else _LOOK_S))
+            else:
+                self.traffic.wait_span(wait.after, _SOON_S if self._asked else _SPAN_S)
+        return None
+
+    def _hold(self, wait: _Wait, flow: Flow, until: int, total: int) -> None:
+        """Wait until the bytes of a grant have arrived, or may go no longer. The last ones only have to be sent."""
+        traffic, number, late_s = self.traffic, self._now, 0.0
+        while not self._due() and self._now == number:
+            flow.check()
+            now = self._clock()
+            if flow.arrived >= until or flow.sent >= total or now >= wait.before:
+                return
+            pause_s = min(wait.before - now, max(_SOON_S, late_s or (until - flow.arrived) / wait.rate))
+            late_s = 2 * max(_SOON_S, late_s)
+            if traffic is None or wait.launched < 0:
+                self._hurry.wait(pause_s)
+            elif traffic.wait_launch(wait.launched, pause_s):
+                self._beside = True
+                return
+
     def turn(self, replica: int, at: int, size: int, backlog_bytes: Callable[[], int]) -> None:
         """Block until a chunk of fixed size may go.
 
@@ -251,29 +369,11 @@ class Pacer:
             size: Size of the chunk in bytes.
             backlog_bytes: Returns the bytes that were sent before and are not yet acknowledged.
         """
-        self._grant(replica, at, size, size, backlog_bytes)
-
-    def free_turn(self, replica: int, at: int, left: int, backlog_bytes: Callable[[], int]) -> int:
-        """Block until a chunk of variable size may go. Return its size in bytes.
-
-        Args:
-            replica: Number of the replica.
-            at: First byte of the chunk.
-            left: Bytes of the replica that are left.
-            backlog_bytes: Returns the bytes that were sent before and are not yet acknowledged.
-        """
-        if self._table is None and not at:
-            left = min(left, PROBE_BYTES)
-        most = min(left, self.chunk_bytes)
-        least = max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE)
-        return self._grant(replica, at, min(most, least), most, backlog_bytes)
-
-    def _grant(self, replica: int, at: int, least: int, most: int, backlog_bytes: Callable[[], int]) -> int:
         while not self._due():
             backlog = backlog_bytes()
-            wait = self._look(replica, at, least, most, backlog)
+            wait = self._look(replica, at, size, size, backlog)
             if wait.seconds <= 0:
-                return wait.size
+                return
             self._crowded = wait.crowded
             if wait.crowded and backlog_bytes() < backlog:  # an acknowledgement arrived meanwhile
                 continue
@@ -281,8 +381,7 @@ class Pacer:
                 self._hurry.wait(min(wait.seconds, _SOON_S if self._asked else _LOOK_S))
             else:
                 self.traffic.wait_span(wait.after, _SOON_S if self._asked else _SPAN_S)
-        self.spilled_bytes += most
-        return most
+        self.spilled_bytes += size
 
     def _due(self) -> bool:
         if self._asked and not self._hurry.is_set() and self._there():
@@ -328,30 +427,35 @@ class Pacer:
         table, traffic = self._table, self.traffic
         if table is None:
             # the probe disturbs nothing, and measures alpha only where no other rank's copies are in flight
-            probe = not at and most <= PROBE_BYTES and traffic is not None and not traffic.in_flight()
-            if not self.deferred or probe:
-                return _Wait(0.0, size=most)
+            probe = not at and most <= PROBE_BYTES
+            if not self.deferred or (probe and traffic is not None and not traffic.in_flight()):
+                return _Wait(0.0, size=most, before=self._clock() + _SPAN_S if probe else 0.0)
             pauses = self._pauses()
             self.strayed |= pauses
-            return _Wait(0.0 if pauses else _LOOK_S, size=most)
+            return self._pausing(most) if pauses else _Wait(_LOOK_S, size=most)
         if traffic is None:
             return _Wait(_LOOK_S)
         place, passed_at = self._place(traffic)
         gated = place[2]
         flying = traffic.in_flight()  # read last, so that a collective launched meanwhile is counted
         if self._clock() - self._begun_at > table.usual_s and not flying:
-            return _Wait(0.0, size=most)  # the training pauses or does something else, perhaps for long
+            return self._pausing(most)  # the training pauses or does something else, perhaps for long
         here = max(table.planned(replica, at), bisect_left(table.places, place))
         crowded = False
         if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:
             if table.places[here][2] != gated:
                 return _Wait(_SOON_S)
-            elapsed = self._clock() - max(traffic.quiet_since(), passed_at if gated else 0.0)
+            now = self._clock()
+            elapsed = now - max(traffic.quiet_since(), passed_at if gated else 0.0)
             while here < len(table.windows) and table.places[here] == place:
                 window = table.windows[here]
-                left = table.room(window.delay_s + window.length_s - elapsed, 0)
+                left_s = window.delay_s + window.length_s - elapsed
+                left = table.room(left_s, 0)
                 if left - backlog_bytes >= least:
-                    return _Wait(max(0.0, window.delay_s - elapsed), size=min(left - backlog_bytes, most))
+                    planned = max(least, table.planned_until(replica, here) - at)
+                    size = min(left - backlog_bytes, most, planned)
+                    before = now + left_s - table.alpha
+                    return _Wait(max(0.0, window.delay_s - elapsed), -1, size, before, table.B, place[1])
                 crowded = crowded or left >= least
                 here += 1
         if here >= len(table.windows) or table.places[here][0] != place[0]:
@@ -359,3 +463,8 @@ class Pacer:
         if table.places[here][1] == place[1] and not flying:
             return _Wait(_SOON_S)
         return _Wait(_LOOK_S, table.places[here][1], crowded=crowded)
+
+    def _pausing(self, most: int) -> _Wait:
+        """Return what may go while the training pauses: all, for a while, until a collective is launched."""
+        launched = self.traffic.launched if self.traffic is not None else -1
+        return _Wait(0.0, -1, most, self._clock() + _SPAN_S, launched=launched)

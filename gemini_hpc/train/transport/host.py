@@ -1,81 +1,100 @@
-"""Chunks from agent to agent: this process only says which part of its own slot may go, and when.
+"""Bytes from agent to agent: this process only says how much of its own slot may go, and until when.
 
 The transport needs neither a second communicator nor device memory, and no thread of the training uses the network.
-The agent knows the slot, because the agent has assigned it to the version. The chunks are the slot's leading bytes in
-order, so only their lengths are sent to the agent.
+The agent knows the slot, because the agent has assigned it to the version. The slot's leading bytes go in order.
 
-Each holder has a channel of its own (`wire.local.OpenPush`). A channel ends when an agent restarts or a holder does
-not answer. The next version opens another.
+Each holder has a channel of its own (`wire.local.OpenPush`), with a grant page. A channel ends when an agent restarts
+or a holder does not answer. The next version opens another.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 import msgspec
-import torch
 import torch.distributed as dist
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import ranges
 from gemini_hpc.train.state.collectives import own_group
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
+from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, VersionLost
 from gemini_hpc.wire import local
+from gemini_hpc.wire.grant_page import Grant, GrantWriter, Spell
 
 ANSWER_TIMEOUT_S = 15.0  # longer than all timeouts of the agents together: only a hung agent is silent for so long
 _CONTROL_TIMEOUT = timedelta(days=1)  # of the group, practically infinite: its users have timeouts of their own
 
 
-class _Pushed:
-    """A chunk whose answer is awaited."""
-
-    def __init__(self, box: _HostOutbox, number: int) -> None:
-        self._box, self._number = box, number
-
-    def wait(self) -> None:
-        self._box.answered(self._number)
-
-
 class _Channel:
-    """A descriptor from the agent, whose requests are numbered from 1."""
+    """The descriptors from the agent: a socket and the grant page."""
 
-    def __init__(self, fd: int) -> None:
-        self.sock = socket.socket(fileno=fd)
+    def __init__(self, fd: int, page: GrantWriter) -> None:
+        self.sock, self.page = socket.socket(fileno=fd), page
         self.sock.settimeout(ANSWER_TIMEOUT_S)
-        self.asked = self.answered = 0
         self.over = False
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def readable(self) -> bool:
+        return bool(self._poll.poll(0))
 
 
-class _HostOutbox(Outbox):
-    free = True
-
+class _HostOutbox(GrantOutbox):
     def __init__(self, transport: HostTransport, rank: int) -> None:
         self._transport, self._rank = transport, rank
         self._channel: _Channel | None = None
-        self._lock = threading.Lock()  # one thread at a time reads answers
 
     def offer(self, head: Head) -> bool:
         offer = local.PushOffer(head.version, head.used_bytes, head.base, head.kept)
         if self._channel is not None and not self._channel.over:
             with suppress(VersionLost):  # the agent may have closed the channel long ago
-                return self._accepted(self._ask(offer), head.used_bytes)
+                return self._accepted(offer)
         self.close()
-        self._channel = _Channel(self._transport.open(self._rank))
-        return self._accepted(self._ask(offer), head.used_bytes)
+        self._channel = _Channel(*self._transport.open(self._rank))
+        return self._accepted(offer)
 
-    def _accepted(self, reply: local.Reply | None, used_bytes: int) -> bool:
+    def _accepted(self, offer: local.PushOffer) -> bool:
+        self._open.page.withdraw()
+        reply = self._ask(offer)
         self.there = reply.there if isinstance(reply, local.Taken) else ()
-        if reason := ranges.fault(self.there, used_bytes):
+        if reason := ranges.fault(self.there, offer.used):
             raise self._lost(reason)
         return isinstance(reply, (local.Ok, local.Taken))
 
-    def send(self, chunk: torch.Tensor) -> _Pushed:
-        return _Pushed(self, self._say(local.PushChunk(chunk.numel())))
+    def grant(self, grant: Grant) -> None:
+        channel = self._open
+        if channel.page.write(grant):
+            self._say(channel, local.PushGo())
+
+    def withdraw(self) -> None:
+        self._open.page.withdraw()
+
+    def check(self) -> None:
+        channel = self._open
+        if channel.readable():  # no answer is due: an error, or the end
+            self._hear(channel)
+
+    @property
+    def sent(self) -> int:
+        return self._open.page.sent
+
+    @property
+    def arrived(self) -> int:
+        return self._open.page.arrived
+
+    @property
+    def moved_at(self) -> float:
+        channel = self._channel
+        return channel.page.moved_at if channel is not None else 0.0
+
+    def spells(self) -> list[Spell]:
+        return self._open.page.spells()
 
     def finish(self, digest: str) -> None:
         self._ask(local.PushDone())
@@ -84,12 +103,11 @@ class _HostOutbox(Outbox):
         self.close()
 
     def close(self) -> None:
-        """Close the channel. Chunks under way are lost. Call from the thread that sends."""
+        """Close the channel. Bytes under way are lost. Call from the thread that sends."""
         channel, self._channel = self._channel, None
         if channel is not None:
             self._shut(channel)
-            with self._lock:
-                channel.sock.close()
+            channel.sock.close()
 
     def interrupt(self) -> None:
         """Shut the channel down, from any thread."""
@@ -101,46 +119,46 @@ class _HostOutbox(Outbox):
         with suppress(OSError):
             channel.sock.shutdown(socket.SHUT_RDWR)
 
-    def _say(self, message: local.Message) -> int:
-        channel = self._channel
-        if channel is None:
+    @property
+    def _open(self) -> _Channel:
+        if self._channel is None:
             raise self._lost("the agent has ended the transfer")
+        return self._channel
+
+    def _say(self, channel: _Channel, message: local.Message) -> None:
         try:
             channel.sock.send(local.encode(message))
         except OSError as error:
             raise self._lost(str(error)) from None
-        channel.asked += 1
-        return channel.asked
 
-    def _ask(self, message: local.Message) -> local.Reply | None:
-        return self.answered(self._say(message))
-
-    def answered(self, number: int) -> local.Reply | None:
-        """Wait for the answer to request `number` and return it.
-
-        Return None where the answer has been read before.
+    def _ask(self, message: local.Message) -> local.Reply:
+        """Send a request and return its answer.
 
         Raises:
-            LinkBroken: The agent has ended the transfer, reports an error, or does not answer.
+            LinkBroken: The agent has ended the transfer, reports an error, or neither answers nor sends.
         """
-        reply: local.Reply | None = None
-        with self._lock:
-            channel = self._channel
-            if channel is None:
-                raise self._lost("the agent has ended the transfer")
+        channel = self._open
+        self._say(channel, message)
+        while True:
+            asked_at = clock.monotonic()
             try:
-                while channel.answered < number:
-                    data = channel.sock.recv(local.MAX_PACKET_BYTES)
-                    if not data:
-                        raise self._lost("the agent has ended the transfer")
-                    reply = local.reply_decoder.decode(data)
-                    if isinstance(reply, local.Error):
-                        raise self._lost(reply.error)
-                    channel.answered += 1
-            except (OSError, msgspec.MsgspecError) as error:
-                if isinstance(error, LinkBroken):
-                    raise
-                raise self._lost(f"the agent does not answer: {error}") from None
+                return self._hear(channel)
+            except TimeoutError:
+                if channel.page.moved_at < asked_at:
+                    raise self._lost("the agent does not answer") from None
+
+    def _hear(self, channel: _Channel) -> local.Reply:
+        try:
+            data = channel.sock.recv(local.MAX_PACKET_BYTES)
+            if not data:
+                raise self._lost("the agent has ended the transfer")
+            reply = local.reply_decoder.decode(data)
+        except (TimeoutError, LinkBroken):
+            raise
+        except (OSError, msgspec.MsgspecError) as error:
+            raise self._lost(f"the agent does not answer: {error}") from None
+        if isinstance(reply, local.Error):
+            raise self._lost(reply.error)
         return reply
 
     def _lost(self, reason: str) -> LinkBroken:
@@ -183,8 +201,8 @@ class HostTransport:
         """Use the rank's new connection to its agent."""
         self._client = client
 
-    def open(self, rank: int) -> int:
-        """Open a new channel to the holder where `rank` runs and return its descriptor.
+    def open(self, rank: int) -> tuple[int, GrantWriter]:
+        """Open a new channel to the holder where `rank` runs. Return its descriptor and its grant page.
 
         Raises:
             LinkBroken: The transport was interrupted, or the agent opens no channel.
@@ -196,13 +214,18 @@ class HostTransport:
             _, fds = self._client.request(message)
         except (AgentLost, AgentRefused) as error:
             raise VersionLost(str(error)) from None
-        for fd in fds[1:]:
-            os.close(fd)
-        if not fds:
-            raise VersionLost("the agent does not support pushes")
-        return fds[0]
+        try:
+            if len(fds) != 2:
+                raise ValueError("it passes no grant page")
+            page = GrantWriter(fds[1])
+        except (ValueError, OSError) as error:
+            for fd in fds:
+                os.close(fd)
+            raise VersionLost(f"the agent does not support pushes: {error}") from None
+        os.close(fds[1])
+        return fds[0], page
 
-    def outbox(self, rank: int) -> Outbox:
+    def outbox(self, rank: int) -> GrantOutbox:
         """Create the link to a rank. Call once for each rank."""
         self._boxes.append(_HostOutbox(self, rank))
         return self._boxes[-1]

@@ -6,8 +6,9 @@ import queue
 import threading
 
 from gemini_hpc import clock
+from gemini_hpc.train.nccl.messages import Pending
 from gemini_hpc.train.schedule.pacer import Pacer
-from gemini_hpc.train.transport.base import LinkBroken, Pending
+from gemini_hpc.train.transport.base import LinkBroken
 
 
 class Outstanding:

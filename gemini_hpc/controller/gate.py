@@ -1,0 +1,214 @@
+"""The gate before every act on Slurm: one rule decides by the site's `mode` whether an act may be done.
+
+The controller and the epilog's hold get Slurm only through `GatedSlurm`. Callers that prepare an act for long ask the
+same rule first (`Gate.why_not`), and record what they leave undone (`withheld.Withheld`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from gemini_hpc.config import Settings
+from gemini_hpc.controller.reservation import PREFIX
+from gemini_hpc.settings import ACT, OBSERVE
+from gemini_hpc.slurm import SlurmError, UnknownJob
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
+
+
+class WithheldError(SlurmError):
+    """The error that the site's mode forbids an act. Slurm was not asked."""
+
+
+class Gate:
+    """The rule of the setting `mode`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.mode = settings.mode
+        self._canary = frozenset(settings.canary_partitions)
+
+    def why_not(self, partitions: Iterable[str]) -> str:
+        """Return why no act may touch a job or node of these partitions; "" if it may.
+
+        Args:
+            partitions: Partition of a running job, partitions that a waiting job asks for, or those of a node.
+        """
+        if self.mode == ACT:
+            return ""
+        named = sorted(p for p in partitions if p)
+        if self.mode == OBSERVE:
+            return 'mode = "observe"'
+        if self._canary.intersection(named):
+            return ""
+        return f'mode = "canary", and {",".join(named) or "no partition"} is not in canary_partitions'
+
+    def why_not_job(self, job: Job | None) -> str:
+        """Return why no act may touch this job; "" if it may. None is a job that Slurm no longer knows."""
+        return self.why_not(job.partition.split(",") if job is not None else ())
+
+
+class GatedSlurm(SlurmApi):
+    """Slurm behind the gate: queries pass, and each act passes or raises `WithheldError`.
+
+    Partitions are remembered from the queries that precede an act, so that no query delays an act on a node.
+    """
+
+    def __init__(self, slurm: SlurmApi, gate: Gate) -> None:
+        self._slurm, self._gate = slurm, gate
+        self._of_node: dict[str, tuple[str, ...]] = {}
+        self._of_job: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def unreachable_at(self) -> float:  # type: ignore[override]
+        """Return the monotonic time when slurmctld last failed to answer."""
+        return self._slurm.unreachable_at
+
+    # ---- the gate --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _check(what: str, why: str) -> None:
+        if why:
+            raise WithheldError(f"{what} is withheld: {why}")
+
+    async def _check_node(self, what: str, name: str) -> None:
+        if self._gate.mode != ACT and name not in self._of_node:
+            await self.nodes([name])
+        self._check(f"{what} of node {name}", self._gate.why_not(self._of_node.get(name, ())))
+
+    def _check_job(self, what: str, job: Job) -> None:
+        self._check(f"{what} of job {job.id}", self._gate.why_not_job(job))
+
+    async def _check_reservation(self, what: str, name: str) -> None:
+        """Check an act on a reservation of ours, whose name has the job's number."""
+        number = name.removeprefix(PREFIX).split("_")[0]
+        raw_id = int(number) if number.isascii() and number.isdecimal() else 0
+        if self._gate.mode != ACT and raw_id and raw_id not in self._of_job:
+            with suppress(UnknownJob):
+                await self.job(raw_id)
+        self._check(f"{what} of reservation {name}", self._gate.why_not(self._of_job.get(raw_id, ())))
+
+    # ---- queries ---------------------------------------------------------------------------------------
+
+    async def job(self, raw_id: int) -> Job:
+        """Return one job by its raw id."""
+        job = await self._slurm.job(raw_id)
+        self._of_job[raw_id] = tuple(job.partition.split(","))
+        return job
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        """Return the nodes that the job's owner excludes."""
+        return await self._slurm.excluded(raw_id)
+
+    async def raw_id(self, task: str) -> int:
+        """Return the raw id of an array task."""
+        return await self._slurm.raw_id(task)
+
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+        """Return state and nodes of many jobs."""
+        self._of_job = {raw_id: of for raw_id, of in self._of_job.items() if raw_id in set(raw_ids)}
+        return await self._slurm.rows(raw_ids)
+
+    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+        """Return the named nodes, or all nodes if none is named."""
+        nodes = await self._slurm.nodes(names)
+        self._of_node.update({name: node.partitions for name, node in nodes.items()})
+        return nodes
+
+    async def partitions(self) -> dict[str, str]:
+        """Return the state of each partition."""
+        return await self._slurm.partitions()
+
+    async def reservations(self) -> list[Reservation]:
+        """Return all reservations."""
+        return await self._slurm.reservations()
+
+    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+        """Return (uid, raw job id) of each job on each of these nodes."""
+        return await self._slurm.owners(names)
+
+    async def attached(self, reservation: str) -> list[WatchedJob]:
+        """Return the jobs that name a reservation."""
+        return await self._slurm.attached(reservation)
+
+    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+        """Return these busy nodes, sorted by the end of their jobs."""
+        return await self._slurm.free_soonest(names)
+
+    async def config(self) -> SlurmConfig:
+        """Return slurmctld's configuration in effect."""
+        return await self._slurm.config()
+
+    async def accounting(self) -> bool:
+        """Return whether the cluster keeps its users in slurmdbd."""
+        return await self._slurm.accounting()
+
+    async def admin_level(self, user: str) -> str:
+        """Return slurmdbd's AdminLevel of a user."""
+        return await self._slurm.admin_level(user)
+
+    async def slurmctlds(self) -> list[tuple[str, bool]]:
+        """Return the hosts of slurmctld, and whether each answers."""
+        return await self._slurm.slurmctlds()
+
+    # ---- acts ------------------------------------------------------------------------------------------
+
+    async def node_down(self, name: str, reason: str) -> Node:
+        """Set a node DOWN and DRAIN."""
+        await self._check_node("DOWN", name)
+        return await self._slurm.node_down(name, reason)
+
+    async def node_drain(self, name: str, reason: str) -> None:
+        """Drain a node."""
+        await self._check_node("a drain", name)
+        await self._slurm.node_drain(name, reason)
+
+    async def node_resume(self, name: str) -> None:
+        """Resume a node."""
+        await self._check_node("a resume", name)
+        await self._slurm.node_resume(name)
+
+    async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
+        """Reserve nodes for one user."""
+        await self._check_reservation("the creation", name)
+        await self._slurm.create_reservation(name, nodes, user_id, minutes)
+
+    async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        """Replace a reservation's nodes."""
+        await self._check_reservation("a change", name)
+        await self._slurm.change_reservation(name, nodes)
+
+    async def delete_reservation(self, name: str) -> bool:
+        """Delete a reservation."""
+        await self._check_reservation("the deletion", name)
+        return await self._slurm.delete_reservation(name)
+
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        """Pin a job to nodes."""
+        self._check_job("a pin", job)
+        return await self._slurm.pin(job, nodes, reservation)
+
+    async def set_start_time(self, job: Job, start: str) -> None:
+        """Set a job's earliest start."""
+        self._check_job("a new start time", job)
+        await self._slurm.set_start_time(job, start)
+
+    async def nudge(self, job: Job) -> None:
+        """Send an update that changes nothing."""
+        self._check_job("an update", job)
+        await self._slurm.nudge(job)
+
+    async def detach_reservation(self, job: Job, previous: str = "") -> None:
+        """Return a job to its own reservation, or to none."""
+        self._check_job("another reservation", job)
+        await self._slurm.detach_reservation(job, previous)
+
+    async def hold_job(self, job: Job, why: str) -> None:
+        """Hold a pending job."""
+        self._check_job("a hold", job)
+        await self._slurm.hold_job(job, why)
+
+    async def requeue(self, job: Job) -> None:
+        """Requeue a job."""
+        self._check_job("a requeue", job)
+        await self._slurm.requeue(job)

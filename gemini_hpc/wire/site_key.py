@@ -1,0 +1,116 @@
+"""The credentials of a site without MUNGE (`auth = "key"`): root's key file, an agent's keys, a user's tickets.
+
+Root and SlurmUser read the key file. The prolog derives the key of a job and hands it to the agent through a pipe,
+never in arguments or the environment. A user's command fetches a ticket from root's service on its host
+(`node.tickets`), which knows the user from the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Collection
+
+from gemini_hpc.settings import ConfigError, Settings
+from gemini_hpc.wire import credentials, keyed
+from gemini_hpc.wire.credentials import CredentialError
+
+KEY_PATH = "/etc/gemini-hpc/auth.key"
+TICKETS_PATH = "/run/gemini-hpc-tickets.sock"
+ASK = struct.Struct(">Q")  # job, or 0
+TICKET = struct.Struct(f">IQQ{keyed.KEY_BYTES}s")  # uid, job, end, key
+_FETCH_S = 3.0  # the service answers within milliseconds; a host at its limits may take a thousand times longer
+_PEER = struct.Struct("3i")
+_KEY = struct.Struct(f">Q{keyed.KEY_BYTES}s")
+
+
+def read(settings: Settings) -> bytes:
+    """Return the site's key, as root or SlurmUser. Raises `KeyFileError`."""
+    return keyed.read_key(KEY_PATH, 0, *settings.slurm_uids())
+
+
+def of_site(settings: Settings, uid: int) -> keyed.SiteKey:
+    """Return the scheme of the controller and of root's programs.
+
+    Args:
+        settings: The site's settings.
+        uid: Uid under which the process makes and opens credentials.
+
+    Raises:
+        KeyFileError: The key file cannot be used.
+        ConfigError: The SlurmUser is unknown here.
+    """
+    return keyed.SiteKey(read(settings), settings.cluster_name, settings.slurm_uid(), uid)
+
+
+def adopt(settings: Settings) -> None:
+    """Choose this process's scheme by the settings, for commands of root and users; once is enough."""
+    if settings.auth != "key" or credentials.used().name == "key":
+        return
+    uid = os.geteuid()
+    try:
+        slurm_uid = settings.slurm_uid()
+        if uid == 0 or (uid == slurm_uid and os.access(KEY_PATH, os.R_OK)):
+            credentials.use(of_site(settings, uid))
+        else:
+            credentials.use(keyed.Tickets(fetch, slurm_uid, uid))
+    except (keyed.KeyFileError, ConfigError) as exc:
+        raise CredentialError(f"key: {exc}") from None
+
+
+def pack(settings: Settings, uid: int, jobs: Collection[int]) -> bytes:
+    """Return the keys of a user's jobs for an agent, its own job's first. Raises `KeyFileError`."""
+    of_user = keyed.user_key(read(settings), settings.cluster_name, uid)
+    return b"".join(_KEY.pack(job, keyed.job_key(of_user, job)) for job in jobs)
+
+
+def take(fd: int, uid: int) -> None:
+    """Choose the agent's scheme by the keys in a pipe, and close the pipe.
+
+    Args:
+        fd: The pipe's end, from the prolog.
+        uid: Uid of the job's owner.
+
+    Raises:
+        CredentialError: The pipe does not contain keys.
+    """
+    try:
+        with open(fd, "rb") as pipe:
+            packed = pipe.read(2 * _KEY.size + 1)
+    except OSError as exc:
+        raise CredentialError(f"key: the prolog has handed over no key: {exc.strerror}") from None
+    if len(packed) not in (_KEY.size, 2 * _KEY.size):
+        raise CredentialError(f"key: the prolog has handed over {len(packed)} bytes that are no keys")
+    credentials.use(keyed.JobKeys(dict(_KEY.iter_unpack(packed)), uid))
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the uid of the process at the other end of a Unix socket."""
+    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
+def fetch(job: int) -> keyed.Ticket:
+    """Return this user's ticket for the agents of a job (0: for the controller) from root's service on this host.
+
+    Raises:
+        CredentialError: Nobody answers, or somebody else than root.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(_FETCH_S)
+            sock.connect(TICKETS_PATH)
+            if (other := peer_uid(sock)) != 0:
+                raise CredentialError(f"key: uid {other} listens at {TICKETS_PATH}, wanted root")
+            sock.sendall(ASK.pack(job))
+            packed = b""
+            while len(packed) < TICKET.size and (part := sock.recv(TICKET.size - len(packed))):
+                packed += part
+    except OSError as exc:
+        raise CredentialError(
+            f"key: no ticket for this user: {TICKETS_PATH}: {exc.strerror or exc}; "
+            "gemini-hpc-tickets.service issues them, on hosts where it runs"
+        ) from None
+    if len(packed) != TICKET.size:
+        raise CredentialError("key: no ticket for this user: the service has closed the connection")
+    return keyed.Ticket(*TICKET.unpack(packed))
