@@ -26,15 +26,15 @@ FSTAB = TOP / "slurm/packaging/files/gemini-hpc-node.fstab"
 NEXT = version.CURRENT + 1
 
 TRAINING = """
-import gemini_hpc, torch
+import time, gemini_hpc, torch
 from gemini_hpc.wire import version
 print("speaks", version.OLDEST, version.CURRENT, "from", gemini_hpc.__file__, flush=True)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 ckpt = gemini_hpc.Checkpointer(model, optimizer)
-for step in range(ckpt.resume(), 5):
+for step in range(ckpt.resume(), 20):
     model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    optimizer.step(); time.sleep(0.05)
     ckpt.step()
 print("version", ckpt.version, flush=True)
 ckpt.close()
@@ -78,6 +78,13 @@ def test_a_training_in_a_container_is_protected(make_agent: Callable[..., Any], 
     )
     assert f"from {package}" in text
     assert "not protected" not in text and "protected since step" in text
+    none = tmp_path / "none.fstab"
+    none.write_text("# A site without the file.\n")
+    text = trained(
+        ["unshare", "-Umr", CONTAINER, agent.directory, none, package, python(), TRAINING],
+        GEMINI_SOCKET=f"/run/gemini-hpc/{JOB}/agent.sock",
+    )
+    assert "not protected" in text and "protected since step" not in text
 
 
 @pytest.mark.slow
