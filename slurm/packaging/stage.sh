@@ -58,6 +58,7 @@ for kind in prolog epilog; do # also for hosts whose /etc/slurm is that of the n
 	install -D -m 755 -t "$base/$opt/prolog_epilog/$kind.d" "$top/prolog_epilog/$kind.d/50-gemini-hpc"
 done
 install -D -m 644 "$here/files/gemini-hpc-node.tmpfiles" "$node/usr/lib/tmpfiles.d/gemini-hpc-node.conf"
+install -D -m 644 "$here/files/gemini-hpc-node.fstab" "$node/usr/share/gemini-hpc/enroot/mounts.d/50-gemini-hpc.fstab"
 install -D -m 644 "$here/files/gemini-hpc-node.logrotate" "$node/etc/logrotate.d/gemini-hpc-node"
 
 install -D -m 644 "$here/files/gemini-hpc-controller.service" "$controller/lib/systemd/system/gemini-hpc-controller.service"

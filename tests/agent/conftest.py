@@ -113,8 +113,9 @@ class Trainer:
 class AgentProcess:
     """The agent proper, without its supervisor."""
 
-    def __init__(self, fraction: float = 0.5, nodelist: str = "n1") -> None:
+    def __init__(self, fraction: float = 0.5, nodelist: str = "n1", speaks: tuple[int, int] | None = None) -> None:
         self._fraction = fraction
+        self._speaks = speaks
         self.directory = Path(tempfile.mkdtemp(prefix="gemini-agent-"))
         self.socket = self.directory / "agent.sock"
         self.log_path = self.directory / "log"
@@ -126,7 +127,14 @@ class AgentProcess:
         settings = {"agent_port_base": base, "memory_fraction": self._fraction, "attach_timeout_s": 5.0}
         agent = {"job": JOB, "node": "n1", "directory": str(self.directory), "again": again}
         self.process = Child(
-            FORKED, out=self.log_path, err=self.log_path, settings=settings, agent=agent, open=False, tiered=False
+            FORKED,
+            out=self.log_path,
+            err=self.log_path,
+            settings=settings,
+            agent=agent,
+            open=False,
+            tiered=False,
+            speaks=self._speaks,
         )
         attach = local.Attach(JOB, 0, nodelist, "n1", 1)
         deadline = time.monotonic() + 20

@@ -12,7 +12,7 @@ from gemini_hpc.agent.daemon import serve as run_agent
 from gemini_hpc.agent.tier import worker_process, workers
 from gemini_hpc.agent.transfer import arrival, stripes
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import munge
+from gemini_hpc.wire import munge, version
 from tests.forking import Request, serve
 
 
@@ -32,11 +32,14 @@ def flip(at: int) -> None:
 def start(request: Request) -> None:
     """Run an agent of this user, without MUNGE where "open"; where "tiered" with what works on the tier.
 
+    speaks: the oldest and the newest version of the protocol; else this release's.
     stripes: connections of a pair of agents; else as this machine's cores make it. flips: see `flip`.
     """
     if request["open"]:  # credentials that anybody can open
         munge.encode = lambda payload, *, for_uid: payload
         munge.decode = lambda credential: (credential, os.geteuid(), 0)
+    if request.get("speaks"):  # of another release
+        version.OLDEST, version.CURRENT = request["speaks"]
     if at := request.get("flips"):
         flip(at)
     if request.get("stripes"):

@@ -145,7 +145,7 @@ remove() {
 	rm /etc/slurm/plugstack.conf.d/gemini-hpc.conf /etc/slurm/{prolog,epilog}.d/50-gemini-hpc
 	cmp /srv/before <(files)
 	apt-get -o Dpkg::Use-Pty=0 purge -y -qq $(dpkg-query -W -f '${Package}\n' 'gemini-hpc*') >/tmp/apt.log 2>&1 || { cat /tmp/apt.log; exit 1; }
-	{ findmnt -rn -o TARGET | grep '^/run/gemini-hpc/' || :; } | xargs -r umount -l
+	{ findmnt -rn -o TARGET | grep '^/run/gemini-hpc\(/\|$\)' || :; } | sort -r | xargs -r umount -l
 	rm -rf /etc/gemini-hpc /var/lib/gemini-hpc /run/gemini-hpc /run/gemini-hpc.agents /run/gemini-hpc.unprotected /run/gemini-hpc.lock
 	local left
 	left=$(find / -xdev -path /srv -prune -o -path /proc -prune -o -name '*gemini*' -not -path /etc/gemini-hpc-root.json -print; find /run /tmp -name '*gemini*')
