@@ -46,7 +46,8 @@ class Machine:
         self._asked = 0
         self._pending = b""
         number = int(name[1:])
-        words = f"console=ttyS0 root=/dev/nvme0n1 rw systemd.hostname={name} net.ifnames=0 systemd.show_status=1 audit=0 mitigations=off"
+        words = f"console=ttyS0 root=/dev/nvme0n1 rw systemd.hostname={name} "
+        words += "net.ifnames=0 systemd.show_status=1 audit=0 mitigations=off"
         self.process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL", "--"),

@@ -1,4 +1,4 @@
-"""gemini-hpc on Debian 13 with systemd and cgroup v2, installed from its packages in a virtual machine without KVM."""
+"""gemini-hpc on Debian 13 with systemd and cgroup v2, from the packages, in a virtual machine without KVM."""
 
 from __future__ import annotations
 
