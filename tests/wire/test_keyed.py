@@ -325,6 +325,7 @@ def test_key_files_that_are_refused(tmp_path: Path, spoil: Callable[[Path], obje
     assert said in refusal(KeyFileError, keyed.read_key, str(path), os.getuid())
 
 
+@pytest.mark.slow
 def test_key_files_of_others(tmp_path: Path) -> None:
     path = tmp_path / "own" / "key"
     keyed.make_key(str(path))
