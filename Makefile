@@ -30,6 +30,8 @@ CODE := gemini_hpc tests benchmarks examples
 
 # Other releases of Slurm: the roots are made with debootstrap, kept here, and never changed by a run.
 DEBIAN_ROOTS := debootstrap debian-archive-keyring
+# A virtual machine with systemd and cgroup v2: its kernel comes with its root.
+DEBIAN_VM := qemu-system-x86 qemu-utils e2fsprogs
 CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := spank devcluster controller recovery
@@ -139,7 +141,7 @@ test-all: $(TESTED) ## all tests: PART=k/n for one of n parts of equal time, DIR
 	@$(PY) -m tests.stages all $(if $(PART),--part $(PART)) $(if $(RECORD),--record) $(if $(SEED),--seed $(SEED)) $(DIRS)
 
 test-long: $(TESTED) ## the long campaigns
-	$(call install_debian,$(DEBIAN_ROOTS) lintian rpm rpmlint)
+	$(call install_debian,$(DEBIAN_ROOTS) $(DEBIAN_VM) lintian rpm rpmlint)
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE

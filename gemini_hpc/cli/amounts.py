@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _amount(text: str, unit: str, scale: float = 1.0) -> float:
@@ -36,6 +37,14 @@ def rate(text: str) -> float:
     if not text.strip()[-1:].isalpha():
         raise argparse.ArgumentTypeError(f"{text!r} has no unit: give one, such as 100Gbps")
     return _amount(text, "bps", 1 / 8)
+
+
+def span(text: str) -> float:
+    """Parse a time span with its unit, such as 90m, 8h or 3d; return seconds."""
+    seconds = _SPANS.get(text[-1:], 0) * (int(text[:-1]) if text[:-1].isascii() and text[:-1].isdecimal() else 0)
+    if not 0 < seconds < 1e10:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no time span, such as 90m, 8h or 3d")
+    return float(seconds)
 
 
 def count(least: int, most: int) -> Callable[[str], int]:

@@ -6,7 +6,7 @@ import argparse
 
 _HEAD = "examples:\n"
 EXAMPLES = {
-    "jobs": ("gemini-hpc jobs", "gemini-hpc jobs --all --json"),
+    "jobs": ("gemini-hpc jobs", "gemini-hpc jobs --since 3d --json"),
     "inspect": ("gemini-hpc inspect 42", "gemini-hpc inspect 42 --watch", "gemini-hpc inspect 10_3 --json"),
     "report": ("gemini-hpc report 42", "gemini-hpc report 42 --rank 3 -o pictures/"),
     "flush": ("gemini-hpc flush 42",),

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
+from gemini_hpc.cli.amounts import span
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.wire.sanitize import sanitize
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from gemini_hpc.wire.inspect_schema import JobRow
 
 SCHEMA = 1
+DAY_S = 86400.0  # without more words the controller lists jobs that ended within a day
 MAX_LOOKED_AT = 60  # number of live jobs to query: the controller's limit of queries per user at once
 HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "STEP", "AGE", "SURVIVES", "REC")
 WIDEST = (9, 8, 16, 9, 5, 6, 8, 8, 3)  # column widths; with the blanks between them 80 columns
@@ -33,7 +35,13 @@ def register(subparsers: _Subparsers) -> None:
         "job that has ended: how long ago it ended), SURVIVES how many nodes may be lost, whichever they are, REC "
         "how often the job came back after a lost node. Asks the controller.",
     )
-    parser.add_argument("--all", action="store_true", help="jobs of the last 14 days (default: the last 24 hours)")
+    parser.add_argument(
+        "--since",
+        type=span,
+        default=DAY_S,
+        metavar="AGE",
+        help="also jobs that ended within AGE, such as 90m, 8h or 3d (default: 1d; 14d are remembered)",
+    )
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
     parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
     parser.set_defaults(func=run)
@@ -42,7 +50,7 @@ def register(subparsers: _Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """List the jobs and return the exit status: 0, or 1 after an error."""
     try:
-        document = collect(load(args.config), everything=args.all, now=clock.time())
+        document = collect(load(args.config), since_s=args.since, now=clock.time())
     except (UserError, ConfigError) as exc:
         print(f"gemini-hpc jobs: {sanitize(str(exc))}", file=sys.stderr)
         return 1
@@ -50,14 +58,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect(settings: Settings, *, everything: bool, now: float) -> Document:
-    """Return the document of schema 1, to which keys are only ever added. Raises `UserError`."""
+def collect(settings: Settings, *, since_s: float, now: float) -> Document:
+    """Return the document of schema 1, to which keys are only ever added.
+
+    Args:
+        settings: The site's settings.
+        since_s: Jobs that ended longer ago are left out, in seconds.
+        now: The current Unix time.
+
+    Raises:
+        UserError: The controller does not answer, or refuses.
+    """
     from gemini_hpc.query import ask
 
     try:
         line = ask.ControllerLine(settings, 0)
         try:
-            answer = line.jobs(everything)
+            answer = line.jobs(since_s > DAY_S)
             live = [row for row in answer.jobs if not row.ended][:MAX_LOOKED_AT]
             pictures = {row.job: _picture(line, row.job, now) for row in live}
         finally:
@@ -66,7 +83,8 @@ def collect(settings: Settings, *, everything: bool, now: float) -> Document:
         raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
     except ask.QueryError as exc:
         raise UserError(str(exc)) from None
-    rows = [_row(row, pictures.get(row.job)) for row in sorted(answer.jobs, key=lambda row: row.job)]
+    shown = (row for row in answer.jobs if not row.ended or row.ended >= now - since_s)
+    rows = [_row(row, pictures.get(row.job)) for row in sorted(shown, key=lambda row: row.job)]
     return {"schema": SCHEMA, "t": now, "jobs": rows, "not_shown": answer.more}
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from gemini_hpc.cli import jobs
+from gemini_hpc.cli import amounts, jobs
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.query import figures, past
+from gemini_hpc.config import Settings
+from gemini_hpc.query import ask, figures, past
 from gemini_hpc.query.inspect_document import inspect_document
+from gemini_hpc.wire import inspect_schema
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import MAX_DETAIL, sanitize
 
@@ -186,3 +189,28 @@ def test_an_agents_events_are_its_owners_word() -> None:
     assert d["ended"]["state"] == "FAILED"
     assert max(len(e["detail"]) for e in d["events"]) <= MAX_DETAIL
     assert render(sanitize(d), 80)
+
+
+class Answers:
+    """A controller's line; lists two jobs that have ended."""
+
+    def __init__(self, *_: object) -> None:
+        """Forget the arguments."""
+
+    def jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
+        ended = (NOW - 3600, *((NOW - 86400 * 2,) if everything else ()))
+        rows = tuple(inspect_schema.JobRow(i, 5001, "FAILED", 2, 0, 0, t) for i, t in enumerate(ended, 1))
+        return inspect_schema.JobsAnswer(rows, 0)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "ControllerLine", Answers)
+    for word, expected in (("30m", []), ("2h", [1]), ("1d", [1]), ("3d", [1, 2])):
+        found = jobs.collect(Settings(), since_s=amounts.span(word), now=NOW)["jobs"]
+        assert [row["job"] for row in found] == expected, word
+    for word in ("", "d", "3", "-3d", "3.5h", "0h", "3 d", "1w", "\u0663d", "9" * 30 + "d"):
+        with pytest.raises(argparse.ArgumentTypeError, match="90m, 8h or 3d"):
+            amounts.span(word)

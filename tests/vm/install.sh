@@ -1,0 +1,24 @@
+# What an administrator types by docs/install.md, in a virtual machine.
+cd /srv/packages
+dpkg -i gemini-hpc_*.deb gemini-hpc-node_*.deb gemini-hpc-controller_*.deb gemini-hpc-spank-*.deb
+gemini-hpc install --dry-run --json >/tmp/lines.json || [ $? = 1 ]
+python3 - <<'P'
+import json
+import subprocess
+
+for need in json.load(open("/tmp/lines.json"))["lines"]:
+    if need["met"]:
+        continue
+    if need["line"].startswith("cp "):
+        subprocess.run(need["line"].split(), check=True)
+    else:
+        open(need["file"], "a").write(need["line"] + "\n")
+P
+mkdir /etc/gemini-hpc
+# An emulated processor starts an agent in 10 to 60 s, not in one.
+printf 'cluster_name = "mycluster"\ncontroller_host = "n1"\nslurm_user = "slurm"\nattach_timeout_s = 50\n' \
+  >/etc/gemini-hpc/gemini.toml
+systemctl restart slurmctld slurmd
+systemctl enable --now gemini-hpc-controller
+for _ in $(seq 60); do [ "$(sinfo -h -n n1 -o %T)" = idle ] && exit 0; sleep 1; done
+exit 1
