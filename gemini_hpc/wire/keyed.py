@@ -4,8 +4,8 @@ Keys follow from each other by keyed BLAKE2b, and no key leads back to the one a
 
     root's key of the site -> key of a user -> key of one of the user's jobs
 
-With `gemini-hpc run --own-agents` the job's key stands alone, in a file of its owner. A ticket is a key of a user or
-job up to a time that its name contains. The holder of a key above it derives it from its name, and keeps no list.
+A job's key may also stand alone, in a file of its owner. A ticket is a key of a user or job up to a time that its
+name contains. The holder of a key above it derives it from its name, and keeps no list.
 
 A credential names its key, maker, receiver and time, and ends with a MAC under that key. Nothing is encrypted, and
 nothing has to be: the session's keys follow from both nonces *and* the key (`handshake`). Whoever records, replays or
