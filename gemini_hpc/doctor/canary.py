@@ -1,6 +1,7 @@
 """The state of a canary: which node was taken away, and the guard that brings it back.
 
-The guard is a process of its own. It acts as soon as the canary ends in any way: done, failed, interrupted or killed.
+The guard is a process of its own. It acts as soon as the canary ends in any way: done, failed, interrupted or killed;
+and without its end after `LONGEST_S`, should it hang in a file system.
 It starts slurmd again and clears the node's DOWN if that is the canary's own. A file tells a later canary what a
 reboot of this host has left.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -173,13 +175,13 @@ class Guard:
 
 
 def _guard(watched: int, taken: Taken, path: str) -> None:
-    """Wait for the end of the canary, which closes its end of the pipe, and undo. Never return."""
+    """Wait until the canary closes its end of the pipe, or is overdue, and undo. Never return."""
     status = 1
     try:
         os.setsid()  # a Ctrl-C of the terminal is for the canary
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        os.read(watched, 1)
+        select.select([watched], [], [], LONGEST_S)
         status = 0 if undo(taken, _say, path) else 1
     finally:
         os._exit(status)

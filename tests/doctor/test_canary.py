@@ -14,6 +14,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.cli import canary as verb
+from gemini_hpc.cli import demo
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.fencing import REASON
 from gemini_hpc.devcluster import Cluster
@@ -136,6 +137,7 @@ ENDS = {
     "Ctrl-C": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)",
+    "it hangs": "os.waitpid(guard._pid, 0)",
 }
 CANARY = """
 import os, signal, sys, time
@@ -146,6 +148,7 @@ async def back(taken):
 
 canary._back = back
 canary.find_tool = lambda name: "/bin/true"
+canary.LONGEST_S = float(sys.argv[3])
 taken = canary.Taken("n2", 7, sys.argv[1], time.time())
 guard = canary.Guard(taken, sys.argv[2])
 try:
@@ -160,11 +163,29 @@ finally:
 def test_slurmd_is_started_again_however_the_canary_ends(end: str, program: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     code = CANARY.replace("{end}", ENDS[end])
-    subprocess.run(
-        [sys.executable, "-c", code, str(program), str(state)], timeout=30, capture_output=True, check=False
-    )
+    longest = "1" if end == "it hangs" else "60"
+    argv = [sys.executable, "-c", code, str(program), str(state), longest]
+    subprocess.run(argv, timeout=30, capture_output=True, check=False)
     until(lambda: not state.exists(), 20)
     assert calls(tmp_path) == ["stop n2 7", "start n2 7"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "no JSON", "no object"])
+def test_a_log_that_is_none(kind: str, tmp_path: Path) -> None:
+    log, other = tmp_path / "loss.jsonl", tmp_path / "other"
+    other.write_text('{"step": 1}\n')
+    if kind == "pipe":
+        os.mkfifo(log)
+    elif kind == "link":
+        log.symlink_to(other)
+    else:
+        log.write_text("root:x\n" if kind == "no JSON" else "7\n")
+    run = demo.TrainingRun(Site(tmp_path), 7, tmp_path, 1)  # type: ignore[arg-type]
+    if kind == "pipe":
+        assert run.lines() == []
+        return
+    with pytest.raises(demo.DemoFailed, match="no log of a training"):
+        run.lines()
 
 
 def test_what_cannot_be_undone_is_said_and_kept(
