@@ -25,6 +25,7 @@ import os
 import stat
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -154,7 +155,7 @@ class _Seen:
             return True
 
 
-class Keyed:
+class Keyed(ABC):
     """The common part of all holders of keys."""
 
     name = "key"
@@ -163,17 +164,17 @@ class Keyed:
         self._uid = uid
         self._seen = _Seen()
 
+    @abstractmethod
     def _subject(self, for_uid: int, job: int) -> bytes:
         """Return the name of the key that begins a connection. Raises `CredentialError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
         """Return the key of this name. Raises `CredentialError` if it is not in reach."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _believes(self, kind: int, uid: int, maker: int) -> bool:
         """Return whether a holder of the key of `uid` may call itself `maker`."""
-        raise NotImplementedError
 
     def encode(self, payload: bytes, *, for_uid: int, job: int, answers: Opened | None) -> bytes:
         """Return a credential, under the key of the credential that it answers. Raises `CredentialError`."""

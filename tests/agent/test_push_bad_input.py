@@ -564,7 +564,7 @@ def test_grants_that_go_backwards_and_change_while_they_are_read(site: Site) -> 
 
 
 def test_a_grant_before_the_holder_has_answered(site: Site) -> None:
-    """As one that an earlier version has left."""
+    """Imitate one that an earlier version has left."""
     rank, new = site.ranks[0], site.version + 1
     slot = rank.begin(new)
     assert rank.open() == local.Ok()

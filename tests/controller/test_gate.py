@@ -41,7 +41,7 @@ ACTS = sorted(public(SlurmApi))
 
 
 class Recorder(FakeSlurm):
-    """What reaches Slurm. All nodes are in partition `of`, and so is the job."""
+    """Return the acts that reach Slurm. All nodes are in partition `of`, and so is the job."""
 
     def __init__(self, of: str) -> None:
         self.of, self.done = of, list[str]()
@@ -82,7 +82,7 @@ def attempt(settings: Settings, of: str, act: str) -> list[str]:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_every_act(act: str) -> None:
-    """In observe mode nothing reaches Slurm; a canary acts in its partitions only; as ever, all acts pass."""
+    """Check that nothing reaches Slurm in observe mode, and only a canary's partitions in canary mode."""
     assert attempt(OBSERVE, "debug", act) == []
     assert attempt(CANARY, "gpu", act) == []
     assert attempt(CANARY, "debug", act) == [act]

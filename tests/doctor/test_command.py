@@ -106,7 +106,7 @@ def test_the_text() -> None:
 
 
 def test_accepted_warnings_are_counted_and_not_shown() -> None:
-    """What is wrong is shown, whatever the settings accept."""
+    """Check that a finding of status wrong is shown, whatever the settings accept."""
     facts = Told(UnkillableStepTimeout="5 sec")
     facts._known["settings"] = Settings(accepted_warnings=("x.warns", "slurm.unkillable"))
     warns = Check("x.warns", "", ANYWHERE, lambda _: warning("odd", "even", "none"))

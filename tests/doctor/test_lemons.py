@@ -1,4 +1,4 @@
-"""What doctor says of the controller's records: nodes that did harm again and again, and acts that were withheld."""
+"""Doctor's words on the controller's records: nodes that did harm again and again, and withheld acts."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_the_files_of_a_site_are_kept(tmp_path: Path) -> None:
 
 
 def test_of_several_lines_each_counts_or_the_last(tmp_path: Path) -> None:
-    """As seen: 22.05.8 says `specified more than once, latest value used`, 24.11.5 and 26.05.5 run each."""
+    """Read them as seen: 22.05.8 says `specified more than once, latest value used`, 24.11.5 and 26.05.5 run each."""
     (tmp_path / "own.sh").write_text("#!/bin/sh\ntrue\n")
     rest = "PrologFlags=Alloc\nPlugStackConfig=plug.conf\n"
     (tmp_path / "plug.conf").write_text("optional gemini_spank.so\n")

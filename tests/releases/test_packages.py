@@ -45,7 +45,7 @@ def debs(staged: Path) -> Path:
 
 
 def test_a_site_installs_and_removes_them_by_the_page(debs: Path, clean_root: Path, tmp_path: Path) -> None:
-    """On a controller host and two nodes; the time is that of a script, as the page says."""
+    """Follow the page on a controller host and two nodes; the time is that of a script, as the page says."""
     stage = tmp_path / "stage"
     stage.mkdir()
     script = str(Path(__file__).with_name("packages.sh"))

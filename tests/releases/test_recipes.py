@@ -56,7 +56,7 @@ def test_the_recipe_asks_for_what_pyproject_asks_for(monkeypatch: pytest.MonkeyP
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_role_is_ansible_s_and_writes_the_settings(tmp_path: Path) -> None:
-    """In --check, which changes nothing on this machine: it shows the settings as they would be written."""
+    """Run it with --check, which changes nothing on this machine and shows the settings as they would be written."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=_LIMIT_S)
     subprocess.run([venv / "bin/pip", "install", "-q", "ansible-core>=2.14,<2.20"], check=True, timeout=_LIMIT_S)

@@ -82,7 +82,7 @@ class Push:
                 return self._sock.recv(local.MAX_PACKET_BYTES)
 
     def _send(self, most: int) -> None:
-        """At the rate of the job's links."""
+        """Send at the rate of the job's links."""
         assert self._from is not None and self._into is not None
         job, now = self._home.job, time.monotonic()
         here, there = self._slots

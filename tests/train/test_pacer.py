@@ -184,7 +184,7 @@ Deliver = Callable[..., tuple[Pacer, Link]]
 
 
 def beside(link: Link, played: Played) -> bool:
-    """Whether a byte was sent, or on its way, beside a collective."""
+    """Return whether a byte was sent, or on its way, beside a collective."""
     return any(sent < end and arrives > start for sent, arrives, _ in link.chunks for start, end in played._ops)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""In the virtual machine: runs the shell scripts that come over its serial port, one JSON line each, and answers."""
+"""Run the shell scripts that come over the virtual machine's serial port, one JSON line each, and answer."""
 
 import glob
 import json

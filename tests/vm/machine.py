@@ -21,7 +21,7 @@ class MachineError(Exception):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What qemu boots: the kernel has drivers of NVMe and ext4 in it, so it needs no initial RAM disk."""
+    """The kernel that qemu boots. It has drivers of NVMe and ext4 in it, so it needs no initial RAM disk."""
 
     image: Path
 

@@ -81,7 +81,7 @@ def test_a_ticket_is_for_whom_the_kernel_names(service: str) -> None:
 
 @needs_root
 def test_another_user_gets_a_ticket_in_his_own_name(service: str) -> None:
-    """As another process: it asks for a job of whomever, and gets a key that is nobody's but its own."""
+    """Ask, as another process, for a job of any user; the key it gets is its own user's."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         try:
