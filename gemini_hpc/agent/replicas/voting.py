@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from gemini_hpc.core.moments import MomentReport, describe_difference
+from gemini_hpc.core.moments import Moment, MomentReport, describe_difference
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, merge, vote_of
 from gemini_hpc.wire import peer
@@ -35,6 +35,7 @@ class SubtreeVote(msgspec.Struct, frozen=True):
 
 
 RESUMED, REGISTERED = 1, 2
+_REMEMBERED = 16  # versions whose moments are remembered: more than begin while a decision travels
 _NOTHING = SubtreeVote(SILENT, 0, 0)
 _decoder = Strict(msgspec.msgpack.Decoder(Vote))
 
@@ -91,7 +92,7 @@ class Voting:
         self.decision = Decision()
         self.degraded = False
         self.voted: frozenset[Stamp] = frozenset()
-        self._homes: dict[int, SlotPair] = {}
+        self._moments: dict[Stamp, dict[int, Moment]] = {}  # of the versions voted for, by rank
         self._reports: tuple[MomentReport, ...] = ()
 
     def recount(self, pairs: list[SlotPair], world: int, kind: int, homes: Mapping[int, SlotPair]) -> None:
@@ -103,7 +104,11 @@ class Voting:
             kind: RESUMED or REGISTERED.
             homes: Pairs of the shards whose ranks live here, by rank.
         """
-        self._homes = dict(homes)
+        for rank, pair in homes.items():
+            for slot in pair.slots:
+                if slot.state == "complete" and slot.stamp is not None:
+                    self._moments.setdefault(slot.stamp, {})[rank] = slot.moment
+        self._moments = {stamp: self._moments[stamp] for stamp in sorted(self._moments)[-_REMEMBERED:]}
         vote = vote_of(pairs, own=homes.values())
         self._own = SubtreeVote(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
         self._send_vote()
@@ -172,10 +177,11 @@ class Voting:
             self._report(word.void)
 
     def _report(self, void: Stamp | None) -> None:
-        """Report the moments of this node's ranks to the root before their slots go to another version."""
-        slots = {rank: slot for rank, pair in self._homes.items() for slot in pair.slots if slot.stamp == void}
-        self._reports = tuple(
-            MomentReport(rank, *slot.moment[1:]) for rank, slot in slots.items() if void is not None
-        )
+        """Report the moments of this node's ranks at a void version to the root.
+
+        The slots of an abandoned version can contain a later version before the decision arrives.
+        """
+        moments = {} if void is None else self._moments.get(void, {})
+        self._reports = tuple(MomentReport(rank, *moment[1:]) for rank, moment in moments.items())
         self._own = msgspec.structs.replace(self._own, reports=self._reports)
         self._send_vote()
