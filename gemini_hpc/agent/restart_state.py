@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from gemini_hpc.files import replace_file
 from gemini_hpc.wire import local, peer
 
 NAME = "state"
@@ -92,8 +93,7 @@ class StateFile:
         return Path(self._path).read_bytes()
 
     def _put(self, data: bytes) -> None:
-        Path(f"{self._path}.new").write_bytes(data)
-        os.replace(f"{self._path}.new", self._path)
+        replace_file(self._path, data)
 
     def _unlink(self) -> None:
         os.unlink(self._path)

@@ -14,6 +14,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller.journal import end_line
+from gemini_hpc.files import replace_file
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import bounded_event
 
@@ -78,9 +79,7 @@ class EventLogs:
         if self._owner(path) != owner:
             self._foreign.add(job)
             try:
-                with open(path + ".new", "wb") as f:
-                    f.write(msgspec.json.encode(_head(owner)) + b"\n")
-                os.replace(path + ".new", path)
+                replace_file(path, msgspec.json.encode(_head(owner)) + b"\n")
             except OSError as exc:
                 self._leave_out(job, 0, exc)
                 return
@@ -138,9 +137,7 @@ class EventLogs:
                 f.seek(size - MAX_LOG_BYTES // 2)
                 f.readline()
                 rest = f.read()
-            with open(path + ".new", "wb") as f:
-                f.write(head + rest)
-            os.replace(path + ".new", path)
+            replace_file(path, head + rest)
 
     def read(self, job: int, owner: int) -> tuple[EventRecord, ...]:
         """Return all events of a job in order of time; none if the log does not belong to this owner."""

@@ -14,6 +14,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.files import replace_file
 
 _COMPACT_BYTES = 1 << 20
 _KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
@@ -114,11 +115,7 @@ class Journal:
             return
         fresh = clock.time() - _KEEP_S
         kept = [r for r in records if r.t >= fresh or r.key in self._open]
-        with open(self._path + ".new", "wb") as f:
-            f.writelines(msgspec.json.encode(r) + b"\n" for r in kept)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(self._path + ".new", self._path)
+        replace_file(self._path, b"".join(msgspec.json.encode(r) + b"\n" for r in kept), durable=True)
 
     def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """Append one line. The line is on disk on return."""

@@ -12,6 +12,7 @@ import os
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.files import replace_file
 from gemini_hpc.wire.inspect_schema import LemonRow
 
 log = logging.getLogger("gemini_hpc.controller")
@@ -83,9 +84,8 @@ class Lemons:
         while len(self._visits) > MOST_NODES:
             del self._visits[min(self._visits, key=lambda name: self._visits[name][-1].t)]
         try:
-            with open(self._path + ".new", "wb") as f:
-                f.write(msgspec.json.encode({n: fresh for n in self._visits if (fresh := self._fresh(n))}))
-            os.replace(self._path + ".new", self._path)
+            fresh = {n: visits for n in self._visits if (visits := self._fresh(n))}
+            replace_file(self._path, msgspec.json.encode(fresh))
         except OSError as exc:
             log.warning("event=lemons-not-kept path=%s %s", self._path, exc.strerror)
 

@@ -18,6 +18,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX
 from gemini_hpc.controller.witnesses import Witnesses
+from gemini_hpc.files import replace_file
 from gemini_hpc.query.freed import freed_copies_note
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
@@ -347,9 +348,7 @@ class Track:
     def _write(self) -> None:
         if self._forgotten:
             return
-        with open(self._path + ".new", "wb") as f:
-            f.write(msgspec.json.encode(self.stored))
-        os.replace(self._path + ".new", self._path)
+        replace_file(self._path, msgspec.json.encode(self.stored))
         self._unsaved = False
 
     def forget(self) -> None:

@@ -20,6 +20,7 @@ from gemini_hpc.controller import startup
 from gemini_hpc.controller.primary import LockTakenError, Primary
 from gemini_hpc.controller.server import Controller
 from gemini_hpc.controller.startup import ServiceError
+from gemini_hpc.files import replace_file
 from gemini_hpc.slurm import Slurm, SlurmError, find_tool
 from gemini_hpc.slurm.ways import FILE, ApiRecord, Way
 
@@ -33,9 +34,7 @@ def _tell_way(settings: Settings, way: Way) -> None:
     path = os.path.join(settings.state_dir, FILE)
     try:
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-        with open(path + ".new", "wb") as f:
-            f.write(msgspec.json.encode(told))
-        os.replace(path + ".new", path)
+        replace_file(path, msgspec.json.encode(told))
     except OSError as exc:
         log.warning("event=slurm-api-not-kept path=%s %s", path, exc.strerror)
 

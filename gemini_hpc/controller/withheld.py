@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.files import replace_file
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmReading
 from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, Job, Node
@@ -208,9 +209,7 @@ class Withheld:
         since = clock.time() - KEPT_S
         self.acts = [a for a in self.acts if a.t >= since][-MOST:]
         try:
-            with open(self._path + ".new", "wb") as f:
-                f.write(msgspec.json.encode(self.acts))
-            os.replace(self._path + ".new", self._path)
+            replace_file(self._path, msgspec.json.encode(self.acts))
         except OSError as exc:
             log.warning("event=withheld-not-kept path=%s %s", self._path, exc.strerror)
 

@@ -21,6 +21,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller.fencing import REASON
+from gemini_hpc.files import replace_file
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.client import find_tool
 from gemini_hpc.slurm.facts import Node
@@ -160,12 +161,7 @@ class Guard:
 
     @staticmethod
     def _write(taken: Taken, path: str) -> None:
-        fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as f:
-            f.write(msgspec.json.encode(taken))
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".new", path)
+        replace_file(path, msgspec.json.encode(taken), mode=0o600, durable=True)
 
     def undo(self) -> bool:
         """Have all undone, and wait. Return whether it is."""

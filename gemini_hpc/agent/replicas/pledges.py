@@ -15,6 +15,7 @@ import msgspec
 
 from gemini_hpc.core.numbers import SetName, Version
 from gemini_hpc.core.sequence import Closed, Closing
+from gemini_hpc.files import replace_file
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Rejection
 
@@ -74,5 +75,4 @@ class Pledges:
         return Path(self._path).read_bytes()
 
     def _put(self, data: bytes) -> None:
-        Path(f"{self._path}.new").write_bytes(data)
-        os.replace(f"{self._path}.new", self._path)
+        replace_file(self._path, data)
