@@ -14,7 +14,7 @@ from typing import Any
 from gemini_hpc.paths import weaknesses
 from gemini_hpc.settings import AUTHS, CANARY, MODES, SLURM_APIS, UNBOUNDED, ConfigError, Settings
 
-__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse", "program_problem"]
+__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "own", "parse", "program_problem"]
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
 
@@ -135,6 +135,15 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
             f"{settings.agent_port_base + settings.agent_port_count}"
         )
     return settings
+
+
+def own() -> Settings:
+    """Return the settings of agents that a job has started itself, without its site.
+
+    Nobody waits for them after the job's end: they end as soon as the tier has their last version. The whole memory
+    counts as theirs because `run` grants each a share of its job's.
+    """
+    return Settings(auth="key", agent_cgroup="none", memory_fraction=1.0, retention_s=0.0, held_retention_s=0.0)
 
 
 def load(path: str = CONFIG_PATH) -> Settings:

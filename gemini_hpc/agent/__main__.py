@@ -1,7 +1,8 @@
 """The supervisor of an agent: `python3 -I -m gemini_hpc.agent`, started by the prolog as root.
 
 All arguments come from the prolog alone. The process first becomes the job's owner, for good. The new owner cannot
-trace a process that has given up root after it was executed. From then on no process here executes a program.
+trace a process that has given up root after it was executed. From then on no process here executes a program. Where
+no site has installed a prolog, `agent.own_start` starts it as the job's owner, with SIGTERM ignored.
 
 The started process stays as a small supervisor. When the agent proper dies, the supervisor starts it again, a bounded
 number of times. The supervisor also forks the agent's workers. After a restart, trainers hand their memory back to
@@ -21,7 +22,7 @@ from contextlib import suppress
 
 from gemini_hpc import clock
 from gemini_hpc.agent.tier import workers
-from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.config import ConfigError, Settings, load, own
 from gemini_hpc.node import oom, privileges, spawn
 
 _SETTLED_S = 60.0
@@ -68,7 +69,8 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
             finally:
                 os._exit(status)
         mine.theirs.close()
-        signal.signal(signal.SIGTERM, lambda *_, child=pid: os.kill(child, signal.SIGTERM))
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, lambda *_, child=pid: os.kill(child, signal.SIGTERM))
         status = _attend(pid, mine)
         mine.close()
         if status == 0:
@@ -130,6 +132,7 @@ def main() -> int:
     parser.add_argument("--share-bytes", type=int, default=0, help="the job's share of the node's cap; 0: all")
     parser.add_argument("--share", default="", help="what it is of the node, such as '1 of 64 CPUs'")
     parser.add_argument("--keys", action="store_true", help=f"take the job's keys from descriptor {spawn.HANDED}")
+    parser.add_argument("--own", action="store_true", help="the job has started this agent, not its site's prolog")
     args = parser.parse_args()
     score = oom.OwnScore()  # while the score still belongs to root
     try:
@@ -138,7 +141,7 @@ def main() -> int:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2
     try:
-        settings = load()
+        settings = own() if args.own else load()
         if args.keys:
             _take_keys(args.uid)
     except (ConfigError, ValueError) as exc:

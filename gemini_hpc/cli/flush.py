@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
-from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -36,10 +36,12 @@ def register(subparsers: _Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Flush the job and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     from gemini_hpc.query import ask
+    from gemini_hpc.wire import own_key
 
     try:
         job = raw_id(args.job)
-        over = ask.flush(load(args.config), job, _progress if sys.stderr.isatty() else lambda word: None)
+        progress = _progress if sys.stderr.isatty() else lambda word: None
+        over = ask.flush(own_key.settings_for(job, args.config), job, progress)
     except WrongIdError as exc:
         print(f"gemini-hpc flush: {exc}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc import clock
 from gemini_hpc.cli import live_view
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings
 from gemini_hpc.report import columns, history, traffic_text
 from gemini_hpc.report.summary import age, share, summary
 from gemini_hpc.wire.sanitize import sanitize as _tame
@@ -55,9 +55,11 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Show the job and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
+    from gemini_hpc.wire import own_key
+
     try:
         job = raw_id(args.job)
-        _show(load(args.config), job, args)
+        _show(own_key.settings_for(job, args.config), job, args)
     except WrongIdError as exc:
         print(f"gemini-hpc inspect: {exc}", file=sys.stderr)
         return 2

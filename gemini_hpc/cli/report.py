@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings
 from gemini_hpc.core.numbers import SET_NAME
 from gemini_hpc.wire.sanitize import sanitize
 
@@ -58,10 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """Draw the report and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     from gemini_hpc.report.drawing import MissingError, require
     from gemini_hpc.report.report_data import document
+    from gemini_hpc.wire import own_key
 
     try:
         job = raw_id(args.job)
-        settings = load(args.config)
+        settings = own_key.settings_for(job, args.config)
         if not args.json:
             require()
         sets, now = _shown(settings, job, args.name, args.rank), clock.time()

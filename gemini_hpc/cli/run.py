@@ -28,6 +28,7 @@ REQUEUE_WAIT_S = 60.0
 LOOK_EVERY_S = 5.0
 SENT_BACK_WAIT_S = 30.0
 EXIT_NOT_REQUEUED = 75
+REPLICAS_MAX = 32
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,6 +49,21 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         metavar="N",
         help="repeat at most N times; the count starts again with each newer sealed version (default 3)",
     )
+    parser.add_argument(
+        "--own-agents",
+        action="store_true",
+        help="start agents for this job, on a cluster where nobody has installed gemini-hpc",
+    )
+    parser.add_argument(
+        "--replicas", type=_replicas, metavar="R", help="with --own-agents: nodes that hold each shard (default 2)"
+    )
+    parser.add_argument(
+        "--spares",
+        type=_count,
+        metavar="N",
+        help="with --own-agents: nodes that wait to replace a lost one (default 0; needs sbatch --no-kill and the "
+        "launcher)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
     parser.set_defaults(func=run)
 
@@ -56,6 +72,12 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 1000:
         raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
     return int(text)
+
+
+def _replicas(text: str) -> int:
+    if not 1 <= (count := _count(text)) <= REPLICAS_MAX:
+        raise argparse.ArgumentTypeError(f"wanted a whole number from 1 to {REPLICAS_MAX}, found {text!r}")
+    return count
 
 
 def _nodes_healthy(path: str, ended: threading.Event) -> bool:
@@ -143,11 +165,32 @@ def run(args: argparse.Namespace) -> int:
     if not command:
         _say("wanted a command after --, found none; example: gemini-hpc run -- srun python train.py")
         return 2
+    if not args.own_agents:
+        if args.replicas is not None or args.spares is not None:
+            _say("--replicas and --spares are for --own-agents; otherwise give sbatch --gemini-replicas")
+            return 2
+        return _run(command, args.max_restarts)
+    from gemini_hpc.cli.own_agents import OwnAgents, OwnAgentsError
+
+    status = 1
+    try:
+        agents = OwnAgents(args.replicas or 2, args.spares or 0, os.environ)
+        try:
+            agents.start(os.environ)
+            status = _run(command, args.max_restarts)
+        finally:
+            agents.end(status)
+    except OwnAgentsError as exc:
+        _say(f"{exc}")
+    return status
+
+
+def _run(command: list[str], max_restarts: int) -> int:
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
-    env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if args.max_restarts else {})}
+    env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if max_restarts else {})}
     ended = threading.Event()
-    attempts = RestartLimit(args.max_restarts)
+    attempts = RestartLimit(max_restarts)
     before: _Failure | None = None
     while True:
         attempts.record_start(_reached(path))
@@ -186,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
         if why_not:
             _say(f"{told}; not restarted: {why_not}")
             return status
-        _say(f"{told} on healthy nodes: restart {attempts.restarts} of {args.max_restarts}")
+        _say(f"{told} on healthy nodes: restart {attempts.restarts} of {max_restarts}")
         _fit_nodes(env)
 
 

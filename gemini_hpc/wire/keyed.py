@@ -69,6 +69,11 @@ def fingerprint(key: bytes) -> str:
     return _derive(key, b"gemini-hpc name")[:6].hex()
 
 
+def tier_id(key: bytes) -> str:
+    """Return the id by which the tier tells the job with this key from others of its number."""
+    return _derive(key, b"gemini-hpc tier")[:8].hex()
+
+
 def read_key(path: str, *owners: int) -> bytes:
     """Return the key in a file.
 

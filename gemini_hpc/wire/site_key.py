@@ -63,14 +63,19 @@ def adopt(settings: Settings) -> None:
 def pack(settings: Settings, uid: int, jobs: Collection[int]) -> bytes:
     """Return the keys of a user's jobs for an agent, its own job's first. Raises `KeyFileError`."""
     of_user = keyed.user_key(read(settings), settings.cluster_name, uid)
-    return b"".join(_KEY.pack(job, keyed.job_key(of_user, job)) for job in jobs)
+    return b"".join(pack_key(job, keyed.job_key(of_user, job)) for job in jobs)
+
+
+def pack_key(job: int, key: bytes) -> bytes:
+    """Return a job's key as `take` reads it."""
+    return _KEY.pack(job, key)
 
 
 def take(fd: int, uid: int) -> None:
     """Choose the agent's scheme by the keys in a pipe, and close the pipe.
 
     Args:
-        fd: The pipe's end, from the prolog.
+        fd: The pipe's end, from the agent's starter.
         uid: Uid of the job's owner.
 
     Raises:
@@ -80,9 +85,9 @@ def take(fd: int, uid: int) -> None:
         with open(fd, "rb") as pipe:
             packed = pipe.read(2 * _KEY.size + 1)
     except OSError as exc:
-        raise CredentialError(f"key: the prolog has handed over no key: {exc.strerror}") from None
+        raise CredentialError(f"key: no key was handed over: {exc.strerror}") from None
     if len(packed) not in (_KEY.size, 2 * _KEY.size):
-        raise CredentialError(f"key: the prolog has handed over {len(packed)} bytes that are no keys")
+        raise CredentialError(f"key: {len(packed)} bytes were handed over that are no keys")
     credentials.use(keyed.JobKeys(dict(_KEY.iter_unpack(packed)), uid))
 
 
