@@ -19,6 +19,7 @@ from typing import Self
 from gemini_hpc import clock, lines
 from gemini_hpc.agent import own_start
 from gemini_hpc.agent.own_directory import SOCKET
+from gemini_hpc.cli import sendback
 from gemini_hpc.client.joining import SOCKET_ENV, SPARES_ENV
 from gemini_hpc.config import own
 from gemini_hpc.core import hostlist
@@ -27,6 +28,7 @@ from gemini_hpc.wire import keyed, own_key
 
 SHARE = 0.5  # of the job's memory; the training itself needs the rest
 NO_KILL_ENV = "SLURM_NO_KILL"
+CLOCKS_APART_S = 60.0  # of slurmctld and a file server, at most
 READY_S = own_start.START_S + 30.0  # beside the agents' start srun asks slurmctld for the step
 CLOSED_S = own().tier_flush_s + own_start.GRACE_S + 5.0
 LESS = (
@@ -112,7 +114,9 @@ class OwnAgents:
         Raises:
             OwnAgentsError: They cannot be started here.
         """
-        if environ.get(SOCKET_ENV):
+        if os.path.exists(
+            environ.get(SOCKET_ENV, "")
+        ):  # a job submitted from within another has that one's variables
             raise OwnAgentsError("this job has the agents of its site (--gemini-replicas): leave out --own-agents")
         self._job, self._replicas, self._spares = Allocation.of(environ), replicas, spares
         if replicas + spares > (nodes := len(self._job.hosts)):
@@ -132,6 +136,8 @@ class OwnAgents:
             OwnAgentsError: An agent could not be started.
         """
         try:
+            if not self._job.restart and self._is_former():
+                os.unlink(self._key_file)
             key = own_key.make(self._key_file)
             directory = f"/tmp/gemini-hpc-{keyed.fingerprint(key)}"  # others cannot know the name and take it before
             self._step = subprocess.Popen(
@@ -153,6 +159,14 @@ class OwnAgents:
             f"a node, {SHARE:.0%} of the job's memory"
         )
         _say(LESS)
+
+    def _is_former(self) -> bool:
+        """Return whether the key file is of a former job that had this number."""
+        try:
+            made = os.lstat(self._key_file).st_mtime
+        except OSError:
+            return False
+        return made < sendback.started_at() - CLOCKS_APART_S
 
     def _argv(self, directory: str) -> list[str]:
         job, nodes = self._job, len(self._job.hosts)

@@ -177,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
         agents = OwnAgents(args.replicas or 2, args.spares or 0, os.environ)
         try:
             agents.start(os.environ)
+            if args.spares and "gemini_hpc.launch" not in " ".join(command):
+                _say("--spares needs the launcher: ... -- srun python -m gemini_hpc.launch train.py")
             status = _run(command, args.max_restarts)
         finally:
             agents.end(status)

@@ -27,6 +27,14 @@ def nodes_left() -> tuple[str, ...]:
     return job.nodes if job.state == RUNNING and 0 < len(job.nodes) < nodes else ()
 
 
+def started_at() -> float:
+    """Return the Unix time at which this incarnation of the job began, 0.0 if that is unknown."""
+    try:
+        return asyncio.run(Slurm(TIMEOUT_S).job(_number("SLURM_JOB_ID"))).start_time
+    except SlurmError:
+        return 0.0
+
+
 def requeue() -> str:
     """Ask Slurm to requeue this job; return the reason for a refusal, or ""."""
     try:

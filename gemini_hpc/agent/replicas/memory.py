@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gemini_hpc.client.mapped_slots import populate
-from gemini_hpc.config import Settings
+from gemini_hpc.config import Settings, own
 from gemini_hpc.core.digest import Digest
 from gemini_hpc.format import commit_record
 from gemini_hpc.node import cgroup
@@ -237,6 +237,8 @@ class Budget:
         source = "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
         if cap == all_of_it:
             return f"the node's cap is {_mib(cap)} ({source})"
+        if s == own():
+            return f"the job's agents may take {_mib(cap)} ({self._share}); more memory for the job (--mem) raises it"
         part = f" ({self._share})" if self._share else ""
         return (
             f"the job's share of the node{part} is {_mib(cap)} of its cap of {_mib(all_of_it)} ({source}); more CPUs "
