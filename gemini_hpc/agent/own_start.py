@@ -132,7 +132,6 @@ def _become(argv: list[str], keys: int, directory: str) -> None:
     os.set_inheritable(spawn.HANDED, True)
     os.closerange(spawn.HANDED + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.chdir("/")
     os.execv(argv[0], argv)
 
 

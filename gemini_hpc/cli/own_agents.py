@@ -152,12 +152,10 @@ class OwnAgents:
         if self._spares:
             environ[SPARES_ENV] = str(self._spares)
             environ[NO_KILL_ENV] = "set"
+        nodes, copies = _count(len(self._job.hosts), "node"), _count(self._replicas, "replica")
         mib = self._job.share_bytes() >> 20
         spares = f", {self._spares} of them spare" if self._spares else ""
-        _say(
-            f"own agents on {len(self._job.hosts)} nodes{spares}, {self._replicas} replicas in up to {mib:,} MiB "
-            f"a node, {SHARE:.0%} of the job's memory"
-        )
+        _say(f"own agents on {nodes}{spares}, {copies} in up to {mib:,} MiB a node, {SHARE:.0%} of the job's memory")
         _say(LESS)
 
     def _is_former(self) -> bool:
@@ -190,14 +188,11 @@ class OwnAgents:
             line = self._read_line(deadline)
             if line is None:
                 names = " ".join(sorted(missing)[:8])
-                self.end(1)
                 raise OwnAgentsError(f"no agent on {names}: the step of the agents did not start, or ended at once")
             node, state, text = (*line.split(" ", 2), "", "")[:3]
             if state == own_start.FAILED:
-                self.end(1)
                 raise OwnAgentsError(f"no agent on {node}: {text}")
             if state == own_start.UNMAPPED:
-                self.end(1)
                 raise OwnAgentsError(
                     f"the agents do not reach each other: {node} finds none on {text or 'its peers'}"
                 )
@@ -228,17 +223,17 @@ class OwnAgents:
         """
         if self._step is None:
             return
-        assert self._step.stdin is not None
-        with suppress(OSError):
-            self._step.stdin.write(f"{status}\n".encode())
-            self._step.stdin.close()
         try:
-            self._step.wait(CLOSED_S)
+            self._step.communicate(f"{status}\n".encode(), CLOSED_S)
         except subprocess.TimeoutExpired:
             _say("the agents have not ended in time: Slurm ends them with the job")
         if status == 0:
             with suppress(OSError):
                 os.unlink(self._key_file)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _say(text: str) -> None:
