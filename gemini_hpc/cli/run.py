@@ -29,6 +29,8 @@ LOOK_EVERY_S = 5.0
 SENT_BACK_WAIT_S = 30.0
 EXIT_NOT_REQUEUED = 75
 REPLICAS_MAX = 32
+OWN_LOOK_S = 1.0
+OWN_LOST_S = 10.0  # ranks end by themselves sooner where the loss closes their connections
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,10 +82,11 @@ def _replicas(text: str) -> int:
     return count
 
 
-def _nodes_healthy(path: str, ended: threading.Event) -> bool:
+def _nodes_healthy(path: str, ended: threading.Event, *, own: bool = False) -> bool:
     """Wait until no node has been dead or suspect for a while; return whether that was reached.
 
-    The result is False if Slurm requeues the job (`ended`), or does not requeue it in time.
+    The result is False if Slurm requeues the job (`ended`), or does not requeue it in time. With its own agents the
+    job is requeued here, since no controller does it.
     """
     began = looked = clock.monotonic()
     healthy_since: float | None = None
@@ -93,6 +96,9 @@ def _nodes_healthy(path: str, ended: threading.Event) -> bool:
         if verdict is None:
             return True
         dead = bool(verdict.dead)
+        if dead and own and not verdict.spared:
+            _send_back(f"this job has lost {', '.join(verdict.dead)[:200]}, and no spare is left", ended)
+            return False
         if dead and clock.monotonic() - looked > LOOK_EVERY_S:
             looked = clock.monotonic()
             if sendback.nodes_left():
@@ -169,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         if args.replicas is not None or args.spares is not None:
             _say("--replicas and --spares are for --own-agents; otherwise give sbatch --gemini-replicas")
             return 2
-        return _run(command, args.max_restarts)
+        return _run(command, args.max_restarts, own=False)
     from gemini_hpc.cli.own_agents import OwnAgents, OwnAgentsError
 
     status = 1
@@ -179,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
             agents.start(os.environ)
             if args.spares and "gemini_hpc.launch" not in " ".join(command):
                 _say("--spares needs the launcher: ... -- srun python -m gemini_hpc.launch train.py")
-            status = _run(command, args.max_restarts)
+            status = _run(command, args.max_restarts, own=True)
         finally:
             agents.end(status)
     except OwnAgentsError as exc:
@@ -187,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _run(command: list[str], max_restarts: int) -> int:
+def _run(command: list[str], max_restarts: int, *, own: bool) -> int:
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
     env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if max_restarts else {})}
@@ -198,7 +204,7 @@ def _run(command: list[str], max_restarts: int) -> int:
         attempts.record_start(_reached(path))
         known = _last(path)
         try:
-            step = _Step(command, env, path, ended)
+            step = _Step(command, env, path, ended, own=own)
         except OSError as exc:
             _say(f"{command[0]}: {exc.strerror}")
             return 127
@@ -209,7 +215,7 @@ def _run(command: list[str], max_restarts: int) -> int:
             _say(f"the step ended with status {status}; not restarted: no agent protects this job")
             return status
         reached = _reached(path)
-        healthy = _nodes_healthy(path, ended)
+        healthy = _nodes_healthy(path, ended, own=own)
         if ended.is_set():
             return status
         if not healthy:
@@ -276,8 +282,11 @@ class _Step:
     would kill the step of the same id there.
     """
 
-    def __init__(self, command: list[str], env: Mapping[str, str], socket_path: str, ended: threading.Event) -> None:
-        self._socket_path, self._ended = socket_path, ended
+    def __init__(
+        self, command: list[str], env: Mapping[str, str], socket_path: str, ended: threading.Event, *, own: bool
+    ) -> None:
+        self._socket_path, self._ended, self._own = socket_path, ended, own
+        self._looked = self._well = clock.monotonic()
         self._passed_on: tuple[signal.Signals, float] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
@@ -321,10 +330,12 @@ class _Step:
             try:
                 code = self._child.wait(0.1)
             except subprocess.TimeoutExpired:
-                if self._ended.is_set() and self._node_lost():
-                    code = self._end(self._child)
-                else:
+                gone = self._own and self._node_gone()
+                if not gone and not (self._ended.is_set() and self._node_lost()):
                     continue
+                if gone:  # otherwise Slurm has told srun to end
+                    self._child.terminate()
+                code = self._end(self._child)
             return code if code >= 0 else 128 - code
 
     def _end(self, child: subprocess.Popen[bytes]) -> int:
@@ -333,6 +344,25 @@ class _Step:
         except subprocess.TimeoutExpired:
             child.kill()
             return child.wait()
+
+    def _node_gone(self) -> bool:
+        """Return whether a node has been lost for a while and nobody replaces it.
+
+        Without a controller nobody ends the step, in which the other ranks may wait for the lost node for long.
+        """
+        now = clock.monotonic()
+        if now - self._looked < OWN_LOOK_S:
+            return False
+        self._looked = now
+        verdict = ask_verdict(self._socket_path, 0.5)
+        if verdict is None or not verdict.dead or verdict.spared:
+            self._well = now
+        if now - self._well < OWN_LOST_S:
+            return False
+        _say(
+            f"{', '.join(verdict.dead)[:200] if verdict else 'a node'} lost: ending the step, which would wait for it"
+        )
+        return True
 
     def _node_lost(self) -> bool:
         verdict = ask_verdict(self._socket_path, 0.5) if self._socket_path else None

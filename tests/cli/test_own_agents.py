@@ -20,8 +20,9 @@ from waiting import until
 from gemini_hpc.cli import own_agents, sendback
 from gemini_hpc.cli import run as verb
 from gemini_hpc.client.agent_connection import ask_verdict
+from gemini_hpc.launch.signals import SENT
 from gemini_hpc.node import ask_agent
-from gemini_hpc.wire import keyed, own_key
+from gemini_hpc.wire import keyed, local, own_key
 
 # Runs one task on this "node", and notes what srun has been given.
 SRUN = """#!/bin/sh
@@ -232,3 +233,32 @@ def test_a_commands_key_is_that_of_the_job(home: Path) -> None:
         own_key.find(77)
     assert own_key.path("../x", 7).endswith("/cluster.7")
     assert keyed.tier_id(made[0]) != keyed.tier_id(made[1])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status"),
+    [
+        (local.Verdict(dead=("n2",), alive=("n1",)), 75),
+        (local.Verdict(dead=("n2",), alive=("n1",), spared=True), 0),
+        (local.Verdict(suspect=("n2",), alive=("n1",)), 0),
+    ],
+)
+def test_a_lost_node_ends_the_step_unless_a_spare_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], verdict: local.Verdict, status: int
+) -> None:
+    """Without a controller nobody else does: the other ranks may wait for the lost node for half an hour."""
+    requeued: list[str] = []
+    for name, value in (("OWN_LOOK_S", 0.05), ("OWN_LOST_S", 0.2), ("SENT_BACK_WAIT_S", 0.0)):
+        monkeypatch.setattr(verb, name, value)
+    monkeypatch.setattr(verb, "ask_verdict", lambda *_: verdict)
+    monkeypatch.setattr(sendback, "requeue", lambda: requeued.append("now") or "")
+    monkeypatch.setenv("GEMINI_SOCKET", "/nowhere/agent.sock")
+    before = {number: signal.getsignal(number) for number in (*SENT, signal.SIGCONT)}
+    try:
+        assert verb._run(["sleep", "1.5" if status == 0 else "60"], 3, own=True) == status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    err = capfd.readouterr().err
+    assert requeued == ["now"] * (status != 0)
+    assert ("n2 lost: ending the step" in err) == (status != 0) == ("this job has lost n2" in err), err

@@ -100,17 +100,37 @@ def test_a_node_is_lost_and_a_spare_takes_its_place(train: Train, reference: Ref
     assert job.cluster.job(job.id)["Restarts"] == "0" and job.repeated() <= 1, job.output()
 
 
+@pytest.fixture
+def tier(cluster: Cluster) -> Path:
+    path = cluster.home("alice") / f"tier-{time.time_ns()}"
+    path.mkdir(0o700)
+    shutil.chown(path, 5001)
+    return path
+
+
 @pytest.mark.witness("own agents: a requeue by the owner goes through the tier, equal bits")
-def test_the_owner_requeues_the_job(train: Train, reference: Reference, cluster: Cluster) -> None:
+def test_the_owner_requeues_the_job(train: Train, reference: Reference, cluster: Cluster, tier: Path) -> None:
     wanted = reference()
-    tier = cluster.home("alice") / f"tier-{time.time_ns()}"
-    tier.mkdir(0o700)
-    shutil.chown(tier, 5001)
     job = train(tier=str(tier))
     job.reach(CUT_AT)
     assert cluster.run(["scontrol", "requeue", str(job.id)], user="alice").returncode == 0
     until(lambda: job.state == "PENDING", 60, what="the job waits")
     assert saved(tier, job), "the last version is on the tier before Slurm's grace is over"
+    cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now"])
+    job.finish()
+    job.assert_same_as(wanted)
+    assert "from the tier" in job.output() and job.repeated() <= 1, job.output()
+
+
+def test_a_node_is_lost_without_a_spare(train: Train, reference: Reference, cluster: Cluster, tier: Path) -> None:
+    """`run` ends the step and requeues the job. The other nodes save all shards in Slurm's grace."""
+    wanted = reference()
+    job = train("--no-kill", tier=str(tier))
+    job.reach(CUT_AT)
+    cluster.power_off(job.hosts()[1])
+    until(lambda: cluster.job(job.id).get("Restarts") == "1", 90, what=f"requeued\n{job.output()}")
+    until(lambda: job.state == "PENDING", 60, what="the job waits")
+    assert saved(tier, job)
     cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now"])
     job.finish()
     job.assert_same_as(wanted)
