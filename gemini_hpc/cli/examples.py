@@ -16,7 +16,11 @@ EXAMPLES = {
         "gemini-hpc export 42 --format safetensors -o weights.safetensors",
         "gemini-hpc export /lustre/ada/ckpt --version 800 --format dcp -o dcp/",
     ),
-    "run": ("gemini-hpc run -- srun python train.py", "gemini-hpc run --max-restarts 5 -- srun torchrun train.py"),
+    "run": (
+        "gemini-hpc run -- srun python train.py",
+        "gemini-hpc run --max-restarts 5 -- srun torchrun train.py",
+        "gemini-hpc run --own-agents --replicas 2 -- srun python train.py",
+    ),
     "controller": ("gemini-hpc controller --verbose", "gemini-hpc controller --daemon"),
     "doctor": ("sudo gemini-hpc doctor", "sudo gemini-hpc doctor --cluster", "sudo gemini-hpc doctor --canary debug"),
     "install": ("gemini-hpc install --dry-run", "gemini-hpc install --dry-run --slurm-conf new/slurm.conf"),

@@ -28,7 +28,7 @@ FOREIGN = {
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),
-    *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert", "--exclusive", "--hint"),
+    *("--signal", "--full", "--no-kill", "--overlap", "--contiguous", "--switches", "--noconvert", "--exclusive", "--hint"),
     "--with-ft",  # Open MPI's
     *("--tiny", "--fake"),  # python -m benchmarks, benchmarks.gpu
 }

@@ -89,7 +89,6 @@ def test_a_rank_is_killed(train: Train, reference: Reference) -> None:
     assert "own agents on 3 nodes, 2 replicas in up to 300 MiB a node, 50% of the job's memory" in said, said
 
 
-@pytest.mark.witness("own agents: a spare takes a lost node's place inside the allocation, equal bits")
 def test_a_node_is_lost_and_a_spare_takes_its_place(train: Train, reference: Reference) -> None:
     wanted = reference()
     job = train("-N4", "--no-kill", run="--spares 1", python="python -m gemini_hpc.launch")
@@ -108,7 +107,6 @@ def tier(cluster: Cluster) -> Path:
     return path
 
 
-@pytest.mark.witness("own agents: a requeue by the owner goes through the tier, equal bits")
 def test_the_owner_requeues_the_job(train: Train, reference: Reference, cluster: Cluster, tier: Path) -> None:
     wanted = reference()
     job = train(tier=str(tier))
