@@ -31,28 +31,26 @@ class Settings:
 
     cluster_name: str = _setting(
         "cluster",
-        "Name of this cluster; it is not read from Slurm. Agents and controllers of another name are refused.",
+        "Name of this cluster, not read from Slurm. Agents and controllers of another name are refused.",
     )
     run_dir: str = _setting(
         "/run/gemini-hpc",
-        "Root's directory, made by the prolog, with a directory for each job. For another one also set "
-        "`run_dir=DIR` behind the plugin in `plugstack.conf`.",
+        "Root's directory, with one for each job. For another one also set `run_dir=DIR` behind the plugin in "
+        "`plugstack.conf`.",
     )
     state_dir: str = _setting("/var/lib/gemini-hpc", "The controller's journal, event logs and lock.")
     slurm_user: str = _setting(
         "slurm",
-        "SlurmUser, a user on all hosts. The controller runs as this user; agents encrypt their greeting for its "
-        "uid.",
+        "SlurmUser, as whom the controller runs; a user on all hosts.",
     )
     auth: str = _setting(
         "munge",
-        'How agents, controller and commands prove who they are: `"munge"`, or `"key"` ([without '
-        "MUNGE](#without-munge)). The same on all hosts.",
+        'Proof of who one is, the same on all hosts: `"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
     )
     controller_host: str = _setting(
         "",
-        "Host of the controller, as agents dial it; with backup slurmctlds all of their hosts, separated by "
-        "commas. Empty: no controller; only Slurm detects dead nodes.",
+        "Hosts of the controller, as agents dial them: those of all slurmctlds, separated by commas. Empty: no "
+        "controller; only Slurm detects dead nodes.",
     )
     controller_port: int = _setting(7321, "TCP port of the controller.", 1, 65535)
     slurmd_port: int = _setting(6818, "Port of slurmd where Slurm's node record names none.", 1, 65535)
@@ -60,35 +58,34 @@ class Settings:
     agent_port_count: int = _setting(4096, "Number of [ports](#ports) from there on.", 16, 65535)
     interface: str = _setting(
         "",
-        "Network interface whose IPv4 address agents listen on. Empty, or without an address: all. With it "
-        "`report`, and `inspect` without a controller, find agents only at the address that Slurm has for the "
-        "node.",
+        "Network interface whose IPv4 address agents listen on; all if empty, or without an address. With it "
+        "`report`, and `inspect` without a controller, find agents only at Slurm's address of the node.",
     )
     peer_address: str = _setting(
         "{host}",
-        "Name under which agents dial each other; `{host}` is the node's name in Slurm. It must lead to "
-        '`interface`, e.g. `"{host}-ib0"`.',
+        "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must lead to `interface`, "
+        'e.g. `"{host}-ib0"`.',
     )
     mode: str = _setting(
         ACT,
-        'What the controller does to Slurm. `"act"`: [all of this](#what-the-controller-does-to-slurm-and-when). '
-        '`"canary"`: only for jobs in `canary_partitions`. `"observe"`: nothing. What it withholds is [recorded '
-        "and judged](first_month.md). Copies are kept in all modes.",
+        '`"act"`: the controller does [all of this](#what-the-controller-does-to-slurm-and-when) to Slurm. '
+        '`"canary"`: only for jobs in `canary_partitions`. `"observe"`: nothing, but it [records and '
+        "scores](first_month.md) what it withholds. Copies are kept in all modes.",
     )
     canary_partitions: tuple[str, ...] = _setting((), "Partitions in which `canary` acts.")
     heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
     heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
     attach_timeout_s: float = _setting(
         10.0,
-        "How long the prolog waits for the agents of all nodes to agree. Then the job starts unprotected.",
+        "Longest wait of the prolog for the agents of all nodes to agree. Then the job starts unprotected.",
         0.1,
         50,
     )
     self_fence_s: float = _setting(
         30.0,
-        "An agent ends its ranks (SIGTERM, 2 s later SIGKILL) after so long without any peer *and* without the "
-        "controller: the job may run elsewhere. A last search for peers and a call to the controller must fail "
-        "first. 0, one node, or no controller: never.",
+        "An agent without any peer *and* without the controller for so long ends its ranks (SIGTERM, 2 s later "
+        "SIGKILL): the job may run elsewhere. A last search for peers and a call to the controller must fail "
+        "first. Never with 0, on one node, or without a controller.",
         0,
         86400,
     )
@@ -100,14 +97,13 @@ class Settings:
     retention_s: float = _setting(900.0, "How long replicas outlive a job that ended without success.", 0)
     held_retention_s: float = _setting(
         86400.0,
-        "The same for a job that is held or pending and has no tier. Without a controller, or with a tier (which "
-        "gets the last version), `retention_s` holds. [Memory pressure](#memory-and-retention) ends it earlier.",
+        "The same for a job without a tier that is held or pending. Without a controller, or with a tier, "
+        "`retention_s` holds. [Memory pressure](#memory-and-retention) ends it earlier.",
         0,
     )
     memory_fraction: float = _setting(
         0.5,
-        "Share of a node's physical memory for the replicas of all jobs. Each job has [its share](#a-jobs-share) "
-        "of that.",
+        "Share of a node's physical memory for the replicas of all jobs. Each job has [its share](#a-jobs-share).",
         0,
         1,
     )
@@ -124,18 +120,18 @@ class Settings:
     )
     agent_cores: float = _setting(
         0.0,
-        "Cores that one agent may use on average. Above that its training saves [fewer "
-        "versions](#the-agents-processors). 0: a sixteenth of the node's, 0.5 at least.",
+        "Cores of one agent on average; above, its training saves [fewer versions](#the-agents-processors). 0: a "
+        "sixteenth of the node's, 0.5 at least.",
         0,
         100000,
     )
     agent_restarts: int = _setting(
-        5, "How often the supervisor restarts a dead agent. A life above a minute resets the count.", 0
+        5, "Restarts of a dead agent by its supervisor. A life above a minute resets the count.", 0
     )
     stalled_s: float = _setting(
         120.0,
         "`inspect` shows a training as [stalled](training.md#when-something-fails) after so long without a step, "
-        "if that is far longer than usual. Nothing else follows.",
+        "if far longer than usual. Nothing else follows.",
         1,
         86400,
     )
@@ -149,15 +145,15 @@ class Settings:
     )
     fence_confirm_s: float = _setting(
         5.0,
-        "How long the controller's probes of slurmd *and* agent must stay unanswered before it acts. An accepted "
-        "or refused connection is an answer.",
+        "Silence of slurmd *and* agent under the controller's own probes before it acts. An accepted or refused "
+        "connection is an answer.",
         0,
     )
     slurm_settle_s: float = _setting(
         60.0, "No node is fenced until slurmctld has been up, and has answered the controller, for so long.", 0
     )
     fence_budget_nodes: int = _setting(
-        2, "Nodes that the controller may fence in one window; 1 % of the cluster if that is more. 0: none.", 0
+        2, "Nodes that may be fenced in one window; 1 % of the cluster if that is more. 0: none.", 0
     )
     fence_budget_user_nodes: int = _setting(
         2, "Of these, for jobs of one user; half of the whole budget if that is more.", 0
@@ -169,13 +165,13 @@ class Settings:
     )
     auto_resume_s: float = _setting(
         0.0,
-        "Resume a fenced node once it has booted and its slurmd has answered for so long (60 is good), twice a day "
+        "Resume a fenced node that has booted and whose slurmd has answered for so long (60 is good), twice a day "
         "at most. 0: never.",
         0,
     )
     recoveries_without_progress: int = _setting(
         5,
-        "Lives in a row in which a job lost nodes and sealed no newer version. Then it is "
+        "Lives in a row in which a job lost nodes and sealed no newer version; then it is "
         "[held](#what-the-controller-does-to-slurm-and-when). 0: never.",
         0,
         1000,
@@ -184,8 +180,8 @@ class Settings:
     tier: str = _setting(
         "",
         'Directory of the persistent tier for jobs that name none, such as `"/lustre/{user}/gemini"`; `{user}`, '
-        "the job's owner, must own it. When a job begins, a missing directory is made (0700) if its parent exists "
-        "and permits that. Empty: none.",
+        "the job's owner, must own it. A missing one is made (0700) when a job begins, if its parent exists and "
+        "permits that. Empty: none.",
     )
     tier_interval_s: float = _setting(600.0, "Time between two saves to the tier, in jobs that name none.", 1, 604800)
     node_losses_per_day: float = _setting(
@@ -197,28 +193,28 @@ class Settings:
     )
     tier_bytes_per_s: float = _setting(
         5e8,
-        "Highest rate at which a node writes to the tier. 0: unlimited. Writers have nice 19 and the idle I/O "
-        "class. They bypass the page cache where the file system can, but not with `tier_compress`.",
+        "Highest rate at which a node writes to the tier (nice 19, idle I/O class). 0: unlimited. Writers bypass "
+        "the page cache where the file system can, but not with `tier_compress`.",
         0,
         1000000000000.0,
     )
     tier_before_end_s: float = _setting(
         60.0,
-        "Save one more version so long before the job's time limit, or twice as long as the last save took if that "
-        "is longer. 0: do not.",
+        "Save one more version so long before the time limit, or twice as long as the last save took if that is "
+        "longer. 0: do not.",
         0,
         86400,
     )
     tier_flush_s: float = _setting(
         120.0,
-        "How long, after a job's end without success, its last version may be written to the tier before memory is "
-        "freed. 0: not at all.",
+        "Time, after a job's end without success, to write its last version to the tier before memory is freed. 0: "
+        "none.",
         0,
         86400,
     )
     tier_salvage_s: float = _setting(
         60.0,
-        "When a job that lost a node has not come back for so long, the other nodes save its newest version. 0: "
+        "Time without the job's return, after a node's loss, until the other nodes save its newest version. 0: "
         "only before their memory is freed.",
         0,
         86400,
@@ -253,7 +249,7 @@ class Settings:
     )
     lemon_days: float = _setting(
         30.0,
-        "Days for which fences and red checks of a node are [remembered](#what-is-remembered). 0: none.",
+        "How long fences and red checks of a node are [remembered](#what-is-remembered). 0: not at all.",
         0,
         3650,
     )
