@@ -6,6 +6,7 @@
 #include "contexts.h"
 #include "job_env.h"
 #include "message.h"
+#include "number.h"
 #include "options.h"
 
 /* If the number of nodes is not known yet, each step checks it before it starts the user's program. */
@@ -54,6 +55,24 @@ static bool no_kill_by_environment(void)
 	return getenv("SBATCH_NO_KILL") || getenv("SALLOC_NO_KILL");
 }
 
+/* Names what was accepted and will surprise: the job can lose more than its user may expect. */
+static void note_surprises(const struct options *options, bool no_requeue)
+{
+	uint64_t hang_s;
+
+	if (!options->replicas)
+		return;
+	if (no_requeue)
+		slurm_info(MESSAGE_PREFIX "note: --no-requeue: a job that loses a node is not started again, so its copies "
+			   "serve only a step that is started again: use --requeue");
+	if (options->replicas == 1 && !options->tier[0])
+		slurm_info(MESSAGE_PREFIX "note: --gemini-replicas=1 keeps no copy on another node: a killed rank resumes, "
+			   "and a lost node takes its state with it: use 2, or add --gemini-tier=DIR");
+	if (number_parse_string(options->hang, 1, HANG_USUAL_S - 1, &hang_s))
+		slurm_info(MESSAGE_PREFIX "note: --gemini-hang=%" PRIu64 ": one rank that keeps the others waiting for so long, "
+			   "as a slow read of a file can, starts the step again", hang_s);
+}
+
 int allocator_init_post_opt(spank_t sp)
 {
 	const struct options *options = options_get();
@@ -70,5 +89,6 @@ int allocator_init_post_opt(spank_t sp)
 	if (options->replicas && !options->spares && no_kill)
 		slurm_info(MESSAGE_PREFIX "--no-kill: Slurm does not requeue such a job when it loses a node, so gemini-hpc "
 			   "does, and the job comes back with all its nodes");
+	note_surprises(options, asked.no_requeue || getenv("SBATCH_NO_REQUEUE"));
 	return job_env_publish(sp, options);
 }

@@ -69,6 +69,8 @@ struct reading {
 	bool said;	/* --nodes was given, and its value understood */
 	bool kill_said;	/* --no-kill was given, on or off */
 	bool no_kill;
+	bool requeue_said;	/* --requeue or --no-requeue was given */
+	bool no_requeue;
 	bool wrapped;	/* --wrap was given: there is no script */
 	uint32_t most;
 	int next;	/* the first word that is no option */
@@ -97,6 +99,10 @@ static void read_long(struct reading *r, const char *word, const char *next)
 		r->wrapped = true;
 	if (len == 7 && strncmp(word, "no-kill", 7) == 0)
 		take_no_kill(r, equals ? equals + 1 : NULL);
+	if (strcmp(word, "requeue") == 0 || strcmp(word, "no-requeue") == 0) {
+		r->requeue_said = true;
+		r->no_requeue = word[0] == 'n';
+	}
 	if (equals) {
 		if (nodes)
 			take(r, equals + 1);
@@ -217,6 +223,8 @@ static struct asked script_asks(char *text)
 				return (struct asked){ 0 };
 			if (r.kill_said)
 				asked.no_kill = r.no_kill;
+			if (r.requeue_said)
+				asked.no_requeue = r.no_requeue;
 			if (r.said || !r.sure)
 				asked.most_nodes = r.sure ? r.most : 0;
 			asked.sure = asked.sure && r.sure;
@@ -252,6 +260,8 @@ struct asked asked_by(int argc, char *const argv[])
 		asked.most_nodes = r.sure ? r.most : 0;
 	if (r.kill_said)
 		asked.no_kill = r.no_kill;
+	if (r.requeue_said)
+		asked.no_requeue = r.no_requeue;
 	asked.sure = asked.sure && r.sure;
 	return asked;
 }

@@ -8,6 +8,7 @@
 struct asked {
 	uint32_t most_nodes;	/* of --nodes; 0 if the number is not given literally */
 	bool no_kill;		/* --no-kill is among the understood words */
+	bool no_requeue;	/* --no-requeue is, and no later --requeue */
 	bool sure;		/* each word was understood: an option not seen is not given */
 };
 

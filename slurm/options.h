@@ -16,6 +16,7 @@ enum {
 	TIER_MAX = 4096,		/* bytes of a path */
 	TIER_INTERVAL_MAX_S = 604800,	/* a week */
 	HANG_MAX_S = 604800,
+	HANG_USUAL_S = 60,	/* less is noted: reads of files and evaluations on one rank take as long */
 	INTERVAL_SIZE = 8,		/* "auto", or digits */
 	HANG_SIZE = 8,			/* "off", or digits */
 	SPARES_MAX = 1024,

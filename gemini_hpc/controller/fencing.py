@@ -209,8 +209,12 @@ def _rebooted(case: Case, job: Job) -> bool:
     return node.slurmd_start >= case.reported_at - REBOOT_WINDOW_S
 
 
+def _agent_lives(case: Case) -> bool:
+    return case.agent is Port.ANSWERS or case.agent_linked
+
+
 def _slurmd_answers(case: Case, job: Job) -> Verdict:
-    if case.agent is Port.ANSWERS or case.agent_linked:
+    if _agent_lives(case):
         return _dismiss(Veto.KERNEL, "slurmd and agent answer: false suspicion")
     if case.claim is not Claim.REPORTED:
         return _dismiss(Veto.KERNEL, "slurmd answers")
@@ -256,6 +260,8 @@ def judge(case: Case) -> Verdict:
     if of_job or job is None:
         return _dismiss(Veto.JOB, of_job)
     witnesses = (case.witnesses & set(case.members)) - case.suspects - {case.node}
+    if case.claim is Claim.REPORTED and case.slurmd is Port.ANSWERS and _agent_lives(case):
+        return _slurmd_answers(case, job)  # life needs no witnesses
     lacks = f"{len(witnesses)} of {needed} witnesses" if len(witnesses) < (needed := witnesses_needed(case)) else ""
     if lacks and case.claim is Claim.REPORTED:
         return _wait(Veto.WITNESSES, lacks)

@@ -238,7 +238,9 @@ class Recovery:
             restart=self.restart,
             members=track.members(self.restart),
             witnesses=track.witnesses.fresh(self.restart, host, clock.monotonic(), later=later),
-            suspects=frozenset(self.suspects) | frozenset(dead),
+            # Nodes that suspect each other: the one that is alive by all evidence is a witness again.
+            suspects=frozenset(h for h, s in self.suspects.items() if s.verdict.act is not Act.DISMISS)
+            | frozenset(dead),
             job=facts.job,
             slurm_node=facts.nodes.get(host),
             slurmd=seen.found("slurmd") if seen else Port.SILENT,

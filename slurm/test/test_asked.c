@@ -49,6 +49,18 @@ static void test_command_lines(void)
 	CHECK(asked("sbatch", "-N2", "--wrap", "srun -N1 true", NULL) == 2);
 }
 
+static void test_requeue(void)
+{
+	(void)asked("sbatch", "--no-requeue", "-N2", "job.sh", NULL);
+	CHECK(everything.no_requeue);
+	(void)asked("sbatch", "--no-requeue", "--requeue", "-N2", "job.sh", NULL);
+	CHECK(!everything.no_requeue);
+	(void)asked("sbatch", "-N2", "job.sh", "--no-requeue", NULL);
+	CHECK(!everything.no_requeue);
+	(void)script("#!/bin/sh\n#SBATCH --no-requeue\n");
+	CHECK(everything.no_requeue);
+}
+
 static void test_nothing_for_sure(void)
 {
 	CHECK(asked("sbatch", "-n2", "/nowhere/job.sh", NULL) == NOT_SAID);
@@ -119,6 +131,7 @@ int main(void)
 
 	CHECK(fd >= 0 && close(fd) == 0);
 	test_command_lines();
+	test_requeue();
 	test_nothing_for_sure();
 	test_scripts();
 	test_no_kill();

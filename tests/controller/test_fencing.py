@@ -217,6 +217,7 @@ def test_vetoes() -> None:
         (Act.WAIT, "fails to probe", {"kernel": Port.UNKNOWN, "claim": Claim.TAKEN_OVER}),
         (Act.WAIT, "fails to probe", {"slurmd": Port.ANSWERS, "agent": Port.UNKNOWN, "slurm_node": REBOOTED}),
         (Act.WAIT, "silent for", {"silent_s": 4.9, "claim": Claim.SURVIVOR}),
+        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True, "witnesses": frozenset()}),
         (Act.WAIT, "1 of 2 witnesses", {"witnesses": frozenset(("n1",))}),
         (Act.WAIT, "0 of 2 witnesses", {"witnesses": frozenset(("n2", "n9", "n8"))}),
         (Act.WAIT, "reaches only", {"others_reached": 1, "claim": Claim.SURVIVOR}),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gemini_hpc.config import Settings
@@ -151,6 +152,28 @@ def test_a_node_that_comes_back_while_others_are_reserved_is_not_set_down(
         await controller.until(lambda: not controller.home.active(JOB.raw_id))
         assert '"confirmed"' in controller.events(JOB) and slurm.done == []
         assert not slurm.held and not controller.journal.left_open(), "let go of, and closed"
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_of_two_nodes_that_suspect_each_other_the_dead_one_is_set_down(
+    tmp_path: Path, found: dict[str, ProbeResult]
+) -> None:
+    """Neither has another witness than the other."""
+    slurm, found["n2"] = TwoJobs(), SILENT
+    pair = dataclasses.replace(JOB, nodes=("n1", "n2"))
+    slurm.jobs[JOB.raw_id] = pair
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        for alive, dead in (("n1", "n2"), ("n2", "n1")):
+            message = Report(JOB.raw_id, JOB.restarts, dead, (alive,), time.time())
+            controller.home.report(controller.track(pair), alive, message)
+        await controller.until(lambda: bool(slurm.done))
+        assert slurm.done[0] == "down n2"
+        told = [msgspec.json.decode(line) for line in controller.events(JOB).splitlines()]
+        assert [e["host"] for e in told if e.get("name") == "dismissed"] == ["n1"]
         controller.end()
 
     asyncio.run(work())

@@ -23,9 +23,9 @@ PROSE = (
     "Without MUNGE",
     "What is not defended",
 )
-# The commits that mended a defect; in brackets day and commit that brought it, and how it was found, if known.
+# The commits that mended a defect; in brackets how it was found, if known (before it day and commit that brought it).
 FOUND = r"(?:shown by the )?(?:review|model|simulation|cluster|user).*"
-MENDED = re.compile(rf"`[^`]+`(?:, `[^`]+`)* \(\d{{1,2}}, `[^`]+`(?:, {FOUND})?\)\.")
+MENDED = re.compile(rf"`[^`]+`(?:, `[^`]+`)*(?: \((?:{FOUND}|\d{{1,2}}, `[^`]+`(?:, {FOUND})?)\))?\.")
 
 
 @cache

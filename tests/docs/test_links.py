@@ -24,7 +24,16 @@ FOREIGN = {
     "--now",  # systemctl
     "--root",  # rpm
     *("--no-index", "--find-links"),  # pip
-    *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
+    *(
+        "--requeue",
+        "--no-requeue",
+        "--open-mode",
+        "--wrap",
+        "--ntasks-per-node",
+        "--kill-on-bad-exit",
+        "--export",
+        "--output",
+    ),
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),

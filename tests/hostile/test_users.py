@@ -73,6 +73,23 @@ def test_no_kill_is_told_at_submission(site: Site) -> None:
     assert "--no-kill: Slurm does not requeue such a job when it loses a node" in line
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gemini-replicas=2", "--no-requeue"], "--no-requeue: a job that loses a node is not started again"),
+        (["--gemini-replicas=1"], "--gemini-replicas=1 keeps no copy on another node"),
+        (["--gemini-replicas=2", "--gemini-hang=5"], "--gemini-hang=5: one rank that keeps the others waiting"),
+    ],
+)
+def test_what_is_accepted_and_will_surprise_is_noted_once(site: Site, options: list[str], words: str) -> None:
+    argv = ["sbatch", *options, "-N2", "--hold", "--parsable", "--wrap=true"]
+    done = site.cluster.run(argv, user="alice", timeout_s=20)
+    assert done.returncode == 0, done.stderr
+    site.cluster.run(["scancel", done.stdout.strip()])
+    (line,) = done.stderr.splitlines()
+    assert f"note: {words}" in line
+
+
 def test_more_replicas_than_nodes(site: Site) -> None:
     out = site.cluster.home("alice") / "toomany"
     script = "#!/bin/sh\necho ran\n"
