@@ -34,7 +34,7 @@ DEBIAN_ROOTS := debootstrap debian-archive-keyring
 DEBIAN_VM := qemu-system-x86 qemu-utils e2fsprogs
 CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
-ON_EACH_RELEASE := spank devcluster controller recovery
+ON_EACH_RELEASE := spank devcluster controller recovery e2e/test_own_agents.py
 
 .PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench deb rpm wheels tags clean
 

@@ -87,6 +87,7 @@ def pids(directory: str) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
+@pytest.mark.slow
 def test_a_command_has_an_agent_and_nothing_is_left(home: Path) -> None:
     """The key is in a file of its owner alone; neither arguments nor environment of any process tell it."""
     with protected(home) as (run, directory):
@@ -104,6 +105,7 @@ def test_a_command_has_an_agent_and_nothing_is_left(home: Path) -> None:
     assert not pids(directory) and not os.path.exists(directory) and not key_file(home).exists()
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_key_stays_for_the_jobs_next_life(
     home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +127,7 @@ def test_after_a_failure_the_key_stays_for_the_jobs_next_life(
         assert not pids(directory) and not os.path.exists(directory)
 
 
+@pytest.mark.slow
 def test_an_agent_that_dies_is_started_again(home: Path) -> None:
     with protected(home) as (run, directory):
         with ask_agent.connect(directory, os.geteuid(), time.monotonic() + 20) as sock:
@@ -134,6 +137,7 @@ def test_an_agent_that_dies_is_started_again(home: Path) -> None:
     assert run.returncode == 0
 
 
+@pytest.mark.slow
 def test_signals_for_all_steps_of_a_job_leave_an_agent_alone(home: Path) -> None:
     """`sbatch --signal=USR1@60` reaches every step. SIGTERM ends an agent in order, when it has saved."""
     with protected(home) as (run, directory):
@@ -248,14 +252,19 @@ def test_a_lost_node_ends_the_step_unless_a_spare_takes_its_place(
 ) -> None:
     """Without a controller nobody else does: the other ranks may wait for the lost node for half an hour."""
     requeued: list[str] = []
+
+    def requeue() -> str:
+        requeued.append("now")
+        return ""
+
     for name, value in (("OWN_LOOK_S", 0.05), ("OWN_LOST_S", 0.2), ("SENT_BACK_WAIT_S", 0.0)):
         monkeypatch.setattr(verb, name, value)
     monkeypatch.setattr(verb, "ask_verdict", lambda *_: verdict)
-    monkeypatch.setattr(sendback, "requeue", lambda: requeued.append("now") or "")
+    monkeypatch.setattr(sendback, "requeue", requeue)
     monkeypatch.setenv("GEMINI_SOCKET", "/nowhere/agent.sock")
     before = {number: signal.getsignal(number) for number in (*SENT, signal.SIGCONT)}
     try:
-        assert verb._run(["sleep", "1.5" if status == 0 else "60"], 3, own=True) == status
+        assert verb._run(["sleep", "0.7" if status == 0 else "60"], 3, own=True) == status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
