@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def train(cluster: Cluster) -> Iterator[Train]:
-    """Submit train_gpt.py with own agents. Afterwards nothing of any job is left on a node with power."""
+    """Submit train_gpt.py with own agents. Afterwards nothing of any job is left."""
 
     def submit(*options: str, run: str = "", python: str = "python", tier: str = "") -> Training:
         directory = cluster.home("alice") / f"own-{time.time_ns()}"
@@ -56,12 +56,10 @@ def train(cluster: Cluster) -> Iterator[Train]:
         return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "own.sh")]), directory)
 
     yield submit
-    for node, state in cluster.node_states().items():
-        if "down" not in state:
-            left = ["sh", "-c", "pgrep -u alice -af gemini_hpc; ls -d /tmp/gemini* /dev/shm/* 2>/dev/null"]
-            until(
-                lambda node=node, left=left: not cluster.exec(node, left).stdout, 20, what=f"nothing left on {node}"
-            )
+    cluster.restore()
+    left = ["sh", "-c", "pgrep -u alice -af gemini_hpc; ls -d /tmp/gemini* /dev/shm/* 2>/dev/null"]
+    for node in cluster.node_names:
+        until(lambda node=node: not cluster.exec(node, left).stdout, 20, what=f"nothing left on {node}")
     assert not list((cluster.home("alice") / ".gemini-hpc" / "jobs").iterdir())
 
 
