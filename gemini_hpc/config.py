@@ -143,7 +143,14 @@ def own() -> Settings:
     Nobody waits for them after the job's end: they end as soon as the tier has their last version. The whole memory
     counts as theirs because `run` grants each a share of its job's.
     """
-    return Settings(auth="key", agent_cgroup="none", memory_fraction=1.0, retention_s=0.0, held_retention_s=0.0)
+    return Settings(
+        auth="key",
+        agent_cgroup="none",
+        memory_fraction=1.0,
+        retention_s=0.0,
+        held_retention_s=0.0,
+        attach_timeout_s=40.0,  # the step's tasks start one after another on hundreds of nodes
+    )
 
 
 def load(path: str = CONFIG_PATH) -> Settings:

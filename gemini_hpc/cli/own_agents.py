@@ -29,7 +29,7 @@ from gemini_hpc.wire import keyed, own_key
 SHARE = 0.5  # of the job's memory; the training itself needs the rest
 NO_KILL_ENV = "SLURM_NO_KILL"
 CLOCKS_APART_S = 60.0  # of slurmctld and a file server, at most
-READY_S = own_start.START_S + 30.0  # beside the agents' start srun asks slurmctld for the step
+READY_S = own_start.START_S + own().attach_timeout_s + 30.0  # srun asks slurmctld for the step before
 CLOSED_S = own().tier_flush_s + own_start.GRACE_S + 5.0
 LESS = (
     "less than where a site has installed gemini-hpc: copies end with this allocation, so a requeued job needs a "
@@ -114,9 +114,8 @@ class OwnAgents:
         Raises:
             OwnAgentsError: They cannot be started here.
         """
-        if os.path.exists(
-            environ.get(SOCKET_ENV, "")
-        ):  # a job submitted from within another has that one's variables
+        # A job that is submitted from within another inherits its variables.
+        if os.path.exists(environ.get(SOCKET_ENV, "")):
             raise OwnAgentsError("this job has the agents of its site (--gemini-replicas): leave out --own-agents")
         self._job, self._replicas, self._spares = Allocation.of(environ), replicas, spares
         if replicas + spares > (nodes := len(self._job.hosts)):
