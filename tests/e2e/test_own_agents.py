@@ -22,6 +22,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 Train = Callable[..., Training]
 Reference = Callable[..., Run]
 CUT_AT = 15
+# The version under way, and on a busy machine one that the survivors begin before the default heartbeats tell.
+LOST_STEPS = 2
 # Slurm's default grace; agents save to the tier in it.
 GRACE = "KillWait=30"
 
@@ -94,7 +96,7 @@ def test_a_node_is_lost_and_a_spare_takes_its_place(train: Train, reference: Ref
     job.cluster.power_off(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
-    assert job.cluster.job(job.id)["Restarts"] == "0" and job.repeated() <= 1, job.output()
+    assert job.cluster.job(job.id)["Restarts"] == "0" and job.repeated() <= LOST_STEPS, job.output()
 
 
 @pytest.fixture
@@ -130,4 +132,4 @@ def test_a_node_is_lost_without_a_spare(train: Train, reference: Reference, clus
     cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now"])
     job.finish()
     job.assert_same_as(wanted)
-    assert "from the tier" in job.output() and job.repeated() <= 1, job.output()
+    assert "from the tier" in job.output() and job.repeated() <= LOST_STEPS, job.output()
