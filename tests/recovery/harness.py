@@ -239,8 +239,8 @@ def given_back(cluster: Cluster, timeout_s: float = 20.0) -> None:
         return [one for one in leaks(cluster) if "gemini_hpc.node.reaper" not in one and "/gemini-hpc/0" not in one]
 
     reaper_s = reaper.LOOK_MOST_S + reaper.SWEEPS * reaper.LOG_S / 4
-    for still, within_s in ((rest, timeout_s), (lambda: leaks(cluster), reaper_s)):
-        try:
-            until(lambda still=still: not still(), within_s, 0.1)
-        except AssertionError:
-            raise AssertionError(f"not given back within {within_s:g} s: {still()}") from None
+    try:
+        until(lambda: not rest(), timeout_s, 0.1)
+        until(lambda: not leaks(cluster), reaper_s, 0.1)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}: not given back: {leaks(cluster)}") from None
