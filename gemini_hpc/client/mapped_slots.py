@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -76,6 +76,25 @@ class MappedSlot:
     def view(self) -> memoryview:
         """Return a view of all bytes."""
         return memoryview(self._map)
+
+
+class SlotMappings:
+    """Threads that fault in the pages of slots, one for each slot."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, slots: Sequence[MappedSlot]) -> None:
+        """Start a thread for each of these slots."""
+        for slot in slots:
+            thread = threading.Thread(target=slot.populate, name="gemini-mapping", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self) -> None:
+        """Wait until all pages are there."""
+        for thread in self._threads:
+            thread.join()
 
 
 S = TypeVar("S", bound=MappedSlot)

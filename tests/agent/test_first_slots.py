@@ -7,16 +7,20 @@ import mmap
 import os
 import re
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from gemini_hpc.agent.replicas import digest_pool
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.client import mapped_slots
-from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, populate
+from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, SlotMappings, populate
 from gemini_hpc.config import Settings
 from gemini_hpc.node import priority
 
@@ -60,6 +64,27 @@ def test_one_slot_that_does_not_fit_gives_both_back(monkeypatch: pytest.MonkeyPa
     with pytest.raises(NoMemory, match="ran short"):
         asyncio.run(store.make("default", 0, 1, 0, 8 * MIB))
     assert (store.budget.taken_bytes, len(os.listdir("/proc/self/fd"))) == (0, before)
+
+
+def test_shards_of_a_node_are_taken_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a node with many processors do not wait for one another's memory; a quarter of them is used."""
+    monkeypatch.setattr(digest_pool, "threads_of", lambda cores: 4)
+    store, all_here = Store(Budget(PLENTY)), threading.Barrier(4)
+    taking, most = list[Memfd](), list[int]()
+
+    def take(memory: Memfd, left_bytes: Callable[[], int]) -> None:
+        taking.append(memory)
+        most.append(len(taking))
+        all_here.wait(10)
+        taking.remove(memory)
+
+    async def register() -> None:
+        await asyncio.gather(*(store.make("default", rank, 4, 0, 8 * MIB) for rank in range(4)))
+
+    monkeypatch.setattr(Memfd, "take", take)
+    asyncio.run(register())
+    assert len(most) == 8 and max(most) == 4
+    store.clear()
 
 
 def test_mapping_keeps_what_is_there() -> None:
@@ -109,6 +134,25 @@ def test_the_slot_that_is_filled_first_comes_first() -> None:
     shard.slots[1].content = Content(1, 8, 10, "ab")
     assert shard.in_turn() == shard.slots
     shard.close()
+
+
+def test_slots_are_mapped_beside_one_another_and_beside_the_caller() -> None:
+    """While the agent takes memory for the next shard, and one processor for each slot."""
+    begun, go_on = threading.Barrier(3), threading.Event()
+    done = list[int]()
+
+    def populate(number: int) -> None:
+        begun.wait(10)
+        assert go_on.wait(10)
+        done.append(number)
+
+    mappings = SlotMappings()
+    mappings.begin([cast(Any, SimpleNamespace(populate=partial(populate, 0)))])
+    mappings.begin([cast(Any, SimpleNamespace(populate=partial(populate, 1)))])
+    begun.wait(10)
+    go_on.set()
+    mappings.wait()
+    assert sorted(done) == [0, 1]
 
 
 def test_threads_that_map_memory_wait_for_a_small_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
