@@ -400,7 +400,7 @@ class SaveEngine:
             for slot in later:
                 if session.ending:
                     return
-                slot.populate()
+                slot.populate(awaited=False)
 
     def _listen(self, shards: list[TensorShard]) -> bool:
         """Start the threads, unless the end came first.

@@ -168,6 +168,26 @@ def test_threads_that_map_memory_wait_for_a_small_step_only(monkeypatch: pytest.
     assert (sum(steps), max(steps)) == (8 * MIB + mmap.PAGESIZE, MIB // 4)
 
 
+def test_a_first_version_does_not_wait_for_the_gil_after_each_small_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that runs Python keeps it for 5 ms: 1 GB took 2 to 9 s in small steps, and 1.2 to 2.8 s in these."""
+    steps = list[int]()
+
+    def madvise(at: int, size: int, advice: int) -> int:
+        steps.append(size)
+        return 0
+
+    fd = os.memfd_create("gemini:test")
+    os.ftruncate(fd, 64 * MIB)
+    monkeypatch.setattr(mapped_slots, "_libc", SimpleNamespace(madvise=madvise))
+    slot = MappedSlot(fd, 64 * MIB)
+    slot.populate()
+    assert len(steps) * 0.005 < 0.1 and sum(steps) == 64 * MIB
+    steps.clear()
+    slot.populate(awaited=False)
+    assert max(steps) == MIB // 4 and sum(steps) == 64 * MIB
+    os.close(fd)
+
+
 def test_a_movers_thread_goes_behind_the_training() -> None:
     """And the threads that it starts; the event loop does not."""
     found = list[int]()

@@ -23,10 +23,10 @@ class Slot:
         self._log, self._name = log, name
         self.mapping, self.go_on = threading.Event(), threading.Event()
 
-    def populate(self) -> None:
+    def populate(self, *, awaited: bool = True) -> None:
         self.mapping.set()
         assert self.go_on.wait(MOST_S)
-        self._log.append(self._name)
+        self._log.append(self._name if awaited else f"{self._name}, slowly")
 
 
 class Reserving:
@@ -87,7 +87,7 @@ def test_own_memory_is_mapped_while_the_agent_takes_that_of_others(monkeypatch: 
     rank.other = other
     rank.run()
     assert sorted(rank.log[:2]) == ["first", "registered"]
-    assert rank.log[2:] == ["pinned", "listening to 2", "prepared", "behind the training", "second"]
+    assert rank.log[2:] == ["pinned", "listening to 2", "prepared", "behind the training", "second, slowly"]
 
 
 def test_a_device_waits_for_both_slots_which_are_mapped_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
