@@ -35,6 +35,7 @@ FOREIGN = {
         "--output",
     ),
     "--node-rank",  # torchrun's
+    *("--cleanenv", "--containall", "--writable", "--writable-tmpfs"),  # Apptainer's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),
     *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert", "--exclusive", "--hint"),
