@@ -39,7 +39,17 @@ FOREIGN = {
     *("--cleanenv", "--containall", "--writable", "--writable-tmpfs"),  # Apptainer's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),
-    *("--signal", "--full", "--no-kill", "--overlap", "--contiguous", "--switches", "--noconvert", "--exclusive", "--hint"),
+    *(
+        "--signal",
+        "--full",
+        "--no-kill",
+        "--overlap",
+        "--contiguous",
+        "--switches",
+        "--noconvert",
+        "--exclusive",
+        "--hint",
+    ),
     "--with-ft",  # Open MPI's
     *("--tiny", "--fake"),  # python -m benchmarks, benchmarks.gpu
 }
