@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gemini_hpc import clock
-from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
@@ -130,7 +129,7 @@ class Restorer:
         if mine:
             self._set_generators(small["rng"])
         done = clock.time()
-        session.say_once(joining.resumed(welcome, session.version, done - began, done))
+        session.tell_resumed(done - began)
         session.tell_closed()
         self._tell_data()
         self._tell_counts(restore.counts(small, welcome.chosen_world))
