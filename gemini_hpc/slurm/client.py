@@ -49,6 +49,7 @@ _OF_ACCOUNTING = ("sacctmgr", "sacct")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
+_SAFE_LINE = re.compile(r"[A-Za-z0-9 .,:;-]{1,300}")
 _START = re.compile(r"now(\+[0-9]{1,6})?")
 
 
@@ -102,6 +103,12 @@ def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
     if not pattern.fullmatch(value):
         raise SlurmError(f"{value!r} is not {what}")
     return value
+
+
+def _is_ours(comment: str, prefix: str) -> bool:
+    """Return whether a comment may be replaced: it is empty, or one of ours."""
+    text = comment.strip()
+    return text in ("", "(null)", "N/A") or text.startswith(prefix.strip())
 
 
 class Slurm:
@@ -565,6 +572,31 @@ class Slurm:
         await self._run("scontrol", "uhold", _checked(_JOB_ID, job.id, "a job id"))
         comment = " ".join(f"gemini-hpc: held: {why}".replace('"', "'").split())
         await self._update(job, f"AdminComment={comment}")
+
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        """Write a line into an ended job's AdminComment, unless another program has written there.
+
+        A cluster with accounting has a second AdminComment, in slurmdbd's record of the job. slurmctld sends it
+        only when the job ends, so it is written there as well.
+
+        Args:
+            job: The job.
+            line: One line without quotes.
+            prefix: A comment that begins so is one of ours and is replaced.
+        """
+        if not _SAFE_LINE.fullmatch(line):
+            raise SlurmError(f"{line!r} is not an AdminComment")
+        if not job.actable:
+            raise SlurmError(f"job {job.id}: an update would change other jobs too")
+        raw_id = str(int(job.raw_id))
+        found = await self._run("squeue", "-h", "-a", "-t", "all", "-j", raw_id, "-O", "AdminComment:1024")
+        if _is_ours(found, prefix):
+            await self._update(job, f"AdminComment={line}")
+        if await self.accounting():
+            found = await self._run("sacct", "-n", "-P", "-X", "-j", raw_id, "-o", "AdminComment")
+            if _is_ours(found, prefix):
+                words = ("-i", "modify", "job", "where", f"jobid={raw_id}", "set", f"AdminComment={line}")
+                await self._run("sacctmgr", *words)
 
     async def requeue(self, job: Job) -> None:
         """Requeue a running or ended job."""

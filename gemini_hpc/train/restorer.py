@@ -136,6 +136,8 @@ class Restorer:
         self._tell_begins_anew()
         assert session.client is not None
         detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
+        if welcome.reached >= session.version:
+            detail["repeated"] = welcome.reached - session.version
         session.client.event("resumed", session.version, json.dumps(detail), t=done)
         return session.version
 
