@@ -123,7 +123,7 @@ class SlurmApi(SlurmReading, Protocol):
         ...
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
-        """Write a line into an ended job's AdminComment, unless another program has written there."""
+        """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there."""
         ...
 
     async def requeue(self, job: Job) -> None:

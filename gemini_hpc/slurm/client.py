@@ -105,12 +105,6 @@ def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
     return value
 
 
-def _is_ours(comment: str, prefix: str) -> bool:
-    """Return whether a comment may be replaced: it is empty, or one of ours."""
-    text = comment.strip()
-    return text in ("", "(null)", "N/A") or text.startswith(prefix.strip())
-
-
 class Slurm:
     """The Slurm client, with the operations of an operator.
 
@@ -574,10 +568,9 @@ class Slurm:
         await self._update(job, f"AdminComment={comment}")
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
-        """Write a line into an ended job's AdminComment, unless another program has written there.
+        """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there.
 
-        A cluster with accounting has a second AdminComment, in slurmdbd's record of the job. slurmctld sends it
-        only when the job ends, so it is written there as well.
+        slurmctld changes no ended job ("Job has already finished"). Without accounting nothing is written.
 
         Args:
             job: The job.
@@ -588,15 +581,15 @@ class Slurm:
             raise SlurmError(f"{line!r} is not an AdminComment")
         if not job.actable:
             raise SlurmError(f"job {job.id}: an update would change other jobs too")
+        if not await self.accounting():
+            return
         raw_id = str(int(job.raw_id))
-        found = await self._run("squeue", "-h", "-a", "-t", "all", "-j", raw_id, "-O", "AdminComment:1024")
-        if _is_ours(found, prefix):
-            await self._update(job, f"AdminComment={line}")
-        if await self.accounting():
-            found = await self._run("sacct", "-n", "-P", "-X", "-j", raw_id, "-o", "AdminComment")
-            if _is_ours(found, prefix):
-                words = ("-i", "modify", "job", "where", f"jobid={raw_id}", "set", f"AdminComment={line}")
-                await self._run("sacctmgr", *words)
+        found = (await self._call("sacct", "-n", "-P", "-X", "-j", raw_id, "-o", "AdminComment")).decode(
+            errors="replace"
+        )
+        if not found.strip() or found.startswith(prefix):
+            words = ("-i", "modify", "job", "where", f"jobid={raw_id}", "set", f"AdminComment={line}")
+            await self._call("sacctmgr", *words)
 
     async def requeue(self, job: Job) -> None:
         """Requeue a running or ended job."""
