@@ -169,10 +169,10 @@ def render(d: Document) -> str:
     else:
         lines.append("no job of yours runs there")
     lines += [f"job {sanitize(j['id'])}: {sanitize(j['why'])}" for j in d["jobs"] if j["why"]]
-    if moved := [sanitize(j["id"]) for j in d["jobs"] if j["drain"] == "stays" and j["state"] != "unprotected"]:
+    if moved := [sanitize(j["id"]) for j in d["jobs"] if j["drain"] == "stays" and j["survives"]]:
         lines.append(f"to move job {moved[0]} by a requeue: gemini-hpc requeue --after-save {moved[0]}")
     if d["not_shown"]:
-        lines.append(f"and {d['not_shown']} jobs of others")
+        lines.append(f"and {d['not_shown']} job{'s' * (d['not_shown'] > 1)} of others")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What a drain of a node means for the jobs there: by the copies that exist, the tier, spares and Slurm's own rules."""
+"""What a drain of a node means for the jobs there, by copies, tier, spares and Slurm's own rules."""
 
 from __future__ import annotations
 
