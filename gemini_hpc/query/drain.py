@@ -1,4 +1,4 @@
-"""What a drain of a node means for a job there, and what its loss afterwards would: a pure rule.
+"""The outlook of a job on a node that is drained, and then perhaps lost: a pure rule.
 
 A drain kills nothing. A job with an idle spare leaves the node; any other runs there until its end, or until the node
 is taken away.
