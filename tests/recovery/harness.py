@@ -226,3 +226,11 @@ class LiteJob:
 def leaks(cluster: Cluster) -> list[str]:
     """What jobs hold in a cluster: memory, agents, reservations."""
     return sorted(held(cluster).values())
+
+
+def given_back(cluster: Cluster, timeout_s: float = 20.0) -> None:
+    """Waits until jobs hold nothing any more; AssertionError, which names what they still hold."""
+    try:
+        until(lambda: not leaks(cluster), timeout_s, 0.1)
+    except AssertionError:
+        raise AssertionError(f"not given back within {timeout_s:g} s: {leaks(cluster)}") from None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LiteJob, leaks
+from harness import LiteJob, given_back
 from sharing import LET_GO_S, Shared
 from waiting import until
 
@@ -71,7 +71,7 @@ def test_memory_of_a_job_that_ran_out_of_time(lite: Lite, cluster: Cluster) -> N
     gone = named(first, "released")
     assert len(gone) == 3 and all(f"job {second.id} has taken it over" in event["detail"] for event in gone), gone
     second.finish()
-    until(lambda: not leaks(cluster), 20, what="memory given back")
+    given_back(cluster)
 
 
 def stopped(job: LiteJob, at: int = 10) -> int:

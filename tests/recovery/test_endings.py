@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from harness import LiteJob, leaks
+from harness import LiteJob, given_back, leaks
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -17,16 +17,12 @@ pytestmark = pytest.mark.cluster
 Lite = Any
 
 
-def gone(cluster: Cluster, timeout_s: float = 20.0) -> None:
-    until(lambda: not leaks(cluster), timeout_s, 0.1, what="memory given back")
-
-
 @pytest.mark.witness("a job that completes leaves nothing behind")
 def test_finished(lite: Lite, cluster: Cluster) -> None:
     """And where nothing is wrong its user is told nothing."""
     job = lite(steps=10)
     job.finish()
-    gone(cluster, 5)
+    given_back(cluster, 5)
     assert not job.lines("notice"), job.story()
 
 
@@ -35,7 +31,7 @@ def test_cancelled_while_running(lite: Lite, cluster: Cluster) -> None:
     job = lite()
     job.reach(5)
     cluster.run(["scancel", str(job.id)])
-    gone(cluster)
+    given_back(cluster)
 
 
 def test_failed(cluster: Cluster) -> None:
@@ -44,7 +40,7 @@ def test_failed(cluster: Cluster) -> None:
     job.reach(5)
     cluster.exec(job.hosts()[0], ["pkill", "-KILL", "-f", "lite[.]py"])
     until(lambda: job.state in ("FAILED", "COMPLETED"), 30, what="job over")
-    gone(cluster, 60)
+    given_back(cluster, 60)
 
 
 def test_cancelled_while_pending_after_a_requeue(lite: Lite, cluster: Cluster) -> None:
@@ -54,7 +50,7 @@ def test_cancelled_while_pending_after_a_requeue(lite: Lite, cluster: Cluster) -
     until(lambda: job.state == "PENDING", 30, what="pending")
     assert leaks(cluster), "replicas outlive the requeue"
     cluster.run(["scancel", str(job.id)])
-    gone(cluster)
+    given_back(cluster)
 
 
 def test_requeued_elsewhere(lite: Lite, cluster: Cluster) -> None:
@@ -69,7 +65,7 @@ def test_requeued_elsewhere(lite: Lite, cluster: Cluster) -> None:
     assert not set(old) & set(job.hosts())
     until(lambda: not any(job.agent_pid(n) for n in old), 60, 0.5, what="old agents gone")
     cluster.run(["scancel", str(job.id)])
-    gone(cluster)
+    given_back(cluster)
 
 
 def test_requeued_where_no_node_remembers(lite: Lite, cluster: Cluster) -> None:
