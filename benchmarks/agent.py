@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
-from benchmarks.bench import PYTHON, USER, Line, MeasureError, Options, TrainingJob, cluster, directory
+from benchmarks.bench import PYTHON, USER, Line, MeasureError, Options, TrainingJob, cluster, directory, program
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
 RANKS = 2
-_LATE = Path(__file__).parent / "programs" / "late_loop.py"
 _FIRST_JOB = 900_001  # of no real job
 _STATUS = 'for p in $(pgrep -f "gemini_hpc.agent --job $0 "); do cat /proc/$p/status; done'
 
@@ -26,7 +21,7 @@ def measure(options: Options) -> list[Row]:
     with cluster(RANKS) as on:
         options.progress.say("agent", "starting agents")
         starts = _starts(on, options.count(15))
-        firsts, peaks = [], []
+        firsts, peaks, plain_s = [], [], []
         jobs = options.count(3)
         for number in range(1, jobs + 1):
             options.progress.say("agent", f"training job {number} of {jobs}")
@@ -34,6 +29,8 @@ def measure(options: Options) -> list[Row]:
             firsts.append(first)
             peaks.append(peak)
             on.wait_idle()
+            (plain,) = program(300, "plainfirst.py", options.state_bytes, RANKS)
+            plain_s.append(plain["seconds"])
     options.progress.say("agent", "pushes beside a timer")
     late_ms = _late_ms(options.state_bytes, options.count(5))
     python_s = statistics.median(line["python_s"] for line in starts)
@@ -63,6 +60,8 @@ def measure(options: Options) -> list[Row]:
             "s",
             [max(line["sealed_s"] for line in first) for first in firsts],
             limit=3,
+            peers={"the same memory and bytes by plain processes": statistics.median(plain_s)},
+            baseline="the same memory and bytes by plain processes",
         ),
         median_row(
             "agent.loop_late_ms",
@@ -107,20 +106,8 @@ def _starts(on: Cluster, runs: int) -> list[Line]:
 def _late_ms(state_bytes: int, versions: int) -> list[float]:
     """Return how late the loops of two agents are: 99 % of each version, in milliseconds."""
     with tempfile.TemporaryDirectory(prefix="gemini-late-") as place:
-        try:
-            done = subprocess.run(
-                [sys.executable, str(_LATE), place, str(state_bytes), str(versions)],
-                env={**os.environ, "PYTHONPATH": str(_LATE.parents[2])},
-                capture_output=True,
-                text=True,
-                timeout=120 + 60 * versions,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise MeasureError("no version was sealed in time") from None
-    if done.returncode:
-        raise MeasureError(f"the pushes failed: {done.stderr[-2000:]}")
-    return [late for line in done.stdout.splitlines() for late in json.loads(line)["late_ms"]]
+        lines = program(120 + 60 * versions, "late_loop.py", place, state_bytes, versions)
+    return [late for line in lines for late in line["late_ms"]]
 
 
 def _train(on: Cluster, options: Options) -> tuple[list[Line], dict[str, float]]:

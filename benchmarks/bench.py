@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +78,28 @@ def directory(on: Cluster, *programs: str) -> Path:
         shutil.copy(_PROGRAMS / name, made / name)
         (made / name).chmod(0o644)
     return made
+
+
+def program(timeout_s: float, name: str, *words: object) -> list[Line]:
+    """Run a program on this machine, in no cluster, and return the JSON objects that it prints.
+
+    Raises:
+        MeasureError: It fails, or does not end in time.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, str(_PROGRAMS / name), *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(_PROGRAMS.parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasureError(f"{name} has not ended within {timeout_s:g} s") from None
+    if done.returncode:
+        raise MeasureError(f"{name} failed: {done.stderr[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def wait_for(what: str, true: Callable[[], object], timeout_s: float, every_s: float = 0.05) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from benchmarks.bench import MeasureError, Options
+from benchmarks.bench import MeasureError, Options, program
 from benchmarks.rows import Row, median_row
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.memory import Budget
@@ -26,7 +22,6 @@ from gemini_hpc.core.digest import PIECE_BYTES
 from gemini_hpc.core.slots import Stamp
 
 _SHARDS = 3
-_PROGRAMS = Path(__file__).parent / "programs"
 _RANKS = 4  # on a node
 _ENOUGH_CORES = 8  # with fewer, both ends of two nodes take turns on them, and speeds say little
 
@@ -172,19 +167,4 @@ def _plain(shard: Shard, size: int, pool: DigestPool) -> float:
 
 def _program(name: str, *words: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="gemini-plane-") as directory:
-        argv = [sys.executable, str(_PROGRAMS / name), directory, *map(str, words)]
-        try:
-            done = subprocess.run(
-                argv,
-                env={**os.environ, "PYTHONPATH": str(_PROGRAMS.parents[1])},
-                capture_output=True,
-                text=True,
-                timeout=900,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise MeasureError("no version was sealed in time") from None
-    if done.returncode:
-        raise MeasureError(f"the training failed: {done.stderr[-2000:]}")
-    lines: list[dict[str, float]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return lines
+        return program(900, name, directory, *words)

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,11 +14,16 @@ from gemini_hpc.format import commit_record
 
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 256 << 10  # other threads that map or unmap memory wait for a step: some 0.1 ms
+# Of a training that is to be protected: after each step its thread may wait 5 ms for the GIL. In small steps that is
+# ten times as long as the mapping itself, where the training runs Python.
+_AWAITED_STEP_BYTES = 4 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def populate(mapping: mmap.mmap, ended: Callable[[], bool] = lambda: False) -> None:
+def populate(
+    mapping: mmap.mmap, ended: Callable[[], bool] = lambda: False, step_bytes: int = _POPULATE_STEP_BYTES
+) -> None:
     """Fault in all pages of a mapping, so that later copies pay for no page faults.
 
     The GIL is free meanwhile. Kernels before 5.14 cannot do this and leave it to the first copy.
@@ -26,11 +31,12 @@ def populate(mapping: mmap.mmap, ended: Callable[[], bool] = lambda: False) -> N
     Args:
         mapping: The mapping, which cannot be unmapped meanwhile.
         ended: Returns whether the mapping is no longer of use.
+        step_bytes: Bytes in one call of the kernel, for which it holds the process's address space.
     """
     held = ctypes.c_char.from_buffer(mapping)
     start, total = ctypes.addressof(held), len(mapping)
-    for at in range(0, total, _POPULATE_STEP_BYTES):
-        if ended() or _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
+    for at in range(0, total, step_bytes):
+        if ended() or _libc.madvise(start + at, min(step_bytes, total - at), _MADV_POPULATE_WRITE):
             return
 
 
@@ -65,9 +71,13 @@ class MappedSlot:
             found = None
         return Content(*found.stamp, found.used_bytes, found.digest) if found is not None else Content()
 
-    def populate(self) -> None:
-        """Fault in all pages (see `populate`)."""
-        populate(self._map)
+    def populate(self, *, awaited: bool = True) -> None:
+        """Fault in all pages (see `populate`).
+
+        Args:
+            awaited: Protection waits for them. Otherwise other threads come first.
+        """
+        populate(self._map, step_bytes=_AWAITED_STEP_BYTES if awaited else _POPULATE_STEP_BYTES)
 
     def put(self, at: int, data: bytes | bytearray) -> None:
         """Write a few bytes at an offset."""
@@ -76,6 +86,25 @@ class MappedSlot:
     def view(self) -> memoryview:
         """Return a view of all bytes."""
         return memoryview(self._map)
+
+
+class SlotMappings:
+    """Threads that fault in the pages of slots, one for each slot."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, slots: Sequence[MappedSlot]) -> None:
+        """Start a thread for each of these slots."""
+        for slot in slots:
+            thread = threading.Thread(target=slot.populate, name="gemini-mapping", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self) -> None:
+        """Wait until all pages are there."""
+        for thread in self._threads:
+            thread.join()
 
 
 S = TypeVar("S", bound=MappedSlot)

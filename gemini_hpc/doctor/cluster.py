@@ -1,6 +1,6 @@
 """The table of all nodes: doctor's document of each, gathered by one short `srun` a node.
 
-Nodes that Slurm cannot use, or that have no free CPU, are named with the reason. The whole takes a bounded time.
+Nodes that Slurm cannot use, or that are busy with jobs, are named with the reason. The whole takes a bounded time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ALL_S = 600.0  # a table that takes longer is not waited for
 MINUTES = 3  # time limit of the job, should srun be killed
 MOST_BYTES = 4 << 20
 DOCTOR = ("-I", "-m", "gemini_hpc.cli.main", "doctor", "--json", "--host-role", "node")
-OK, DIFFERS, BAD, SILENT, UNASKED = "ok", "differs", "wrong", "no answer", "not asked"
+OK, DIFFERS, BAD, SILENT, UNASKED, BUSY = "ok", "differs", "wrong", "no answer", "not asked", "not asked (busy)"
+_REFUSED = "unable to allocate resources: "  # srun, in lower case, for a node that it was not given
+_REFUSED_BUSY = ("requested nodes are busy", "immediate execution impossible")  # the second: for a higher priority
+_REFUSED_ASIDE = "required node not available"  # meanwhile down, drained or reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class ClusterRow:
     Attributes:
         node: The node's name.
         state: The node's state in Slurm, with its flags.
-        status: `ok`, `wrong` (a check is), `differs` (release or settings), `no answer` or `not asked`.
+        status: `ok`, `wrong` (a check is), `differs` (release or settings), `no answer`, `not asked` or `not asked
+            (busy)`.
         why: The reason, if no document came.
         version: Release of the software there.
         settings_sha256: First digits of the digest of the settings there; "" without a file.
@@ -116,9 +120,11 @@ def row(node: Node, out: str, why: str, digest: str) -> ClusterRow:
         digest: The digest of the settings on this host, with which the node's is compared.
     """
     state = _state(node)
+    refused = why.lower().partition(_REFUSED)[2]
+    if refused.startswith(_REFUSED_BUSY):
+        return ClusterRow(node.name, state, BUSY, f"no free CPU or memory within {BUSY_S} s")
     if why:
-        busy = "immediate" in why or "busy" in why.lower()
-        return ClusterRow(node.name, state, UNASKED if busy else SILENT, "no free CPU or memory" if busy else why)
+        return ClusterRow(node.name, state, UNASKED if refused.startswith(_REFUSED_ASIDE) else SILENT, why)
     try:
         d = json.loads(out)
         found = msgspec.convert(d["checks"], list[Finding])
@@ -152,6 +158,8 @@ def gather(
     def one(node: Node) -> ClusterRow:
         open_ones = [p for p in node.partitions if partitions.get(p) == "UP"]
         why = unasked(node) or ("" if open_ones else "no partition of the node is UP")
+        if not why and node.state == "ALLOCATED":  # srun would wait here: many such nodes take the time of others
+            return ClusterRow(node.name, _state(node), BUSY, "jobs have all CPUs")
         if not why and clock.monotonic() > end:
             why = f"no time left after {ALL_S:g} s"
         if why:
@@ -173,7 +181,7 @@ def document(rows: Sequence[ClusterRow], host: str, digest: str, now: float) -> 
         "host": host,
         "version": __version__,
         "settings_sha256": digest,
-        "status": int(any(r.status not in (OK, UNASKED) for r in rows)),
+        "status": int(any(r.status not in (OK, UNASKED, BUSY) for r in rows)),
         "nodes": [asdict(r) for r in rows],
     }
 
@@ -196,13 +204,14 @@ def text(rows: Sequence[ClusterRow], host: str, digest: str, columns: int = USUA
         for c in r.checks:
             if c.status != ACCEPTED:
                 told.setdefault((c.status, c.check, c.found), []).append(r.node)
+    indent = max((len(status) for status, _, _ in told), default=0) + 1
     for (status, check, found), names in sorted(told.items()):
         what = f"{check}: {found}" if check else found
-        shown += fold(tame(f"{hostlist.compress(names)}: {what}"), columns, " " * 11, f"{status:<10} ")
+        shown += fold(tame(f"{hostlist.compress(names)}: {what}"), columns, " " * indent, f"{status:<{indent}}")
     shown += fold(
         f"{host}: release {__version__}, settings {digest or 'none'}, with which nodes are compared", columns
     )
-    counts_of = {s: sum(r.status == s for r in rows) for s in (OK, DIFFERS, BAD, SILENT, UNASKED)}
+    counts_of = {s: sum(r.status == s for r in rows) for s in (OK, DIFFERS, BAD, SILENT, UNASKED, BUSY)}
     accepted = sum(r.count(ACCEPTED) for r in rows)
     total = ", ".join(f"{n} {s}" for s, n in counts_of.items() if n)
     return "\n".join([*shown, f"{len(rows)} nodes: {total}; {accepted} accepted warnings are not shown"])

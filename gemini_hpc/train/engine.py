@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
-from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.mapped_slots import Content, SlotMappings
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
@@ -360,18 +360,32 @@ class SaveEngine:
         """
         session = self._session
         assert session.client is not None and self.replicator is not None
+        on_device = self.planning.capture is not None and self.planning.capture.on_device
+        mappings, later = SlotMappings(), list[TensorSlot]()
+
+        def add(shard: TensorShard) -> TensorShard:
+            """Begin to map what the first versions fill at home, while the agent takes memory for the next shard."""
+            if not shard.pushed:
+                slots = shard.in_turn()
+                first = len(slots) if on_device else 1  # a device copies to pinned slots only
+                mappings.begin(slots[:first])
+                later.extend(slots[first:])
+            return shard
+
         try:
-            shards = [register(session.client, me, me.rank, me.node_rank, own_bytes)]
-            if self._parity is not None:
-                self._parity.reserve(totals)
-            for receiver in self.receivers:
-                if session.ending:
-                    return
-                rank, pushed = receiver.rank, isinstance(receiver, Reserved)
-                shards.append(register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed))
-            filled = [shard.in_turn() for shard in shards if not shard.pushed]
-            on_device = self.planning.capture is not None and self.planning.capture.on_device
-            if not self._populate([slot for slots in filled for slot in (slots if on_device else slots[:1])]):
+            try:
+                shards = [add(register(session.client, me, me.rank, me.node_rank, own_bytes))]
+                if self._parity is not None:
+                    self._parity.reserve(totals)
+                for receiver in self.receivers:
+                    if session.ending:
+                        return
+                    rank, pushed = receiver.rank, isinstance(receiver, Reserved)
+                    shard = register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed)
+                    shards.append(add(shard))
+            finally:
+                mappings.wait()
+            if session.ending:
                 return
             self.replicator.pin(shards[0])
             self._recognise(shards[0])
@@ -382,17 +396,11 @@ class SaveEngine:
             return
         if self._listen(shards):
             session.verdict.prepared()
-            if not on_device:  # a device copies to pinned slots only
-                priority.lower()
-                self._populate([slot for slots in filled for slot in slots[1:]])
-
-    def _populate(self, slots: Sequence[TensorSlot]) -> bool:
-        """Fault in all pages of these slots. Return False if the training ends meanwhile."""
-        for slot in slots:
-            if self._session.ending:
-                return False
-            slot.populate()
-        return True
+            priority.lower()
+            for slot in later:
+                if session.ending:
+                    return
+                slot.populate(awaited=False)
 
     def _listen(self, shards: list[TensorShard]) -> bool:
         """Start the threads, unless the end came first.

@@ -59,6 +59,7 @@ for kind in prolog epilog; do # also for hosts whose /etc/slurm is that of the n
 done
 install -D -m 644 "$here/files/gemini-hpc-node.tmpfiles" "$node/usr/lib/tmpfiles.d/gemini-hpc-node.conf"
 install -D -m 644 "$here/files/gemini-hpc-node.fstab" "$node/usr/share/gemini-hpc/enroot/mounts.d/50-gemini-hpc.fstab"
+install -D -m 755 "$here/files/gemini-hpc-node.task_prolog" "$node/usr/share/gemini-hpc/apptainer/task_prolog"
 install -D -m 644 "$here/files/gemini-hpc-node.logrotate" "$node/etc/logrotate.d/gemini-hpc-node"
 
 install -D -m 644 "$here/files/gemini-hpc-controller.service" "$controller/lib/systemd/system/gemini-hpc-controller.service"

@@ -36,5 +36,5 @@ mkdir .old
 pivot_root . .old
 umount -l /.old
 cd /
-[ ! -e /run/systemd ] && [ ! -e /srv ]
+[ ! -e /run/systemd ] && [ ! -e /.old/usr ] && [ ! -e /media ]
 exec env PYTHONPATH="$package" "$python" -c "$script"

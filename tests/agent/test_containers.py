@@ -1,7 +1,8 @@
 """A training in a container, and one of another release, with a real agent.
 
 Debian 12 has neither enroot nor Apptainer: user and mount namespaces, and the packages' file for enroot's mounts.d,
-read as enroot reads it, stand for a container of pyxis. The image is this machine's /usr and Python.
+read as enroot reads it, stand for a container of pyxis. The image is this machine's /usr and Python. Apptainer itself
+comes from Debian sid, in a root of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import Any
 import pytest
 
 from gemini_hpc.wire import version
+from tests.releases import machine, root
 
 from .conftest import JOB
 
 TOP = Path(__file__).parents[2]
 CONTAINER = Path(__file__).with_name("container.sh")
+APPTAINER = Path(__file__).with_name("apptainer.sh")
 FSTAB = TOP / "slurm/packaging/files/gemini-hpc-node.fstab"
+TASK_PROLOG = TOP / "slurm/packaging/files/gemini-hpc-node.task_prolog"
 NEXT = version.CURRENT + 1
 
 TRAINING = """
@@ -85,6 +89,46 @@ def test_a_training_in_a_container_is_protected(make_agent: Callable[..., Any], 
         GEMINI_SOCKET=f"/run/gemini-hpc/{JOB}/agent.sock",
     )
     assert "not protected" in text and "protected since step" not in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)  # the root is made once, in minutes
+def test_a_training_in_apptainer_is_protected(make_agent: Callable[..., Any], tmp_path: Path) -> None:
+    """The real one. The environment reaches the container by itself, the job's directory by the task prolog."""
+    agent = make_agent()
+    package = image(tmp_path, (version.OLDEST, version.CURRENT))
+    with root.held(root.CACHE, root.Recipe("26.05", machine.mirror(), ("apptainer", "slurmd"))) as sid:
+        for hook in (TASK_PROLOG, Path("/bin/true")):
+            text = trained(
+                ["unshare", "-m", APPTAINER, sid, agent.directory, hook, package, python(), TRAINING],
+                GEMINI_SOCKET=f"/run/gemini-hpc/{JOB}/agent.sock",
+                APPTAINER_BINDPATH="/usr/share",
+            )
+            assert "from /package/" in text
+            protected = "not protected" not in text and "protected since step" in text
+            assert protected == (hook == TASK_PROLOG), text
+
+
+@pytest.mark.parametrize(
+    ("before", "socket", "after"),
+    [
+        ("", "", "unset APPTAINER_BINDPATH"),
+        ("", "/run/gemini-hpc/7/agent.sock", "export APPTAINER_BINDPATH=/run/gemini-hpc/7"),
+        (
+            "/data:/d a,/x*",
+            "/run/gemini-hpc/7/agent.sock",
+            "export APPTAINER_BINDPATH=/data:/d a,/x*,/run/gemini-hpc/7",
+        ),
+        ("/run/gemini-hpc/6", "/run/gemini-hpc/7/agent.sock", "export APPTAINER_BINDPATH=/run/gemini-hpc/7"),
+        ("/x,/run/gemini-hpc/6,/y", "", "export APPTAINER_BINDPATH=/x,/y"),
+        ("/run/gemini-hpc/6", "", "unset APPTAINER_BINDPATH"),
+    ],
+)
+def test_the_task_prolog_binds_this_jobs_directory_and_no_other(before: str, socket: str, after: str) -> None:
+    """What an unprotected job, or the steps of a protected one, have inherited."""
+    env = {"APPTAINER_BINDPATH": before, "GEMINI_SOCKET": socket}
+    done = subprocess.run([TASK_PROLOG], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == after + "\n"
 
 
 @pytest.mark.slow

@@ -34,7 +34,9 @@ FOREIGN = {
         "--export",
         "--output",
     ),
-    "--node-rank",  # torchrun's
+    *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),  # torchrun's
+    *("--max-restarts", "--log"),
+    *("--cleanenv", "--containall", "--writable", "--writable-tmpfs"),  # Apptainer's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),
     *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert", "--exclusive", "--hint"),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import pytest
+from waiting import until
 
 from gemini_hpc import __version__
 from gemini_hpc.cli.main import main
@@ -41,6 +42,7 @@ ANSWERS = {
     "n7": ("{", ""),
 }
 NODES = [*map(node, ANSWERS), node("n8", "DOWN", "disk"), node("n9", of="closed")]
+REFUSED = "srun: error: Unable to allocate resources: "
 
 
 def asking(argv: Sequence[str]) -> tuple[str, str]:
@@ -52,7 +54,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "find_tool", lambda name: name)
     rows = cluster.gather(NODES, {"main": "UP", "closed": "DOWN"}, "/x.toml", DIGEST, asking)
     assert [r.status for r in rows] == [
-        *("ok", "differs", "differs", "wrong", "not asked", "no answer", "no answer", "not asked", "not asked")
+        *("ok", "differs", "differs", "wrong", "not asked (busy)", "no answer", "no answer", "not asked", "not asked")
     ]
     d = cluster.document(rows, "ctl", DIGEST, 1.0)
     assert d["status"] == 1 and json.loads(json.dumps(d))["nodes"][1]["version"] == "0.1.0"
@@ -62,6 +64,32 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in text
     assert "odd b" not in text
     assert cluster.document(rows[:1] + rows[7:], "ctl", DIGEST, 1.0)["status"] == 0, "what Slurm has put aside"
+
+
+@pytest.mark.parametrize(
+    ("why", "status"),
+    [
+        (f"{REFUSED}Requested nodes are busy", "not asked (busy)"),
+        (f"{REFUSED}Immediate execution impossible, insufficient priority", "not asked (busy)"),
+        (f"{REFUSED}Required node not available (down, drained or reserved)", "not asked"),
+        (f"{REFUSED}Invalid account or account/partition combination specified", "no answer"),
+        ("OSError: [Errno 16] Device or resource busy: '/run'", "no answer"),
+    ],
+)
+def test_what_srun_says_of_a_node_that_it_is_not_given(why: str, status: str) -> None:
+    assert cluster.row(node("n1"), "", why, DIGEST).status == status
+
+
+def test_nodes_full_of_jobs_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them would take the ten minutes of the others; they are no fault, and read so in 80 columns."""
+    monkeypatch.setattr(cluster, "find_tool", lambda name: name)
+    full = [node(f"b{n}", "ALLOCATED") for n in range(1000)]
+    rows = cluster.gather([*full, node("n1")], {"main": "UP"}, "/x.toml", DIGEST, asking)
+    assert {r.status for r in rows[:-1]} == {"not asked (busy)"} and rows[-1].status == "ok"
+    assert cluster.document(rows, "ctl", DIGEST, 1.0)["status"] == 0
+    text = cluster.text(rows, "ctl", DIGEST, 80).splitlines()
+    assert "not asked (busy) b[0-999]: jobs have all CPUs" in text
+    assert text[-1].startswith("1001 nodes: 1 ok, 1000 not asked (busy); ")
 
 
 def test_a_command_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,15 +105,22 @@ def test_for_root_and_all_checks(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 @pytest.mark.cluster
-def test_a_real_cluster(patient: Patient) -> None:
-    """All nodes answer; one that is drained and one whose installation differs are named."""
+@pytest.mark.parametrize(
+    ("full", "why"), [("--exclusive", "jobs have all CPUs"), ("--mem=0", "no free CPU or memory within 10 s")]
+)
+def test_a_real_cluster(patient: Patient, full: str, why: str) -> None:
+    """All nodes answer but for one that is drained, and one whose CPUs or memory a job has: these are named."""
     assert patient.cluster.run(["scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=fan"]).returncode == 0
+    job = patient.cluster.sbatch(["-wn2", "-n1", full, "--output=/dev/null"], script="#!/bin/bash\nsleep 300\n")
     try:
+        until(lambda: patient.cluster.job(job)["JobState"] == "RUNNING", 30, what="the job on n2")
         done = patient.cluster.run(["gemini-hpc", "doctor", "--cluster", "--json"], timeout_s=150)
     finally:
+        patient.cluster.run(["scancel", str(job)])
         patient.cluster.resume("n3")
     d = json.loads(done.stdout)
-    statuses = {row["node"]: row["status"] for row in d["nodes"]}
-    assert statuses.pop("n3") == "not asked", done.stdout
-    assert set(statuses.values()) == {"ok"} and done.returncode == 0, done.stdout
-    assert {row["settings_sha256"] for row in d["nodes"] if row["node"] != "n3"} == {d["settings_sha256"]}
+    first, busy, drained = d["nodes"]
+    assert first["status"] == "ok" and done.returncode == 0, done.stdout
+    assert (busy["status"], busy["why"]) == ("not asked (busy)", why), done.stdout
+    assert drained["status"] == "not asked", done.stdout
+    assert first["settings_sha256"] == d["settings_sha256"]

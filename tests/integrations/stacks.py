@@ -1,7 +1,8 @@
 """Trainings with real packages, for the tests: what a rank runs (see tests/train/worker.py), and what it tells.
 
-Each is small, has dropout, a schedule, accumulated gradients, several epochs, and data that draw random numbers in
-the training's own process.
+On a cluster a copy of this file runs without the rest of the tests (tests/e2e/door.py). Each training is small, has
+dropout, a schedule, accumulated gradients, several epochs, and data that draw random numbers in the training's own
+process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -94,12 +96,17 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def digest(model: nn.Module, optimizer: Any) -> str:
-    from tests.train.worker import digest_of
+def local_world() -> int:
+    return int(os.environ["LOCAL_WORLD_SIZE"])
 
+
+def digest(model: nn.Module, optimizer: Any) -> str:
     tensors: Iterable[Any] = [*model.parameters(), *model.buffers()]
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    return digest_of([*tensors, *state])
+    hasher = xxhash.xxh3_128()
+    for tensor in (*tensors, *state):
+        hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def without(o: dict[str, Any]) -> bool:
@@ -306,7 +313,8 @@ def lightning(o: dict[str, Any], log: Log) -> dict[str, Any]:
         callbacks.append(ModelCheckpoint(o["directory"], every_n_train_steps=6, save_last=True))
     trainer = Trainer(
         accelerator="cpu",
-        devices=world(),
+        devices=local_world(),
+        num_nodes=world() // local_world(),
         strategy="ddp" if world() > 1 else "auto",
         plugins=[TorchElasticEnvironment()],
         max_steps=o.get("steps", -1) if not o.get("epochs") else -1,

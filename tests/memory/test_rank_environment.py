@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from waiting import until
@@ -13,6 +14,7 @@ from .conftest import Site
 
 pytestmark = pytest.mark.cluster
 
+TASK_PROLOG = Path(__file__).parents[2] / "slurm/packaging/files/gemini-hpc-node.task_prolog"
 NAMES = "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GEMINI_SOCKET"
 SHOW = (
     f'bash -c \'echo TASK=$SLURM_PROCID NODE=$SLURM_NODEID $(env | grep -E "^({NAMES})=" | sort | tr "\\n" " ") END\''
@@ -105,6 +107,37 @@ def test_a_step_started_by_a_task_has_its_own_or_nothing(site: Site) -> None:
     file = "inner-$SLURM_JOB_ID.sh"
     script = f"cat >{file} <<'X'\n{inner}\nX\nsrun -n3 --ntasks-per-node=1 --mem=0 bash {file}"
     assert all(unranked(t) for t in run(site, script))
+
+
+@pytest.fixture
+def apptainer(site: Site) -> Iterator[None]:
+    """The packages' TaskProlog on all nodes."""
+    slurm_conf = site.cluster.directory / "etc" / "slurm" / "slurm.conf"
+    hook, text = slurm_conf.with_name("task_prolog"), slurm_conf.read_text()
+    hook.write_bytes(TASK_PROLOG.read_bytes())
+    hook.chmod(0o755)
+    try:
+        slurm_conf.write_text(f"{text}TaskProlog={hook}\n")
+        assert site.cluster.run(["scontrol", "reconfigure"]).returncode == 0
+        yield
+    finally:
+        slurm_conf.write_text(text)
+        assert site.cluster.run(["scontrol", "reconfigure"]).returncode == 0
+        hook.unlink()
+
+
+@pytest.mark.usefixtures("apptainer")
+def test_apptainers_containers_see_the_directory_of_their_job(site: Site) -> None:
+    """The task prolog runs after the plugin, for batch scripts and steps; an unprotected job inherits no bind."""
+    show = "bash -c 'echo TASK=0 BIND=$APPTAINER_BINDPATH JOB=$SLURM_JOB_ID END'"
+    steps = f"APPTAINER_BINDPATH=/data srun -N1 -n1 {show}\nsrun -N1 -n1 {show}"
+    batch, own, step = run(site, f"{show}\n{steps}")
+    directory = f"/run/gemini-hpc/{batch['JOB']}"
+    assert (batch["BIND"], own["BIND"], step["BIND"]) == (directory, f"/data,{directory}", directory)
+    plain, inherited = site.cluster.home("alice") / "plain-bind", {"APPTAINER_BINDPATH": f"/data,{directory}"}
+    site.cluster.sbatch(["-N1", f"--output={plain}"], script=f"#!/bin/bash\n{show}\n", env=inherited)
+    until(lambda: plain.exists() and "END" in plain.read_text(), 40, 0.1, what="the unprotected job's end")
+    assert " BIND=/data JOB=" in plain.read_text()
 
 
 @pytest.fixture

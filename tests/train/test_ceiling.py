@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -291,3 +291,77 @@ def test_versions_that_are_late_again_and_again_are_seen() -> None:
     assert latency.lag_s(0.55) == 0.0, "so much is allowed"
     assert latency.lag_s(0.01) == pytest.approx(0.45)
     assert latency.lag_s(0.01) == 0.0, "the next answer is of other versions"
+
+
+# ---- the first version of a training whose traffic is planned -------------------------------------------
+
+
+class Sending:
+    """The controller of a rank that sends copies. The rounds say what this rank says."""
+
+    def __init__(self, time: Time) -> None:
+        self.time, self.version, self.sealed = time, 0, ((0, 0), 0.0)
+        self.pacer, self._said = Pacer(1 << 20, 4), list[Any]()
+        self._link = SimpleNamespace(
+            sitting=False,
+            over_at=0.0,
+            everyone=lambda blob, size: self._begin([blob]),
+            highest=self._begin,
+            blobs=self._end,
+            words=self._end,
+        )
+        self.controller = IntervalController(
+            Traffic(),
+            0,
+            [1],
+            1 << 20,
+            cast(Any, self._link),
+            CollectiveMonitor(lambda ranks: True),
+            self.pacer,
+            cast(Any, SimpleNamespace(send_summary=lambda state, now: state(), recall=lambda: None)),
+            lambda text: None,
+            transport="host",
+            seal=lambda: self.sealed,
+        )
+
+    def _begin(self, words: Sequence[Any]) -> None:
+        self._link.sitting, self._said = True, list(words)
+
+    def _end(self, *patience: Any) -> list[Any]:
+        self._link.sitting = False
+        return self._said
+
+    def step(self, *, under_way: bool = False) -> None:
+        """The next step(), whose version is saved."""
+        self.time.now += 0.5
+        self.version += 1
+        self.controller.gate()
+        self.controller.waited(0.0)
+        self.controller.step(self.version, under_way)
+        assert not self.controller.problem and self.controller.saves(self.version)
+        self.job: Any = SimpleNamespace(
+            version=self.version, taken_at=self.time.now, saved=True, copied_at=0.0, arrived_at=0.0
+        )
+        self.controller.captured(self.time.now, None, self.job)
+
+    def seal(self) -> None:
+        """The newest version is sealed."""
+        self.sealed = (1, self.version), self.time.now + 0.1
+
+
+def test_nothing_waits_for_the_optimizer_before_a_version_is_sealed(time: Time) -> None:
+    """What is timed afterwards has no traffic of ours, and what is timed before does not count."""
+    training = Sending(time)
+    try:
+        for under_way in (False, True, True):
+            training.step(under_way=under_way)
+            assert not training.pacer.deferred, "nothing is protected yet"
+        training.seal()
+        for number in range(5):
+            training.step()
+            assert training.controller.state().stage == "profile"
+            assert training.pacer.deferred
+            assert training.controller._planner.clean == number
+            training.seal()
+    finally:
+        training.controller.close()

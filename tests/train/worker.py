@@ -400,7 +400,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if "close_s" in o:
         checkpointer.CLOSE_TIMEOUT_S = o["close_s"]
     if "populates_s" in o:
-        mapped_slots.MappedSlot.populate = lambda self: keep_torch_busy(o["populates_s"])  # type: ignore[method-assign]
+        mapped_slots.MappedSlot.populate = (  # type: ignore[method-assign]
+            lambda self, awaited=True: keep_torch_busy(o["populates_s"])  # type: ignore[misc]
+        )
     if o.get("no_manifest_on") == rank:
         shard_manifest.pack = lambda manifest: [].pop()
     if "gpu" in o or "lagging" in o:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -127,7 +128,8 @@ class Store:
         self.shards: dict[Key, Shard] = {}
         self.parities: dict[Key, Shard] = {}  # parity of other shards, by the rank whose shard it is beside
         self.ancestors: list[Shard] = []
-        self._making = asyncio.Lock()
+        self._making = defaultdict[tuple[bool, Key], asyncio.Lock](asyncio.Lock)  # by (is parity, shard)
+        self._taking = asyncio.Semaphore(self.pool.size)  # slots whose pages are taken at the same time
 
     def __iter__(self) -> Iterator[Shard]:
         """Iterate over the shards, without parity."""
@@ -179,7 +181,7 @@ class Store:
         Raises:
             NoMemory: The memory does not suffice.
         """
-        async with self._making:
+        async with self._making[False, (set_name, rank)]:
             old = self.shards.get((set_name, rank))
             name, what = f"gemini:{set_name}:{rank}", f"shard of rank {rank}"
             if old is not None and old.bytes == size_bytes and old.world == world:
@@ -216,7 +218,7 @@ class Store:
             NoMemory: The memory does not suffice.
         """
         wanted = Parity(dict(of), blocks)
-        async with self._making:
+        async with self._making[True, (set_name, rank)]:
             old = self.parities.get((set_name, rank))
             name, what = f"gemini:{set_name}:parity {rank}", f"parity beside the shard of rank {rank}"
             same = old is not None and (old.bytes, old.world) == (size_bytes, world)
@@ -257,11 +259,20 @@ class Store:
                 finally:
                     slot.busy = False
 
+    async def _take(self, memory: Memfd) -> None:
+        """Take all pages, beside those of other shards: a node has many, and one processor takes 2 to 3 GB a second.
+
+        Raises:
+            NoMemory: The memory does not suffice.
+        """
+        async with self._taking:
+            await asyncio.to_thread(memory.take, self.budget.left_bytes)
+
     async def _slot(self, name: str, what: str, size_bytes: int) -> Memfd:
         self.budget.take(size_bytes, what)
         memory = Memfd(name, size_bytes, slot=True)
         try:
-            await asyncio.to_thread(memory.take, self.budget.left_bytes)
+            await self._take(memory)
         except BaseException:
             memory.close()
             self.budget.give(size_bytes)
@@ -274,7 +285,7 @@ class Store:
         try:
             memory += (Memfd(f"{name}:{index}", size_bytes, slot=True) for index in range(2))
             if reserve:
-                await asyncio.gather(*(asyncio.to_thread(m.take, self.budget.left_bytes) for m in memory))
+                await asyncio.gather(*(self._take(m) for m in memory))
         except BaseException as exc:
             for m in memory:
                 m.close()
@@ -291,7 +302,7 @@ class Store:
             NoMemory: The memory does not suffice. The existing memory is closed then.
         """
         second: Memfd | None = None
-        async with self._making:
+        async with self._making[False, (set_name, rank)]:
             try:
                 self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=True)
             except NoMemory:
@@ -299,7 +310,7 @@ class Store:
                 raise
             try:
                 second = Memfd(f"gemini:{set_name}:{rank}:1", size_bytes, slot=True)
-                await asyncio.to_thread(second.take, self.budget.left_bytes)
+                await self._take(second)
             except BaseException as exc:
                 for memory in (first, second):
                     if memory is not None:

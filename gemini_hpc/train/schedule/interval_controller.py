@@ -3,7 +3,8 @@
 A training begins in stage `recall`: where the profiles of an earlier incarnation make a plan on all ranks, it goes on
 with stage `agree`. Otherwise it goes on with stage `profile`. There every version is saved, but its chunks wait until
 the training waits for them at the optimizer. The collectives of these iterations are therefore timed without any
-traffic of ours, and protection runs from the first step.
+traffic of ours, and protection runs from the first step. Until a version is sealed nothing is protected, so chunks go
+at once, and the iterations do not count.
 
 After enough iterations the ranks exchange profiles (stage `plan`). Each rank plans on the spans in which its holders
 are idle too (Algorithm 2). All ranks take the largest j and s that one of them needs (stage `agree`), and enter stage
@@ -311,6 +312,11 @@ class IntervalController:
         return self._sends and self._scheme in _PLANNED and self._collectives is not None and not self.problem
 
     @property
+    def _defers(self) -> bool:
+        """Return whether chunks wait until the training waits for them, so that its collectives are timed alone."""
+        return self._planned and self._stage != "steady" and not self._hasty and self._latency.whole_s > 0
+
+    @property
     def _paced(self) -> bool:
         """Return whether `_agreed` decides which versions are saved."""
         return self._planned or not self._sends or self._collectives is None
@@ -352,6 +358,7 @@ class IntervalController:
             self._budget.spend(device_s)
         waited_s, self._waited_s = self._waited_s, 0.0
         self._latency.poll()
+        self._pacer.deferred = self._defers
         length_s = clock.monotonic() - self._begun_at
         self._budget.trained(max(0.0, length_s - waited_s))
         self._pace.note(length_s - waited_s - self._cost.begun_s)
@@ -393,7 +400,7 @@ class IntervalController:
             self._ask(version)
         except CollectivesBroken as error:
             self._give_up(str(error))
-        self._dirty = under_way or (self._hasty > 0 and self.saves(version))
+        self._dirty = under_way or (not self._pacer.deferred and self.saves(version))
 
     def _follow_pace(self, version: int) -> None:
         """Choose j and s, where no traffic is planned, by the time to the seal and the cost of a version."""
@@ -657,7 +664,7 @@ class IntervalController:
         pacer.chunk_bytes, parts = self._planner.cut
         pacer.p = 1 if alone else parts
         pacer.timetable, self._plan, self._route = None, None, None
-        pacer.deferred = self._planned and self._stage != "steady" and not self._hasty
+        pacer.deferred = self._defers
         pacer.unscheduled = not self._planned and self._scheme != "blocking"
         if self._planned and self._stage == "steady":
             self._route = self._planner.route(self._scheme)
