@@ -154,6 +154,7 @@ class ControllerLink:
                     without=self._without,
                     rescuing=self._listener.rescuing,
                     finished=self._finished,
+                    parity=self._membership.redundancy.parity,
                 )
             )
 

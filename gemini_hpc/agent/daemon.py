@@ -544,6 +544,7 @@ class Agent:
         hold = first = False
         if not here.detached:
             here.detached = True
+            here.record_stop(clock.time())
             self._retention.ended(clock.monotonic())
             # the controller decides about the job by whether the training had finished
             self.controller_link.register()
@@ -621,6 +622,7 @@ class Agent:
             return
         if not self.membership.detached:
             self.trainings.show_dead()
+        self.membership.record_stop(clock.time(), host)
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.rescue.died()
@@ -637,6 +639,8 @@ class Agent:
 
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self._cpu.sealed(training, stamp)
+        if stamp.epoch == self.membership.epoch:
+            self.membership.record_seal(training.name)
         self.transfers.pulls.overtaken(training.name, stamp)
         self.spares.sealed()
         if known := self._sick.known():  # perhaps found sick before a requeue

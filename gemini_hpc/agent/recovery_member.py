@@ -152,7 +152,14 @@ class RecoveryMember:
             order=here.placed.ranks,
             closed=self._closings.all,
             closing=self._closings.own,
+            stop=self._stop(),
         )
+
+    def _stop(self) -> peer.Stop:
+        """Return the last stop, with the newest step that ranks here have completed."""
+        stop = self._membership.stop
+        here = {training.name: max(training.reached, stop.reached.get(training.name, 0)) for training in self._sets}
+        return msgspec.structs.replace(stop, reached=stop.reached | {name: v for name, v in here.items() if v})
 
     @property
     def domains(self) -> Mapping[str, str]:
@@ -249,7 +256,7 @@ class RecoveryMember:
 
     def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         node, here = self._identity.node, self._membership
-        self._tier.chosen, here.doubt = plan.tier, plan.doubt
+        self._tier.chosen, here.doubt, here.stop = plan.tier, plan.doubt, plan.stop
         here.heritage = plan.heritage or here.heritage
         self._rejections.learn(plan.rejected)
         self._closings.learn(plan.closed)

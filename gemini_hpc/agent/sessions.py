@@ -235,6 +235,9 @@ class Sessions:
             closed=closed[name].version if name in closed else 0,
             passed=passed(name, [*closed, *(s.name for s in plan.sets)] if plan is not None else ()),
             others=self._others(plan, closed) if plan is not None and training.chosen is None else (),
+            stopped_at=here.stop.at,
+            reached=here.stop.reached.get(name, 0),
+            changes=here.changes[:_TOLD],
         )
         return welcome, [training.page_fd()]
 

@@ -9,8 +9,10 @@ EXAMPLES = {
     "jobs": ("gemini-hpc jobs", "gemini-hpc jobs --since 3d --json"),
     "inspect": ("gemini-hpc inspect 42", "gemini-hpc inspect 42 --watch", "gemini-hpc inspect 10_3 --json"),
     "report": ("gemini-hpc report 42", "gemini-hpc report 42 --rank 3 -o pictures/"),
+    "node": ("gemini-hpc node n3", "sudo gemini-hpc node n3 --json"),
     "flush": ("gemini-hpc flush 42",),
     "evacuate": ("gemini-hpc evacuate 42 n3",),
+    "requeue": ("gemini-hpc requeue --after-save 42",),
     "versions": ("gemini-hpc versions 42", "gemini-hpc versions /lustre/ada/ckpt"),
     "export": (
         "gemini-hpc export 42 --format safetensors -o weights.safetensors",

@@ -12,7 +12,7 @@ from typing import TextIO
 from gemini_hpc import __version__
 from gemini_hpc.cli.examples import add_examples
 
-_OF_JOBS = ("jobs", "inspect", "report", "flush", "evacuate", "versions", "export", "run")
+_OF_JOBS = ("jobs", "inspect", "report", "node", "flush", "evacuate", "requeue", "versions", "export", "run")
 VERBS = (*_OF_JOBS, "controller", "doctor", "install", "plan", "simulate", "devcluster", "demo")
 
 

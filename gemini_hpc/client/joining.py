@@ -208,8 +208,18 @@ def resumed(welcome: local.Welcome, version: int, load_s: float, now: float) -> 
     where = "the tier" if welcome.stored else "memory"
     where += f" of job {welcome.after}" if welcome.after else ""
     line = f"resumed at version {version} from {where} ({load_s:.2f} s)"
+    if welcome.reached >= version:
+        steps = welcome.reached - version
+        line += f", {steps or 'no'} step{'s' * (steps > 1)} repeated"
+    failed_at, what = _failed_at(), "failure"
+    if not failed_at:
+        failed_at, what = welcome.stopped_at, "training stopped"
+    return f"{line}, {now - failed_at:.1f} s after the {what}" if 0 < failed_at <= now else line
+
+
+def _failed_at() -> float:
+    """Return when a launcher saw the attempt before fail (Unix time), or 0.0."""
     try:
-        failed_at = float(os.environ.get(FAILED_ENV, ""))
+        return float(os.environ.get(FAILED_ENV, ""))
     except ValueError:
-        return line
-    return f"{line}, {now - failed_at:.1f} s after the failure" if 0 < failed_at <= now else line
+        return 0.0

@@ -35,6 +35,7 @@ class OwnProgress:
             OSError: The memory for the page could not be made.
         """
         self._look, self._beats, self._lock = look, 0, threading.Lock()
+        self._told = Progress()
         self.fd = os.memfd_create("gemini:progress", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, progress_page.STACKS_AT)
         os.lseek(self.fd, 0, os.SEEK_END)
@@ -59,8 +60,14 @@ class OwnProgress:
         """Write the page. Never raises."""
         with suppress(Exception), self._lock:  # a failure of ours must not reach the training
             self._beats += 1
-            told = self._look()._replace(beats=self._beats, signal=self._signal)
-            os.pwrite(self.fd, progress_page.pack(told), 0)
+            self._told = self._look()._replace(beats=self._beats, signal=self._signal)
+            os.pwrite(self.fd, progress_page.pack(self._told), 0)
+
+    def count_step(self, version: int) -> None:
+        """Write the number of the step that the training's thread has just completed. Never raises."""
+        with suppress(Exception), self._lock:
+            self._told = self._told._replace(version=version, launched=0)
+            os.pwrite(self.fd, progress_page.pack(self._told), 0)
 
     def close(self) -> None:
         """Unregister the signal and close the page."""

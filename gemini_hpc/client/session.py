@@ -156,6 +156,22 @@ class RankSession:
             survives = f"any {lost} node{'s' * (lost > 1)} of a group may be lost"
         self.say(f"protected since step {version}: {copies}, {survives}")
 
+    def tell_resumed(self, load_s: float) -> None:
+        """Print, on rank 0, which nodes have changed and what is resumed from, with the cost of the failure.
+
+        Args:
+            load_s: Seconds in which the version was loaded.
+        """
+        for change in self.welcome.changes:
+            self.say_once(change)
+        self.say_once(joining.resumed(self.welcome, self.version, load_s, clock.time()))
+
+    def count_step(self) -> None:
+        """Count one completed `step()`. The agent sees the count even if this process is killed next."""
+        self.version += 1
+        if self._progress is not None:
+            self._progress.count_step(self.version)
+
     def tell_closed(self) -> None:
         """Report that the resumed version is the end of a closed training.
 

@@ -208,6 +208,11 @@ class GatedSlurm(SlurmApi):
         self._check_job("a hold", job)
         await self._slurm.hold_job(job, why)
 
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        """Write a line into an ended job's AdminComment."""
+        self._check_job("an AdminComment", job)
+        await self._slurm.note_end(job, line, prefix)
+
     async def requeue(self, job: Job) -> None:
         """Requeue a job."""
         self._check_job("a requeue", job)

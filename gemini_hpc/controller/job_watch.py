@@ -21,6 +21,8 @@ from gemini_hpc.controller.requeue_rules import release_reason
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.query import past
 from gemini_hpc.query.slurm_facts import never_requeued
+from gemini_hpc.query.summary_line import PREFIX as LINE_PREFIX
+from gemini_hpc.query.summary_line import summary_line
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import LIVE, PENDING, RUNNING
@@ -82,7 +84,8 @@ class JobWatch:
             _tell_waits(track, state == PENDING)
             if self._recoveries.active(raw_id):
                 continue
-            self._tell_ended(track, forgotten=row is None)
+            if self._tell_ended(track, forgotten=row is None) and row is not None:
+                await self._note_end(track)
             ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
             doubt_s = self._settings.afterwards_s() + TOLD_S
             reason = release_reason(state, ended_for_s, self._settings.retention_s, doubt_s)
@@ -103,17 +106,37 @@ class JobWatch:
                     track.learn(await self._slurm.job(raw_id))
         await self._drains.report_drains(running)
 
-    def _tell_ended(self, track: Track, *, forgotten: bool) -> None:
-        """Log each end of the job once, for queries after Slurm has forgotten the job."""
+    def _tell_ended(self, track: Track, *, forgotten: bool) -> bool:
+        """Log each end of the job once, for queries after Slurm has forgotten the job.
+
+        Return whether an end was logged.
+        """
         ended = track.stored.ended_state or (past.UNKNOWN if forgotten else "")
         if track.stored.ended_told == bool(ended):
-            return
+            return False
         track.stored.ended_told = bool(ended)
         track.save()
         if ended:
             code = track.job.exit_code if track.job is not None and track.job.has_ended else ""
             restart = max(track.stored.allocations, default=0)
             self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.describe_end(ended, code))
+        return bool(ended)
+
+    async def _note_end(self, track: Track) -> None:
+        """Write a line about the job into its AdminComment. A refusal of Slurm is logged, and that is all."""
+        restart = max(track.stored.allocations, default=0)
+        agents = [a for a in track.agents.values() if a.restart == restart]
+        line = summary_line(
+            self._recoveries.events(track),
+            max((a.replicas for a in agents), default=0),
+            max((a.parity for a in agents), default=0),
+            len(track.stored.allocations.get(restart, ())),
+        )
+        try:
+            job = track.job or await self._slurm.job(track.raw_id)
+            await self._slurm.note_end(job, line, LINE_PREFIX)
+        except SlurmError as exc:
+            log.info("job=%d event=no-admin-comment %s", track.raw_id, exc)
 
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]

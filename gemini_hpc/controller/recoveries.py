@@ -97,6 +97,10 @@ class Recoveries:
         self.on_event(raw_id, restart, event)
         self._logs.add(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
 
+    def events(self, track: Track) -> tuple[EventRecord, ...]:
+        """Return the events of a job in order of time."""
+        return self._logs.read(track.raw_id, track.user_id)
+
     def died(self, why: str) -> None:
         """Alert that a task of the service died of a fault of ours. The task is restarted."""
         if self._over:

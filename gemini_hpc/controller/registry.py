@@ -50,6 +50,7 @@ class ConnectedAgent:
     verified: bool = False
     restart: int = 0
     replicas: int = 0
+    parity: int = 0
     port: int = 0
     state: str = ""
     spares: int = 0
@@ -64,6 +65,7 @@ class ConnectedAgent:
     def apply_registration(self, said: Registration) -> None:
         """Take over the agent's facts about itself, from its first and each later registration."""
         self.restart, self.replicas, self.state = said.restart, said.replicas, said.state[:32]
+        self.parity = said.parity
         self.port = said.port if 0 < said.port < 65536 else self.port
         self.spares, self.without = said.spares, frozenset(said.without)
         self.rescuing, self.finished = said.rescuing, said.finished

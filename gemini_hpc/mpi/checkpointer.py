@@ -168,7 +168,7 @@ class Checkpointer:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = self._settled = welcome.chosen_version
-        session.say_once(joining.resumed(welcome, session.version, clock.monotonic() - began, clock.time()))
+        session.tell_resumed(clock.monotonic() - began)
         session.tell_closed()
         return session.version
 
@@ -234,7 +234,7 @@ class Checkpointer:
             if self._calls.differ(self._calls.meet("step()")):
                 return
             session.begun_without_resume()
-        session.version += 1
+        session.count_step()
         session.report_first_seal()
         if not session.protected or not interval.saves(session.version):
             return

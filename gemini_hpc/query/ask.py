@@ -179,6 +179,8 @@ async def _records(
     except SlurmError as exc:
         raise QueryError(f"Slurm does not answer: {exc}") from None
     parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    if not parts and job.has_ended:
+        raise QueryError(f"job {raw_id}: {_nobody(job)}")
     gate = asyncio.Semaphore(PARALLEL)
 
     async def one(host: str, ask: inspect_schema.RecordAsk) -> Recorded:
@@ -228,7 +230,14 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
             return over
     if silent:
         raise QueryError(f"job {raw_id}: {silent} has to do it, but does not answer")
-    raise QueryError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
+    raise QueryError(f"job {raw_id}: {_nobody(job) if nodes else _NO_AGENTS}")
+
+
+def _nobody(job: Job) -> str:
+    """Return why no agent of a job with nodes answers."""
+    if job.has_ended:
+        return f"it has ended ({job.state}), and no agent holds copies of it: gemini-hpc inspect {job.raw_id}"
+    return "no agent answers"
 
 
 def evacuate(settings: Settings, raw_id: int, host: str) -> None:

@@ -16,7 +16,7 @@ from gemini_hpc.wire.inspect_schema import EventRecord
 ENDED = "ended"
 UNKNOWN = "UNKNOWN"
 _WORD = re.compile(r"([A-Z_]{1,32})(?: exit ([0-9]{1,3}:[0-9]{1,3}))?")
-_SEALED = ("detached", "released", "saved", "resumed")  # events whose version had been sealed
+SEALED = ("detached", "released", "saved", "resumed")  # events whose version had been sealed
 # After one of these events of the controller the job is alive again, or will be.
 _LIVES = frozenset(("requeued", "sent_back", "running", "configuring", "detected"))
 
@@ -62,7 +62,7 @@ def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> JobEnd | Non
             state, exit_code = word[1], word[2] or ""
         t = t or last.t
     # only of the newest incarnation: versions of earlier ones may have been lost
-    sealed = max(((e.restart, e.version) for e in events if e.name in _SEALED and e.version), default=(0, 0))
+    sealed = max(((e.restart, e.version) for e in events if e.name in SEALED and e.version), default=(0, 0))
     version = sealed[1]
     stored = max((e.version for e in events if e.name == "saved"), default=0)
     return JobEnd(state, t, exit_code, version, stored)

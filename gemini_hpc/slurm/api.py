@@ -122,6 +122,10 @@ class SlurmApi(SlurmReading, Protocol):
         """Hold a pending job until its owner releases it; `why` is recorded."""
         ...
 
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there."""
+        ...
+
     async def requeue(self, job: Job) -> None:
         """Requeue a running or ended job."""
         ...

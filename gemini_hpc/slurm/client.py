@@ -49,6 +49,7 @@ _OF_ACCOUNTING = ("sacctmgr", "sacct")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
+_SAFE_LINE = re.compile(r"[A-Za-z0-9 .,:;-]{1,300}")
 _START = re.compile(r"now(\+[0-9]{1,6})?")
 
 
@@ -565,6 +566,30 @@ class Slurm:
         await self._run("scontrol", "uhold", _checked(_JOB_ID, job.id, "a job id"))
         comment = " ".join(f"gemini-hpc: held: {why}".replace('"', "'").split())
         await self._update(job, f"AdminComment={comment}")
+
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there.
+
+        slurmctld changes no ended job ("Job has already finished"). Without accounting nothing is written.
+
+        Args:
+            job: The job.
+            line: One line without quotes.
+            prefix: A comment that begins so is one of ours and is replaced.
+        """
+        if not _SAFE_LINE.fullmatch(line):
+            raise SlurmError(f"{line!r} is not an AdminComment")
+        if not job.actable:
+            raise SlurmError(f"job {job.id}: an update would change other jobs too")
+        if not await self.accounting():
+            return
+        raw_id = str(int(job.raw_id))
+        found = (await self._call("sacct", "-n", "-P", "-X", "-j", raw_id, "-o", "AdminComment")).decode(
+            errors="replace"
+        )
+        if not found.strip() or found.startswith(prefix):
+            words = ("-i", "modify", "job", "where", f"jobid={raw_id}", "set", f"AdminComment={line}")
+            await self._call("sacctmgr", *words)
 
     async def requeue(self, job: Job) -> None:
         """Requeue a running or ended job."""

@@ -251,7 +251,7 @@ class Checkpointer:
         began, session = time.perf_counter(), self._session
         if not session.version:
             self._restorer.begins()
-        session.version += 1
+        session.count_step()
         session.report_first_seal()
         self._gate.passed = False
         self._versions.capture_step()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gemini_hpc import clock
-from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
@@ -130,13 +129,15 @@ class Restorer:
         if mine:
             self._set_generators(small["rng"])
         done = clock.time()
-        session.say_once(joining.resumed(welcome, session.version, done - began, done))
+        session.tell_resumed(done - began)
         session.tell_closed()
         self._tell_data()
         self._tell_counts(restore.counts(small, welcome.chosen_world))
         self._tell_begins_anew()
         assert session.client is not None
         detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
+        if welcome.reached >= session.version:
+            detail["repeated"] = welcome.reached - session.version
         session.client.event("resumed", session.version, json.dumps(detail), t=done)
         return session.version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from gemini_hpc.core.numbers import Count, Job, Port, Restart, Seconds, Time
+from gemini_hpc.core.numbers import Blocks, Count, Job, Port, Restart, Seconds, Time
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.message import Message
 
@@ -23,6 +23,7 @@ class Registration(Message, frozen=True, tag="register"):
             end yet.
         finished: Whether all ranks that train on this node have closed their checkpointers; None: no rank trained
             here.
+        parity: Parity blocks of a group of `replicas` nodes; 0: whole copies.
     """
 
     job: Job
@@ -38,6 +39,7 @@ class Registration(Message, frozen=True, tag="register"):
     without: tuple[str, ...] = ()
     rescuing: bool = False
     finished: bool | None = None
+    parity: Blocks = 0
 
 
 class Report(Message, frozen=True, tag="report"):

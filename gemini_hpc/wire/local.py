@@ -291,6 +291,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
         passed: All ranks have closed all trainings of its step as well, and a later step has begun.
         others: If no version is chosen: versions of trainings that are not closed and of which no rank has sent
             `Hello` here.
+        stopped_at: Unix time of the first sign that the training had stopped; 0: unknown.
+        reached: Newest step that had been completed by then; 0: unknown.
+        changes: Changes of the job's nodes since, one sentence each.
     """
 
     job: int
@@ -315,6 +318,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
     closed: Version = 0
     passed: bool = False
     others: tuple[str, ...] = ()
+    stopped_at: Time = 0.0
+    reached: Version = 0
+    changes: tuple[str, ...] = ()
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):

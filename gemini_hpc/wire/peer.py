@@ -34,6 +34,7 @@ from gemini_hpc.core.numbers import (
     SetName,
     StepName,
     TierInterval,
+    Time,
     Version,
 )
 from gemini_hpc.core.placement import PlacementOrder
@@ -153,6 +154,22 @@ class Collect(Message, frozen=True, tag="collect"):
     step: str
 
 
+class Stop(msgspec.Struct, frozen=True):
+    """The last stop of the job's trainings, remembered until the next seal so that the user's log can tell of it.
+
+    Attributes:
+        at: Time of its first sign (Unix time in seconds); 0: none.
+        lost: Nodes found dead.
+        replaced: Each node that has left the map, with the node in its place.
+        reached: Newest completed step of each training.
+    """
+
+    at: Time = 0.0
+    lost: tuple[Host, ...] = ()
+    replaced: tuple[tuple[Host, Host], ...] = ()
+    reached: dict[SetName, Version] = msgspec.field(default_factory=dict)
+
+
 class InventoryRecord(msgspec.Struct, frozen=True):
     """An agent's inventory.
 
@@ -164,6 +181,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
         order: Placement order in that map (`placement.Order`).
         closed: Trainings that all ranks have closed.
         closing: Trainings that ranks of this node have closed (`core.sequence`).
+        stop: The last stop, as this agent knows it.
     """
 
     host: str
@@ -181,6 +199,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     order: tuple[Count, ...] = ()
     closed: tuple[Closed, ...] = ()
     closing: tuple[Closing, ...] = ()
+    stop: Stop = Stop()
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -295,6 +314,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
         domains: Failure domains that the order could not separate; None: none is known.
         closed: Trainings that all ranks have closed.
         looked: The tier has been checked for all trainings.
+        stop: The last stop, as all agents know it together.
     """
 
     round: Round
@@ -315,6 +335,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     domains: Separation | None = None
     closed: tuple[Closed, ...] = ()
     looked: bool = False
+    stop: Stop = Stop()
 
     def __post_init__(self) -> None:
         if self.order and len(PlacementOrder(self.order).ranks) != len(self.noderanks):

@@ -1,11 +1,16 @@
 /* What sbatch, salloc and srun pass on; each case in a process of its own, as in Slurm. */
+#include <errno.h>
 #include <stdbool.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <slurm/slurm_errno.h>
+
 #include "test/callbacks.h"
 #include "test/check.h"
 #include "test/spank_stub.h"
+
+enum { PREDECESSOR = 17 };
 
 static struct spank_handle handle;
 
@@ -13,6 +18,7 @@ static void start(enum spank_context context)
 {
 	stub_reset(context);
 	CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+	stub_job = (struct stub_job){ PREDECESSOR, getuid(), ESLURM_INVALID_JOB_ID };
 }
 
 static void give(const char *option, const char *text)
@@ -34,7 +40,8 @@ static void passes_on(enum spank_context context)
 	give("gemini-hang", "off");
 	give("gemini-after", "17");
 	finish();
-	CHECK(stub_message_count() == 0);
+	CHECK(stub_message_count() == 1);
+	CHECK(strstr(stub_messages(), "note: --gemini-tier="));
 	CHECK_STRING(stub_control_getenv("GEMINI_REPLICAS"), "2");
 	CHECK_STRING(stub_control_getenv("GEMINI_TIER"), "/lustre/a b;$(x)");
 	CHECK_STRING(stub_control_getenv("GEMINI_TIER_INTERVAL"), "600");
@@ -213,6 +220,58 @@ static void after_alone(void)
 	finish();
 }
 
+static void one_note(const char *option, const char *text, const char *words)
+{
+	start(S_CTX_ALLOCATOR);
+	give("gemini-replicas", "2");
+	give(option, text);
+	finish();
+	CHECK(stub_message_count() == (words ? 1 : 0));
+	CHECK(!words || strstr(stub_messages(), words));
+}
+
+static void surprises_are_noted(void)
+{
+	one_note("gemini-replicas", "1", "note: --gemini-replicas=1 keeps no copy on another node");
+	one_note("gemini-hang", "5", "note: --gemini-hang=5: one rank");
+}
+
+static void a_tier_that_does_not_exist(void)
+{
+	one_note("gemini-tier", "/nonexist/a;$(x)", "note: --gemini-tier=/nonexist/a;$(x) is not there on this host");
+}
+
+static void a_tier_that_exists(void)
+{
+	one_note("gemini-tier", "/tmp", NULL);
+}
+
+static void a_predecessor_that_nobody_knows(void)
+{
+	one_note("gemini-after", "99999", "note: --gemini-after=99999: Slurm knows no such job now");
+}
+
+static void a_predecessor_of_another_user(void)
+{
+	start(S_CTX_ALLOCATOR);
+	stub_job.user = getuid() + 1;
+	give("gemini-replicas", "2");
+	give("gemini-after", "17");
+	finish();
+	CHECK(stub_message_count() == 1);
+	CHECK(strstr(stub_messages(), "note: --gemini-after=17: another user's job"));
+}
+
+static void slurmctld_that_does_not_answer(void)
+{
+	start(S_CTX_ALLOCATOR);
+	stub_job.error = ETIMEDOUT;
+	give("gemini-replicas", "2");
+	give("gemini-after", "99999");
+	finish();
+	CHECK(stub_message_count() == 0);
+}
+
 static void daemons(void)
 {
 	start(S_CTX_SLURMD);
@@ -257,6 +316,12 @@ int main(void)
 	CHECK(status_of(interval_alone) == EXIT_FAILURE);
 	CHECK(status_of(hang_alone) == EXIT_FAILURE);
 	CHECK(status_of(after_alone) == EXIT_FAILURE);
+	CHECK(status_of(surprises_are_noted) == 0);
+	CHECK(status_of(a_tier_that_does_not_exist) == 0);
+	CHECK(status_of(a_tier_that_exists) == 0);
+	CHECK(status_of(a_predecessor_that_nobody_knows) == 0);
+	CHECK(status_of(a_predecessor_of_another_user) == 0);
+	CHECK(status_of(slurmctld_that_does_not_answer) == 0);
 	PASSED();
 	return 0;
 }

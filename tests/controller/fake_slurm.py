@@ -98,5 +98,8 @@ class FakeSlurm(SlurmApi):
     async def hold_job(self, job: Job, why: str) -> None:
         _unforeseen("hold_job")
 
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        _unforeseen("note_end")
+
     async def requeue(self, job: Job) -> None:
         _unforeseen("requeue")

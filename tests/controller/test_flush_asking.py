@@ -26,9 +26,11 @@ class World:
     def __init__(self, nodes: str, says: dict[str, Flushing], known: str | None = None) -> None:
         self.nodes, self.says, self.known = nodes, says, known
         self.asked: list[str] = []
+        self.ended = False
 
     async def allocation(self, settings: Settings, raw_id: int) -> tuple[Any, dict[str, Any]]:
-        return SimpleNamespace(user_id=1000), await self.addresses(self.nodes)
+        job = SimpleNamespace(user_id=1000, has_ended=self.ended, raw_id=7, state="FAILED")
+        return job, await self.addresses(self.nodes)
 
     async def addresses(self, hosts: Any) -> dict[str, Any]:
         return {host: SimpleNamespace(address=f"at {host}") for host in hosts}
@@ -85,6 +87,9 @@ def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ask.QueryError, match="job 7: no agent answers"):
         flushed(world, monkeypatch)
     assert world.asked == ["a", "b", "c"]
+    world.ended = True
+    with pytest.raises(ask.QueryError, match=r"job 7: it has ended \(FAILED\), and no agent holds copies of it"):
+        flushed(world, monkeypatch)
 
 
 def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ def test_all_ranks_go_on_when_one_has_failed(launch: Launch, undisturbed: Undist
     assert ranks.attempts() == 2 and ranks.repeated(1) in (0, 1), ranks.story()
     assert all(line["state"] != "unprotected" for line in ranks.lines("resumed")), ranks.story()
     assert ranks.digests() == undisturbed(), ranks.story()
+    cost = "1 step repeated" if ranks.repeated(1) else "no step repeated"
+    assert re.search(rf"resumed at version \d+ from memory .*, {cost}, \S+ s after the failure", ranks.output(0))
     ended = "SIGKILL" if how == "kill" else f"status 1 (ValueError at toy.py:{MISTAKE})"
     assert f"rank 1 ended with {ended}; starting all ranks again: restart 1 of 3" in ranks.output(1)
     assert ("ValueError: a mistake at step 8" in ranks.output(1)) == (how == "raise"), ranks.output(1)

@@ -322,6 +322,9 @@ class SimSlurm(SlurmApi):
 
         await self._change("hold", job.id, hold)
 
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        await self._change("update", job.id, lambda: None)
+
     async def requeue(self, job: Job) -> None:
         def requeue() -> None:
             record = self._ctld.find(job.raw_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -97,8 +98,16 @@ def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     assert [node.name for node in job.nodes] == ["n1", "n3"]
-    results = run(job, peek=True, armed=True, sealed_until=STEPS).wait()
+    started = run(job, peek=True, armed=True, sealed_until=STEPS)
+    results = started.wait()
     assert {r["start"] for r in results} in ({24}, {25}), "one step repeated at most"
+    start = results[0]["start"]
+    told = started.stderr[0]
+    assert re.search("gemini-hpc: node n2 (lost|has left the job); n3 takes its place", told), told
+    cost = "no step repeated" if start == 25 else "1 step repeated"
+    line = rf"resumed at version {start} from memory .*, {cost}, \S+ s after the training stopped"
+    assert re.search(line, told), told
+    assert "takes its place" not in started.stderr[1], "rank 0 tells it for all"
     assert {r["peeked"] for r in results} == {r["start"] for r in results}
     assert [r["digest"] for r in results] == undisturbed
     assert all(r["report"]["state"] == "protected" for r in results)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 from gemini_hpc.core.redundancy import Redundancy
@@ -20,6 +22,7 @@ class Membership:
         doubt: The plan was made without a look at the tier.
         heritage: State taken over from the job's predecessor, if looked for since this agent started.
         detached: The job does not run here now.
+        stop: The last stop of the trainings, until the next seal.
     """
 
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class Membership:
         self.doubt = False
         self.heritage: peer.Heritage | None = None
         self.detached = True
+        self.stop = peer.Stop()
 
     @property
     def restart(self) -> int:
@@ -105,6 +109,30 @@ class Membership:
         Ranks may train if no recovery round is on and the job has not ended.
         """
         return None if self.detached else self.live
+
+    def record_stop(self, now: float, lost: str = "") -> None:
+        """Record a sign that the trainings have stopped.
+
+        Args:
+            now: Unix time. The first sign counts.
+            lost: Node that was found dead.
+        """
+        nodes = tuple(sorted({*self.stop.lost, lost} - {""}))
+        self.stop = msgspec.structs.replace(self.stop, at=self.stop.at or now, lost=nodes)
+
+    def record_seal(self, name: str) -> None:
+        """Forget the last stop: this training has sealed a version since."""
+        if self.stop != peer.Stop():
+            reached = {other: step for other, step in self.stop.reached.items() if other != name}
+            self.stop = peer.Stop(reached=reached)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Return the changes of nodes since the last stop, one sentence each."""
+        return tuple(
+            f"node {old} {'lost' if old in self.stop.lost else 'has left the job'}; {new} takes its place"
+            for old, new in self.stop.replaced
+        )
 
     def send(self, host: str, message: Message) -> bool:
         """Send to one peer. Return whether there is a link to it."""

@@ -618,6 +618,7 @@ class RecoveryRounds:
             closed=self._host.closed(
                 [found for r in records for found in r.closed], [part for r in records for part in r.closing]
             ),
+            stop=round_plan.merged_stop((r for r in records if r.host in self.hosts), plan.noderanks),
             order=plan.order.ranks,
             domains=domains.separation(
                 self._host.domains, plan.noderanks, min(self._host.replicas, len(plan.noderanks)), plan.order

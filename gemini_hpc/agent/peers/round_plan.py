@@ -86,6 +86,33 @@ def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> 
     )
 
 
+def merged_stop(records: Iterable[peer.InventoryRecord], noderanks: Mapping[str, int]) -> peer.Stop:
+    """Return what the agents of the job know together of its last stop.
+
+    Args:
+        records: Inventories of the job's agents.
+        noderanks: Node ranks of the new plan.
+    """
+    records = tuple(records)
+    stops = [record.stop for record in records]
+    newest = max(records, key=lambda record: (bool(record.noderanks), record.map_restart), default=None)
+    before = {rank: host for host, rank in ((newest.noderanks if newest else None) or {}).items()}
+    replaced = {pair: None for stop in stops for pair in stop.replaced if pair[1] in noderanks}
+    for host, rank in sorted(noderanks.items(), key=lambda item: item[1]):
+        if before.get(rank, host) not in noderanks:
+            replaced[before[rank], host] = None
+    reached: dict[str, int] = {}
+    for stop in stops:
+        for name, version in stop.reached.items():
+            reached[name] = max(version, reached.get(name, 0))
+    return peer.Stop(
+        min((stop.at for stop in stops if stop.at), default=0.0),
+        tuple(sorted({host for stop in stops for host in stop.lost})),
+        tuple(replaced),
+        reached,
+    )
+
+
 def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.TrainingPlan) -> dict[int, set[str]]:
     """Return the hosts that hold the chosen copy with the trusted digest, by rank."""
     wanted = {shard.rank: shard.digest for shard in plan.shards}

@@ -7,6 +7,7 @@ from collections import deque
 from functools import reduce
 from statistics import median
 
+from gemini_hpc.core.numbers import VERSION_BITS
 from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import progress_page
 from gemini_hpc.wire.progress_page import Progress
@@ -32,6 +33,11 @@ class _Page:
         before, self.seen, self.beat_at = self.seen, found, now
         return (before.version, before.launched) != (found.version, found.launched)
 
+    def completed(self) -> int:
+        """Return the step that the rank has completed last."""
+        found = progress_page.read(self.fd)
+        return min((found or self.seen).version, (1 << VERSION_BITS) - 1)
+
 
 class RankPages:
     """The ranks on this node of one launch of one training."""
@@ -40,6 +46,7 @@ class RankPages:
         self._pages: dict[int, _Page] = {}
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._version, self._version_at = 0, 0.0
+        self._last = 0  # the newest step of ranks that have gone
         self._moved_at = self._asleep_at = 0.0
 
     def reset(self) -> None:
@@ -47,7 +54,12 @@ class RankPages:
         for rank in list(self._pages):
             self.drop(rank)
         self._steps.clear()
-        self._version = 0
+        self._version = self._last = 0
+
+    @property
+    def reached(self) -> int:
+        """Return the newest step that a rank here has completed, also one that has gone since."""
+        return max([self._last, *(page.completed() for page in self._pages.values())])
 
     def add(self, rank: int, fd: int, now: float) -> None:
         """Add the page that a rank has handed over. A descriptor that is no progress page is ignored."""
@@ -60,6 +72,7 @@ class RankPages:
         """Forget the page of a rank that has gone."""
         page = self._pages.pop(rank, None)
         if page is not None:
+            self._last = max(self._last, page.completed())
             os.close(page.fd)
 
     def read_pages(self, now: float, *, stopped: bool = False) -> bool:

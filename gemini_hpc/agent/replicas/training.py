@@ -50,6 +50,11 @@ class Training:
         word = self.sealing.decision.sealed if self.sealing is not None else None
         return word if word is not None else self.settled
 
+    @property
+    def reached(self) -> int:
+        """Return the newest step that a rank of this launch has completed here, 0 before the first."""
+        return max(self.begun, self.ranks.reached)
+
     def record_trouble(self, text: str) -> None:
         """Record a rank's reason why versions are not sealed. The reason holds until the next seal."""
         self._complaint = text, self.sealed

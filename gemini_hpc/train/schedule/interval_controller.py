@@ -601,7 +601,7 @@ class IntervalController:
             self._settle(words[0], words[1], version)
         elif words[0]:
             if self._renew:
-                self._say(f"rank {self._rank}: profiling the training's traffic again: {self._renew}")
+                self._reporter.send_event("profiled_again", version, self._renew)
             self._renew = ""
             self._again(PROFILED_AGAIN, version)
         elif (words[1] // _RANKS, words[2]) != (self._agreed.j, self._agreed.s):

@@ -67,6 +67,10 @@ class StatsReporter:
             self._told_at = at
             self._client.post(local.Traffic(self._set, self._rank, state()))
 
+    def send_event(self, name: str, version: int, why: str) -> None:
+        """Send an entry for the job's event log."""
+        self._client.event(name, version, f"rank {self._rank}: {why}")
+
     def draw(
         self, picture: Pictured | None, profile: Profile | None, plan: schedule.Plan | None, names: dict[int, str]
     ) -> None:

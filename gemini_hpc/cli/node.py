@@ -1,0 +1,182 @@
+"""The verb `node NODE`: the jobs on a node, whether a drain moves them, and whether they survive its loss."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc import clock
+from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.wire.sanitize import sanitize
+
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Any]
+    from gemini_hpc.query.inspect_document import Document
+
+SCHEMA = 1
+MAX_LOOKED_AT = 60  # the controller's limit of queries per user at once
+_DRAIN = {"idle": "nothing: a spare", "leaves": "moves to a spare", "stays": "runs on here"}
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "node",
+        help="list the jobs that a drain of a node would hurt",
+        description="List the jobs on a node before it is drained: your own; for root, SlurmUser and operators all. "
+        "IF DRAINED says what a drain does to the job, IF LOST what it resumes from when the node then goes away. "
+        "Changes nothing.",
+    )
+    parser.add_argument("node", metavar="NODE", help="the node, as Slurm names it")
+    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the jobs and return the exit status: 0, or 1 after an error."""
+    try:
+        document = collect(load(args.config), args.node, clock.time())
+    except (UserError, ConfigError) as exc:
+        print(f"gemini-hpc node: {sanitize(str(exc))}", file=sys.stderr)
+        return 1
+    print(json.dumps(document) if args.json else render(document), flush=True)
+    return 0
+
+
+def collect(settings: Settings, node: str, now: float) -> Document:
+    """Return the document of schema 1, to which keys are only ever added.
+
+    Args:
+        settings: The site's settings.
+        node: Name of the node.
+        now: The current Unix time.
+
+    Raises:
+        UserError: Slurm or the controller does not answer, or Slurm does not know the node.
+    """
+    from gemini_hpc.slurm import SlurmError
+
+    try:
+        state, there, everybody = asyncio.run(_jobs_on(settings, node))
+    except SlurmError as exc:
+        raise UserError(str(exc)) from None
+    mine = [(uid, job) for uid, job in there if everybody or uid == os.geteuid()]
+    documents = _documents(settings, [job for _, job in mine[:MAX_LOOKED_AT]], now)
+    return document(node, state, mine, documents, len(there) - len(mine), now)
+
+
+async def _jobs_on(settings: Settings, node: str) -> tuple[str, list[tuple[int, int]], bool]:
+    """Return Slurm's state of the node, its jobs as (uid, raw id), and whether the caller may see all of them."""
+    from gemini_hpc.operators import Operators
+    from gemini_hpc.slurm import Slurm
+
+    slurm = Slurm()
+    nodes = await slurm.nodes([node])
+    there = sorted((await slurm.owners([node]))[node], key=lambda found: found[1])
+    allowed = Operators(settings.operators, (0, *settings.slurm_uids()))
+    found = nodes[node]
+    words = "+".join((found.state, *sorted(found.flags)))
+    return words, there, await allowed.allows(os.geteuid())
+
+
+def _documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Document]:
+    """Return the inspect documents of those jobs that the controller knows."""
+    from gemini_hpc.query import ask
+    from gemini_hpc.query.inspect_document import inspect_document
+
+    if not jobs:
+        return {}
+    found: dict[int, Document] = {}
+    try:
+        line = ask.ControllerLine(settings, 0)
+        try:
+            for job in jobs:
+                try:
+                    answer = line.ask(job)
+                except ask.QueryError:
+                    continue  # the job is not protected
+                found[job] = inspect_document(
+                    job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now
+                )
+        finally:
+            line.close()
+    except (ask.NoControllerError, ask.QueryError) as exc:
+        raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
+    return found
+
+
+def document(
+    node: str,
+    state: str,
+    jobs: list[tuple[int, int]],
+    documents: Mapping[int, Document],
+    others: int,
+    now: float,
+) -> Document:
+    """Return the document.
+
+    Args:
+        node: Name of the node.
+        state: Slurm's state of it.
+        jobs: The jobs shown, as (uid, raw id).
+        documents: Inspect documents by raw id; a job without one is not protected.
+        others: Number of jobs on the node that the caller may not see.
+        now: The current Unix time.
+    """
+    from gemini_hpc.query.drain import UNPROTECTED, outlook
+    from gemini_hpc.query.figures import user_name
+
+    rows = []
+    for uid, job in jobs:
+        d = documents.get(job)
+        known = d is not None and d["state"] not in ("unprotected", "ended")
+        seen = outlook(d, node) if d is not None and known else UNPROTECTED
+        rows.append(
+            {
+                "job": job,
+                "id": (d["slurm"].get("id") if d else "") or str(job),
+                "uid": uid,
+                "user": user_name(uid),
+                "state": d["state"] if d else "unprotected",
+                "drain": seen.drain,
+                "survives": seen.survives,
+                "resumes_from": seen.source or None,
+                "step": seen.step or None,
+                "why": seen.why,
+            }
+        )
+    return {"schema": SCHEMA, "t": now, "node": node, "slurm": state, "jobs": rows, "not_shown": others}
+
+
+def render(d: Document) -> str:
+    """Return the document as text."""
+    lines = [f"node {sanitize(d['node'])} is {sanitize(d['slurm'])}"]
+    rows: list[tuple[str, ...]] = [("JOB", "USER", "STATE", "IF DRAINED", "IF LOST")]
+    rows += [
+        (sanitize(j["id"]), sanitize(j["user"]), sanitize(j["state"]), _DRAIN[j["drain"]], _lost(j))
+        for j in d["jobs"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if len(rows) > 1:
+        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    else:
+        lines.append("no job of yours runs there")
+    lines += [f"job {sanitize(j['id'])}: {sanitize(j['why'])}" for j in d["jobs"] if j["why"]]
+    if moved := [sanitize(j["id"]) for j in d["jobs"] if j["drain"] == "stays" and j["survives"]]:
+        lines.append(f"to move job {moved[0]} by a requeue: gemini-hpc requeue --after-save {moved[0]}")
+    if d["not_shown"]:
+        lines.append(f"and {d['not_shown']} job{'s' * (d['not_shown'] > 1)} of others")
+    return "\n".join(lines)
+
+
+def _lost(job: Document) -> str:
+    if job["drain"] == "idle":
+        return "goes on"
+    return f"step {job['step']} from {job['resumes_from']}" if job["survives"] else "begins anew or ends"
