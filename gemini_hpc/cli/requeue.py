@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
-from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     """Save and requeue the job, and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
     from gemini_hpc.query import ask
     from gemini_hpc.slurm import SlurmError
+    from gemini_hpc.wire import own_key
 
     try:
         job = raw_id(args.job)
-        saved = ask.flush(load(args.config), job, lambda word: None)
+        saved = ask.flush(own_key.settings_for(job, args.config), job, lambda word: None)
         if why := "; ".join(word.reason for word in saved if word.reason):
             raise UserError(f"job {job} runs on: {why} (scontrol requeue {job} requeues it all the same)")
         asyncio.run(_requeue(job))
