@@ -323,7 +323,7 @@ class SimSlurm(SlurmApi):
         await self._change("hold", job.id, hold)
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
-        await self._change("update", job.id, lambda: None)
+        await self._change("note", job.id, lambda: None)  # in slurmdbd: nothing of the job itself changes
 
     async def requeue(self, job: Job) -> None:
         def requeue() -> None:
