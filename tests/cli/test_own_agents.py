@@ -164,7 +164,9 @@ def test_signals_for_all_steps_of_a_job_leave_an_agent_alone(home: Path) -> None
         ({}, (), "--replicas 2 want 2 nodes, and the job has 1"),
         ({}, ("--replicas", "1", "--spares", "2"), "--replicas 1 and --spares 2 want 3 nodes, and the job has 1"),
         ({"GEMINI_SOCKET": "/dev/null"}, ("--replicas", "1"), "this job has the agents of its site"),
-        ({"PATH": "/nowhere"}, ("--replicas", "1"), "srun: No such file or directory"),
+        pytest.param(
+            {"PATH": "/nowhere"}, ("--replicas", "1"), "srun: No such file or directory", marks=pytest.mark.slow
+        ),
         ({"SLURM_JOB_NODELIST": "n["}, ("--replicas", "1"), "SLURM_JOB_NODELIST: "),
     ],
 )

@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gemini_hpc.cli import main, node, requeue
+from gemini_hpc.cli import main, node
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
 from gemini_hpc.query.drain import UNPROTECTED, Outlook, outlook
 from gemini_hpc.query.inspect_document import Document, inspect_document
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.facts import Job
+from gemini_hpc.wire import own_key
 from gemini_hpc.wire.flush import Flushing
 from gemini_hpc.wire.inspect_schema import InspectPart, TierState
 
@@ -129,7 +130,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(ask, "flush", lambda settings, raw_id, report: told.saved)
     monkeypatch.setattr(Slurm, "job", job)
     monkeypatch.setattr(Slurm, "requeue", again)
-    monkeypatch.setattr(requeue, "load", lambda path: None)
+    monkeypatch.setattr(own_key, "settings_for", lambda raw_id, path: None)
     return told
 
 
