@@ -3,10 +3,6 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
-
-#include <slurm/slurm.h>
-#include <slurm/slurm_errno.h>
 
 #include "asked.h"
 #include "contexts.h"
@@ -61,31 +57,6 @@ static bool no_kill_by_environment(void)
 	return getenv("SBATCH_NO_KILL") || getenv("SALLOC_NO_KILL");
 }
 
-/*
- * Notes a job that Slurm does not know, or that another user has. It says nothing if slurmctld does not answer,
- * because the submission says that itself.
- */
-static void note_predecessor(uint32_t job)
-{
-	job_info_msg_t *found = NULL;
-	bool foreign = false;
-
-	if (!job)
-		return;
-	if (slurm_load_job(&found, job, SHOW_ALL) != 0) {
-		if (errno == ESLURM_INVALID_JOB_ID)
-			slurm_info(MESSAGE_PREFIX "note: --gemini-after=%" PRIu32 ": Slurm knows no such job now: if no node "
-				   "and no tier has its state either, the training begins anew", job);
-		return;
-	}
-	for (uint32_t i = 0; i < found->record_count; i++)
-		foreign = foreign || found->job_array[i].user_id != getuid();
-	slurm_free_job_info_msg(found);
-	if (foreign)
-		slurm_info(MESSAGE_PREFIX "note: --gemini-after=%" PRIu32 ": another user's job: nothing is taken over from "
-			   "it, and the training begins anew", job);
-}
-
 /* Names what was accepted and will surprise: the job can lose more than its user may expect. */
 static void note_surprises(const struct options *options, bool no_requeue)
 {
@@ -107,7 +78,6 @@ static void note_surprises(const struct options *options, bool no_requeue)
 	if (options->tier[0] && stat(options->tier, &tier) != 0 && (errno == ENOENT || errno == ENOTDIR))
 		slurm_info(MESSAGE_PREFIX "note: --gemini-tier=%s is not there on this host: if it is not there on the nodes "
 			   "either, nothing is saved to it", message_shown(options->tier, shown));
-	note_predecessor(options->after);
 }
 
 int allocator_init_post_opt(spank_t sp)

@@ -1,6 +1,5 @@
 #include "test/spank_stub.h"
 
-#include <errno.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -18,7 +17,6 @@ struct environment {
 };
 
 struct stub_task stub_task;
-struct stub_job stub_job;
 bool stub_echo;
 
 static enum spank_context current_context;
@@ -261,26 +259,4 @@ EXPORTED void slurm_info(const char *format, ...)
 	va_start(arguments, format);
 	say(format, arguments);
 	va_end(arguments);
-}
-
-EXPORTED int slurm_load_job(job_info_msg_t **found, uint32_t job, uint16_t flags)
-{
-	static slurm_job_info_t info;
-	static job_info_msg_t message;
-
-	(void)flags;
-	if (job != stub_job.number) {
-		errno = stub_job.error;
-		return -1;
-	}
-	info.user_id = stub_job.user;
-	message.job_array = &info;
-	message.record_count = 1;
-	*found = &message;
-	return 0;
-}
-
-EXPORTED void slurm_free_job_info_msg(job_info_msg_t *found)
-{
-	(void)found;
 }

@@ -8,7 +8,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include <slurm/slurm.h>
 #include <slurm/spank.h>
 
 enum { STUB_OPTIONS_MAX = 8 };	/* more are refused */
@@ -21,15 +20,7 @@ struct stub_task {
 	uint32_t job, step, node_id, local_tasks, total_tasks;
 };
 
-/* The only job that slurmctld knows, its user, and the error of another number. */
-struct stub_job {
-	uint32_t number;
-	uid_t user;
-	int error;
-};
-
 extern struct stub_task stub_task;
-extern struct stub_job stub_job;
 extern bool stub_echo;	/* messages go to stderr, too */
 
 /* Forgets everything and sets what spank_context() says. */

@@ -1,16 +1,11 @@
 /* What sbatch, salloc and srun pass on; each case in a process of its own, as in Slurm. */
-#include <errno.h>
 #include <stdbool.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <slurm/slurm_errno.h>
-
 #include "test/callbacks.h"
 #include "test/check.h"
 #include "test/spank_stub.h"
-
-enum { PREDECESSOR = 17 };
 
 static struct spank_handle handle;
 
@@ -18,7 +13,6 @@ static void start(enum spank_context context)
 {
 	stub_reset(context);
 	CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
-	stub_job = (struct stub_job){ PREDECESSOR, getuid(), ESLURM_INVALID_JOB_ID };
 }
 
 static void give(const char *option, const char *text)
@@ -246,32 +240,6 @@ static void a_tier_that_exists(void)
 	one_note("gemini-tier", "/tmp", NULL);
 }
 
-static void a_predecessor_that_nobody_knows(void)
-{
-	one_note("gemini-after", "99999", "note: --gemini-after=99999: Slurm knows no such job now");
-}
-
-static void a_predecessor_of_another_user(void)
-{
-	start(S_CTX_ALLOCATOR);
-	stub_job.user = getuid() + 1;
-	give("gemini-replicas", "2");
-	give("gemini-after", "17");
-	finish();
-	CHECK(stub_message_count() == 1);
-	CHECK(strstr(stub_messages(), "note: --gemini-after=17: another user's job"));
-}
-
-static void slurmctld_that_does_not_answer(void)
-{
-	start(S_CTX_ALLOCATOR);
-	stub_job.error = ETIMEDOUT;
-	give("gemini-replicas", "2");
-	give("gemini-after", "99999");
-	finish();
-	CHECK(stub_message_count() == 0);
-}
-
 static void daemons(void)
 {
 	start(S_CTX_SLURMD);
@@ -319,9 +287,6 @@ int main(void)
 	CHECK(status_of(surprises_are_noted) == 0);
 	CHECK(status_of(a_tier_that_does_not_exist) == 0);
 	CHECK(status_of(a_tier_that_exists) == 0);
-	CHECK(status_of(a_predecessor_that_nobody_knows) == 0);
-	CHECK(status_of(a_predecessor_of_another_user) == 0);
-	CHECK(status_of(slurmctld_that_does_not_answer) == 0);
 	PASSED();
 	return 0;
 }

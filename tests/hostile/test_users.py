@@ -79,7 +79,6 @@ def test_no_kill_is_told_at_submission(site: Site) -> None:
         (["--gemini-replicas=2", "--no-requeue"], "--no-requeue: a job that loses a node is not started again"),
         (["--gemini-replicas=1"], "--gemini-replicas=1 keeps no copy on another node"),
         (["--gemini-replicas=2", "--gemini-hang=5"], "--gemini-hang=5: one rank that keeps the others waiting"),
-        (["--gemini-replicas=2", "--gemini-after=99999"], "--gemini-after=99999: Slurm knows no such job now"),
         (["--gemini-replicas=2", "--gemini-tier=/nonexist"], "--gemini-tier=/nonexist is not there on this host"),
     ],
 )
