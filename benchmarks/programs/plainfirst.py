@@ -1,4 +1,4 @@
-"""What a first version costs the machine: the same memory and bytes, as plainly as it goes.
+"""Measure what a first version costs the machine: the same memory and bytes, by plain calls.
 
     python plainfirst.py BYTES NODES     prints a JSON line: seconds until the last node is done, and CPU seconds
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 from gemini_hpc import clock
@@ -23,7 +24,7 @@ from gemini_hpc.query import past
 from gemini_hpc.query.slurm_facts import never_requeued
 from gemini_hpc.query.summary_line import PREFIX as LINE_PREFIX
 from gemini_hpc.query.summary_line import summary_line
-from gemini_hpc.slurm import SlurmError, UnknownJob
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import LIVE, PENDING, RUNNING
 from gemini_hpc.wire.controller import Ending, Release, Waits
@@ -66,6 +67,7 @@ class JobWatch:
             return
         rows = await self._slurm.rows(list(tracks))
         running: list[Track] = []
+        ended: list[Track] = []
         for raw_id, track in tracks.items():
             row = rows.get(raw_id)
             if row is not None and row.user_id != track.user_id:
@@ -85,7 +87,7 @@ class JobWatch:
             if self._recoveries.active(raw_id):
                 continue
             if self._tell_ended(track, forgotten=row is None) and row is not None:
-                await self._note_end(track)
+                ended.append(track)
             ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
             doubt_s = self._settings.afterwards_s() + TOLD_S
             reason = release_reason(state, ended_for_s, self._settings.retention_s, doubt_s)
@@ -105,6 +107,7 @@ class JobWatch:
                 with suppress(UnknownJob):
                     track.learn(await self._slurm.job(raw_id))
         await self._drains.report_drains(running)
+        await self._note_ends(ended)
 
     def _tell_ended(self, track: Track, *, forgotten: bool) -> bool:
         """Log each end of the job once, for queries after Slurm has forgotten the job.
@@ -122,8 +125,20 @@ class JobWatch:
             self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.describe_end(ended, code))
         return bool(ended)
 
+    async def _note_ends(self, ended: Sequence[Track]) -> None:
+        """Write lines into the AdminComments of ended jobs. A refusal of Slurm is logged, and that is all.
+
+        An answer that does not come is awaited once, not once for each job: memory waits for the next poll.
+        """
+        for track in ended:
+            try:
+                await self._note_end(track)
+            except SlurmError as exc:
+                log.info("job=%d event=no-admin-comment %s", track.raw_id, exc)
+                if isinstance(exc, SlurmUnreachable):
+                    return
+
     async def _note_end(self, track: Track) -> None:
-        """Write a line about the job into its AdminComment. A refusal of Slurm is logged, and that is all."""
         restart = max(track.stored.allocations, default=0)
         agents = [a for a in track.agents.values() if a.restart == restart]
         line = summary_line(
@@ -132,11 +147,8 @@ class JobWatch:
             max((a.parity for a in agents), default=0),
             len(track.stored.allocations.get(restart, ())),
         )
-        try:
-            job = track.job or await self._slurm.job(track.raw_id)
-            await self._slurm.note_end(job, line, LINE_PREFIX)
-        except SlurmError as exc:
-            log.info("job=%d event=no-admin-comment %s", track.raw_id, exc)
+        job = track.job or await self._slurm.job(track.raw_id)
+        await self._slurm.note_end(job, line, LINE_PREFIX)
 
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]

@@ -125,7 +125,7 @@ def test_a_training_in_apptainer_is_protected(make_agent: Callable[..., Any], tm
     ],
 )
 def test_the_task_prolog_binds_this_jobs_directory_and_no_other(before: str, socket: str, after: str) -> None:
-    """What an unprotected job, or the steps of a protected one, have inherited."""
+    """Inherited binds of an unprotected job, and of the steps of a protected one."""
     env = {"APPTAINER_BINDPATH": before, "GEMINI_SOCKET": socket}
     done = subprocess.run([TASK_PROLOG], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == after + "\n"

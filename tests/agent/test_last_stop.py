@@ -1,4 +1,4 @@
-"""What a user's log tells of the last stop: which nodes changed, how many steps are repeated, how long it took."""
+"""The lines of a user's log about the last stop: changed nodes, repeated steps, duration."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_a_commands_key_is_that_of_the_job(home: Path) -> None:
 def test_a_lost_node_ends_the_step_unless_a_spare_takes_its_place(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], verdict: local.Verdict, status: int
 ) -> None:
-    """Without a controller nobody else does: the other ranks may wait for the lost node for half an hour."""
+    """No controller does it: the other ranks may wait for the lost node for half an hour."""
     requeued: list[str] = []
 
     def requeue() -> str:

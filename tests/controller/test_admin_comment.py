@@ -22,7 +22,7 @@ from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.query.summary_line import PREFIX, summary_line
-from gemini_hpc.slurm import Slurm, SlurmError
+from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable
 from gemini_hpc.slurm import client as slurm_client
 from gemini_hpc.slurm.facts import Job, WatchedJob
 from gemini_hpc.wire.inspect_schema import EventRecord
@@ -107,7 +107,7 @@ class Ending(FakeSlurm):
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
-    """Also by a controller that was started anew; a refusal ends nothing."""
+    """A controller that was started anew adds no second line; a refusal ends nothing."""
     slurm, settings = Ending(refuses), Settings(state_dir=str(tmp_path))
 
     def watcher(known: Registry) -> JobWatch:
@@ -131,6 +131,34 @@ def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
         asyncio.run(work(watcher(Registry(str(tmp_path / "jobs"))), state))
     assert [note.split()[0] for note in slurm.noted] == ["FAILED", "COMPLETED"]
     assert all(OURS in note for note in slurm.noted)
+
+
+class Ended(Ending):
+    """Three jobs that have ended. slurmdbd does not answer."""
+
+    async def job(self, raw_id: int) -> Job:
+        return dataclasses.replace(JOB, raw_id=raw_id, state="COMPLETED")
+
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+        return {i: WatchedJob(i, "COMPLETED", JOB.user_id, JOB.nodes) for i in raw_ids}
+
+    async def note_end(self, job: Job, line: str, prefix: str) -> None:
+        self.noted.append(f"{job.raw_id}")
+        raise SlurmUnreachable("sacct gave no answer within 10 s")
+
+
+def test_an_accounting_that_does_not_answer_is_awaited_once_for_all_jobs(tmp_path: Path) -> None:
+    slurm, settings, known = Ended(), Settings(state_dir=str(tmp_path)), Registry(str(tmp_path / "jobs"))
+    logs = EventLogs(str(tmp_path / "jobs"))
+    journal, lemons = Journal(str(tmp_path / "journal")), Lemons(str(tmp_path), 0)
+    for raw_id in (JOB.raw_id, JOB.raw_id + 1, JOB.raw_id + 2):
+        known.track(dataclasses.replace(JOB, raw_id=raw_id)).save()
+        logs.claim_log(raw_id, JOB.user_id)
+    recoveries = Recoveries(settings, slurm, journal, logs, known, Primary(slurm), lemons)
+    asyncio.run(JobWatch(settings, slurm, known, recoveries).poll_jobs())
+    assert len(slurm.noted) == 1
+    ended = [any(e.name == "ended" for e in logs.read(i, JOB.user_id)) for i in known.jobs]
+    assert ended == [True] * 3, "all ends are known all the same"
 
 
 def test_a_controller_that_only_observes_writes_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a drain of a node means for the jobs there, by copies, tier, spares and Slurm's own rules."""
+"""The outlook of jobs on a drained node, by copies, tier, spares and Slurm's own rules."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_text_of_others_cannot_steer_the_terminal() -> None:
 
 @pytest.fixture
 def requeued(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What agents and Slurm would answer, and what was asked of Slurm."""
+    """Stand in for agents and Slurm, and record the requests to Slurm."""
     told = SimpleNamespace(
         saved=[Flushing("default", Stamp(1, 9), 0, over=True, where="/t/x")], job=JOB, done=[], refusal=""
     )

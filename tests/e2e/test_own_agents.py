@@ -99,14 +99,6 @@ def test_a_node_is_lost_and_a_spare_takes_its_place(train: Train, reference: Ref
     assert job.cluster.job(job.id)["Restarts"] == "0" and job.repeated() <= LOST_STEPS, job.output()
 
 
-@pytest.fixture
-def tier(cluster: Cluster) -> Path:
-    path = cluster.home("alice") / f"tier-{time.time_ns()}"
-    path.mkdir(0o700)
-    shutil.chown(path, 5001)
-    return path
-
-
 def test_the_owner_requeues_the_job(train: Train, reference: Reference, cluster: Cluster, tier: Path) -> None:
     wanted = reference()
     job = train(tier=str(tier))

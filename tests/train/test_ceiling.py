@@ -350,7 +350,7 @@ class Sending:
 
 
 def test_nothing_waits_for_the_optimizer_before_a_version_is_sealed(time: Time) -> None:
-    """What is timed afterwards has no traffic of ours, and what is timed before does not count."""
+    """The timed iterations have no traffic of ours, and those before them do not count."""
     training = Sending(time)
     try:
         for under_way in (False, True, True):

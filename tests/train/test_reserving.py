@@ -1,4 +1,4 @@
-"""What a rank does about memory before its first version: the agent takes it, and the rank maps it meanwhile."""
+"""Memory before the first version: the agent takes it, and the rank maps it meanwhile."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Reserving:
 
 
 def test_own_memory_is_mapped_while_the_agent_takes_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the slots only the one that is filled first; the other one comes when the training is protected."""
+    """The slot that is filled first comes first; the other one comes when the training is protected."""
     rank = Reserving(monkeypatch, on_device=False)
 
     def other() -> None:
