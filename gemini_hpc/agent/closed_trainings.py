@@ -163,7 +163,7 @@ class ClosedTrainings:
         newer = {t.name for t in self._trainings if t.greeted and t.sealed is not None and t.sealed.epoch == epoch}
         for closed in self._closings.all:
             training = self._trainings.get(closed.set)
-            if training is None or training.present or closed.set in self._parting:
+            if training is None or training.present or closed.set in self._parting or _goes_on(training, closed):
                 continue
             if newer - self._beside.get(closed.set, before) - {closed.set}:
                 self._parting.add(closed.set)
@@ -189,7 +189,7 @@ class ClosedTrainings:
             self._part_with(incarnation)
         for closed in self._closings.all:
             training = self._trainings.get(closed.set)
-            if training is None or training.present:
+            if training is None or training.present or _goes_on(training, closed):
                 continue
             shards = [shard for shard in self._store.every() if shard.set == closed.set]
             if any(slot.busy for shard in shards for slot in shard.pair.slots):
@@ -208,3 +208,8 @@ class ClosedTrainings:
                 self._gone.discard(closed.set)
                 self._beside.pop(closed.set, None)
                 self._trainings.remove(closed.set)
+
+
+def _goes_on(training: Training, closed: Closed) -> bool:
+    """Return whether the training was begun again after its end, and has sealed a newer version."""
+    return training.sealed is not None and training.sealed.version > closed.version

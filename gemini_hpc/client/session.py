@@ -173,14 +173,15 @@ class RankSession:
             self._progress.count_step(self.version)
 
     def tell_closed(self) -> None:
-        """Report that the resumed version is the end of a closed training.
+        """Report that the training was closed before, and whether the resumed version is its end.
 
         A script that skips finished work could otherwise resume the end of another training.
         """
         closed = self.welcome.closed
         if closed and self.version <= closed:
+            end = "it has its end again" if self.version == closed else f"version {self.version} is its newest copy"
             self.say_once(
-                f"{self._what} {self.name} was closed at version {closed} by an earlier start: it has its end again. "
+                f"{self._what} {self.name} was closed at version {closed} by an earlier start: {end}. "
                 f"A script that leaves out what is done gives each {self._what} a name of its own"
             )
 

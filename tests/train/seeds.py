@@ -24,7 +24,7 @@ from torch import nn
 
 import gemini_hpc as gemini
 
-from .worker import wait_armed
+from .worker import wait_armed, wait_for_the_last
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -64,6 +64,8 @@ def train(index: int, seed: int, name: str) -> None:
         if not (step == OPTIONS["steps"] and OPTIONS.get("lags") == RANK):
             optimizer.step()
         time.sleep(OPTIONS.get("pause_s", 0.03))
+        if step == OPTIONS["steps"]:
+            wait_for_the_last(checkpointer)
         checkpointer.step()
         if step == start + 1:
             wait_armed(checkpointer)

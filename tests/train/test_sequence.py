@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -197,10 +198,11 @@ def test_what_a_closed_training_keeps(steps: Steps, names: list[str]) -> None:
 
 
 def test_a_closed_training_goes_on(steps: Steps, undisturbed: list[str]) -> None:
-    """Its step is started again for more iterations: it has two slots a shard again."""
+    """Its step is started again for more iterations: it has two slots a shard again, also when it has died."""
     assert steps.run("81.0", 1, series="run-1") == [0, 0], steps.errors
     until(lambda: len(steps.held("default")) == 4, 20, what="one slot a shard and holder")
     assert steps.run("81.1", 1, series="run-1", steps=STEPS + 4, dies=[0, STEPS + 3, 0]) == DIED, steps.errors
+    time.sleep(1.0)  # the agents look a few times a second whether a closed training can be trimmed
     assert steps.begun[-1] == ("default", STEPS) and len(steps.held("default")) == 8, steps.errors
     assert steps.run("81.2", 1, series="run-1", steps=STEPS + 4) == [0, 0], steps.errors
     assert steps.begun[-1][1] in (STEPS + 2, STEPS + 3), (steps.begun, steps.errors)

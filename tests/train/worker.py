@@ -258,6 +258,15 @@ def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
         time.sleep(0.001)
 
 
+def wait_for_the_last(ckpt: gemini.Checkpointer) -> None:
+    """Wait until no version is on its way, so that none in its way is a reason to skip the next. Bounded, too."""
+    client, engine, deadline = ckpt._session.client, ckpt._engine, time.monotonic() + 20
+    while client is not None and not client.lost and engine.replicator is not None and time.monotonic() < deadline:
+        if not engine.under_way and client.page.sealed[1] >= engine.replicator._last_saved:
+            return
+        time.sleep(0.001)
+
+
 @contextmanager
 def dies_at_tensor(number: int) -> Iterator[None]:
     """An optimizer step: its tensors before this one are changed, those behind it are not."""
