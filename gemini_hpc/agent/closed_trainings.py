@@ -82,9 +82,9 @@ class ClosedTrainings:
         self._enter(incarnation)
         if isinstance(message, peer.ClosedUp) and host in rounds.children:
             count = _Count(message.ranks, message.world, message.version, message.series)
-            self._below.setdefault(message.set, {})[host] = count
-            self._note_beside(incarnation, message.set)
-            self._count(incarnation, message.set)
+            self._below.setdefault(message.training, {})[host] = count
+            self._note_beside(incarnation, message.training)
+            self._count(incarnation, message.training)
         elif isinstance(message, peer.ClosedDown) and host == rounds.parent:
             self._adopt_decision(incarnation, message)
 
@@ -119,7 +119,7 @@ class ClosedTrainings:
             self._adopt_decision(incarnation, peer.ClosedDown(rounds.round, closed))
 
     def _adopt_decision(self, incarnation: Incarnation, message: peer.ClosedDown) -> None:
-        name = message.closed.set
+        name = message.closed.training
         self._down[name] = message
         self._closings.learn([message.closed])
         if message.gone:
@@ -134,7 +134,9 @@ class ClosedTrainings:
         A rank may begin the next training before the last rank has closed this one.
         """
         if incarnation.leads:
-            begun = {t.name for t in self._trainings if t.greeted} | {closed.set for closed in self._closings.all}
+            begun = {t.name for t in self._trainings if t.greeted} | {
+                closed.training for closed in self._closings.all
+            }
             self._beside.setdefault(name, frozenset(begun - {name}))
 
     def _keep_sealed(self, training: Training, sealed: Stamp, shard: Shard, last: int) -> None:
@@ -153,20 +155,20 @@ class ClosedTrainings:
         before = shard.pair.passed
         shard.pair.pass_over(Stamp(sealed.epoch, last))
         if shard.pair.passed != before:
-            self._trainings.recount(shard.set)
+            self._trainings.recount(shard.training)
 
     def _part_with(self, incarnation: Incarnation) -> None:
         """Release, at the root, each closed training after which another one has sealed a version."""
         plan = incarnation.rounds.plan
-        before = frozenset(closed.set for closed in plan.closed) if plan is not None else frozenset()
+        before = frozenset(closed.training for closed in plan.closed) if plan is not None else frozenset()
         epoch = self._membership.epoch
         newer = {t.name for t in self._trainings if t.greeted and t.sealed is not None and t.sealed.epoch == epoch}
         for closed in self._closings.all:
-            training = self._trainings.get(closed.set)
-            if training is None or training.present or closed.set in self._parting or _goes_on(training, closed):
+            training = self._trainings.get(closed.training)
+            if training is None or training.present or closed.training in self._parting or _goes_on(training, closed):
                 continue
-            if newer - self._beside.get(closed.set, before) - {closed.set}:
-                self._parting.add(closed.set)
+            if newer - self._beside.get(closed.training, before) - {closed.training}:
+                self._parting.add(closed.training)
                 self._spawn(self._give_up(incarnation, training, closed, incarnation.rounds.round))
 
     async def _give_up(self, incarnation: Incarnation, training: Training, closed: Closed, number: int) -> None:
@@ -188,26 +190,26 @@ class ClosedTrainings:
         if incarnation.leads:
             self._part_with(incarnation)
         for closed in self._closings.all:
-            training = self._trainings.get(closed.set)
+            training = self._trainings.get(closed.training)
             if training is None or training.present or _goes_on(training, closed):
                 continue
-            shards = [shard for shard in self._store.every() if shard.set == closed.set]
+            shards = [shard for shard in self._store.every() if shard.training == closed.training]
             if any(slot.busy for shard in shards for slot in shard.pair.slots):
                 continue
             for shard in shards:
                 shard.pair.void_filling()  # the rank has disconnected and completes no further version
             self._trainings.drop_load_copies(training)
-            self._writer.forget(closed.set)
+            self._writer.forget(closed.training)
             for shard in shards:
                 nothing = training.chosen is None and not shard.pair.complete_stamps()
-                if closed.set in self._gone or nothing:
+                if closed.training in self._gone or nothing:
                     self._store.drop(shard)
                 elif training.sealed is not None:
                     self._keep_sealed(training, training.sealed, shard, closed.version)
-            if closed.set in self._gone:
-                self._gone.discard(closed.set)
-                self._beside.pop(closed.set, None)
-                self._trainings.remove(closed.set)
+            if closed.training in self._gone:
+                self._gone.discard(closed.training)
+                self._beside.pop(closed.training, None)
+                self._trainings.remove(closed.training)
 
 
 def _goes_on(training: Training, closed: Closed) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gemini_hpc import clock, logs
-from gemini_hpc.agent import bequest, own_directory
+from gemini_hpc.agent import handover, own_directory
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.cpu_use import CpuUse
@@ -690,10 +690,10 @@ class Agent:
     # ---- the local socket ------------------------------------------------------------------------------
 
     async def _handle_local(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
-        if isinstance(request, local.Bequeath):
+        if isinstance(request, local.TakeOver):
             for fd in fds:
                 os.close(fd)
-            return bequest.give(request, self.store, self._retention.barred, self._log)
+            return handover.give(request, self.store, self._retention.barred, self._log)
         if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest, local.LaunchRequest)):
             for fd in fds:
                 os.close(fd)

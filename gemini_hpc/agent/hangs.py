@@ -144,14 +144,14 @@ class Hangs:
     def on_message(self, incarnation: Incarnation, host: str, m: peer.StandingUp | peer.HungDown) -> None:
         """Handle a child's report that its ranks stand still, or the root's decision."""
         rounds = incarnation.rounds
-        if m.round != rounds.round or not incarnation.live or not self._trainings.may_have(m.set):
+        if m.round != rounds.round or not incarnation.live or not self._trainings.may_have(m.training):
             return
         if isinstance(m, peer.HungDown) and host == rounds.parent:
-            self._hung(incarnation, m.set, m.standing)
+            self._hung(incarnation, m.training, m.standing)
         elif isinstance(m, peer.StandingUp) and host in rounds.children:
             self._enter(incarnation)
             if len(self._below) < _MOST_BELOW:
-                self._below[m.set, host] = self._now(), m.standing
+                self._below[m.training, host] = self._now(), m.standing
 
     def _hung(self, incarnation: Incarnation, name: str, standing: HangStanding) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))

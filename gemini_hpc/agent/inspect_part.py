@@ -67,7 +67,7 @@ class InspectView:
         self._stats, self._cpu, self._rejections, self._saver = stats, cpu, rejections, saver
         self._state, self._log, self._live, self._kept_until = state, log, live, kept_until
 
-    def _set(self, training: Training) -> inspect_schema.TrainingState:
+    def _training_name(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
         state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
         rejected = self._rejections.sentences(training.name)
@@ -96,7 +96,7 @@ class InspectView:
                 if shard.memory[index].fd < 0:
                     continue  # the slot was trimmed
                 yield inspect_schema.HeldSlot(
-                    set=shard.set,
+                    training=shard.training,
                     rank=shard.rank,
                     world=shard.world,
                     home=shard.home,
@@ -138,7 +138,7 @@ class InspectView:
             port=me.port,
             memory_bytes=budget.taken_bytes,
             memory_cap_bytes=budget.cap_bytes,
-            trainings=tuple(self._set(t) for t in self._trainings),
+            trainings=tuple(self._training_name(t) for t in self._trainings),
             held=tuple(self._held()),
             events=tuple(self._log.events[-_EVENTS:]),
             suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
@@ -151,8 +151,8 @@ class InspectView:
             spares=incarnation.view.spares if incarnation is not None else 0,
             without=here.lost,
             after=incarnation.attach.after if incarnation is not None else 0,
-            taken=tuple(sorted(here.heritage.stamps.items())) if here.heritage is not None else (),
-            not_taken=here.heritage.lost if here.heritage is not None else "",
+            taken=tuple(sorted(here.takeover.stamps.items())) if here.takeover is not None else (),
+            not_taken=here.takeover.lost if here.takeover is not None else "",
             domains=plan.domains if plan is not None else None,
             cpu=self._cpu.state(),
         )

@@ -167,7 +167,7 @@ class PeerServer:
             await self._spares.answer(link)
         elif purpose == "taken":
             async with asyncio.timeout(_ANSWER_S):
-                if isinstance(await link.receive(), peer.Taken) and not self._barred():
+                if isinstance(await link.receive(), peer.TakenOver) and not self._barred():
                     self._taken(link.session.peer_heir)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
@@ -181,7 +181,7 @@ class PeerServer:
 
     def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
         find = self._store.find_parity if ask.parity else self._store.find
-        found = find(ask.set, ask.rank, ask.stamp)
+        found = find(ask.training, ask.rank, ask.stamp)
         if found is None:
             return False
         shard, index = found

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from gemini_hpc import clock
-from gemini_hpc.agent import bequest
+from gemini_hpc.agent import handover
 from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.round_plan import PredecessorState
@@ -52,7 +52,7 @@ class Predecessor:
         self, identity: AgentIdentity, membership: Membership, controller: HolderDirectory, spawn: Spawn
     ) -> None:
         self._identity, self._membership, self._controller, self._spawn = identity, membership, controller, spawn
-        self._owed: peer.Heritage | None = None  # heritage taken over whose agents do not know so yet
+        self._owed: peer.Takeover | None = None  # takeover whose agents do not know so yet
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     @property
@@ -76,7 +76,7 @@ class Predecessor:
             heir=me.job,
         )
 
-    async def bequest(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
+    async def handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
         """Return the memory of a copy from the predecessor's agent on this node. Its bytes are not checked.
 
         Return None if the agent does not give it away.
@@ -84,7 +84,7 @@ class Predecessor:
         me = self._identity
         path = f"{me.settings.run_dir}/{job}/agent.sock"
         with suppress(OSError, ValueError):
-            return await asyncio.to_thread(bequest.ask, path, me.uid, copy, stamp, me.job)
+            return await asyncio.to_thread(handover.ask, path, me.uid, copy, stamp, me.job)
         return None
 
     # ---- asking ----------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ class Predecessor:
 
     def taking(self, plan: peer.PlanDown) -> None:
         """Note a plan that this agent has taken."""
-        if plan.heritage is not None:
-            self._owed = plan.heritage if plan.heritage.stamps else None
+        if plan.takeover is not None:
+            self._owed = plan.takeover if plan.takeover.stamps else None
 
     def sealed(self, trainings: Iterable[Training]) -> None:
         """Release the predecessor's memory if the last seal has made it needless.
@@ -174,7 +174,7 @@ class Predecessor:
             with suppress(OSError, HandshakeError, LinkClosed, TimeoutError):
                 async with self._gate:
                     link = await self._dial(job, host, port, "taken")
-                await link.flush(peer.Taken())
+                await link.flush(peer.TakenOver())
                 link.close()
                 return
 

@@ -52,7 +52,7 @@ class RankRequests:
         membership: Membership,
         sessions: Sessions,
         store: Store,
-        sets: Trainings,
+        trainings: Trainings,
         filling: SlotWrites,
         outgoing: PushSender,
         pulls: PullScheduler,
@@ -68,7 +68,7 @@ class RankRequests:
         spawn: Spawn,
     ) -> None:
         self._node, self._membership, self._sessions = node, membership, sessions
-        self._store, self._sets = store, sets
+        self._store, self._trainings = store, trainings
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
         self._saver, self._keeps, self._rejections, self._closed = saver, keeps, rejections, closed
         self._outlines, self._rescue = outlines, rescue
@@ -114,16 +114,16 @@ class RankRequests:
             Rejected: The client may not write this shard.
         """
         here, shards = self._membership, self._store.shards
-        training, n = self._sessions.training(client, m.set), here.nodes
+        training, n = self._sessions.training(client, m.training), here.nodes
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise RequestRejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
         if mine not in here.redundancy.holders(m.home):
             raise RequestRejected(f"node rank {mine} keeps no copies of node rank {m.home}")
-        keeper = self._keepers.get((m.set, m.rank))
+        keeper = self._keepers.get((m.training, m.rank))
         if keeper is not None and keeper is not client and not keeper.closed.is_set():
             raise RequestRejected(f"process {keeper.pid} already writes the shard of rank {m.rank} here")
-        if (m.set, m.rank) not in shards and len(shards) >= _MAX_SHARDS:
+        if (m.training, m.rank) not in shards and len(shards) >= _MAX_SHARDS:
             raise RequestRejected(f"a node keeps at most {_MAX_SHARDS} shards")
         return training
 
@@ -140,7 +140,7 @@ class RankRequests:
                 return welcome
             if isinstance(request, local.Register):
                 return await self._register(client, request)
-            if isinstance(request, local.Begin):
+            if isinstance(request, local.BeginVersion):
                 return self._on_begin(client, request)
             if isinstance(request, local.Fill):
                 return self._fill(client, request)
@@ -164,13 +164,13 @@ class RankRequests:
                 return local.Ok(), []
             if isinstance(request, local.Finished):
                 self._sessions.own(client, request)
-                training = self._sessions.training(client, request.set)
+                training = self._sessions.training(client, request.training)
                 training.finished.add(request.rank)
                 self._closed.close(training, self._sessions.series(client), request.version)
                 return local.Ok(), []
             if isinstance(request, local.Reject):
                 self._sessions.own(client, request)
-                training = self._sessions.training(client, request.set)
+                training = self._sessions.training(client, request.training)
                 if training.chosen is None or training.chosen.version != request.version:
                     raise RequestRejected(f"the ranks have not loaded version {request.version}")
                 epoch = self._membership.epoch
@@ -179,25 +179,25 @@ class RankRequests:
                 return local.Ok(), []
             if isinstance(request, local.KeepVersion):
                 self._sessions.own(client, request)
-                if why := self._keeps.ask(Wish(request.set, request.name, request.version)):
+                if why := self._keeps.ask(Wish(request.training, request.name, request.version)):
                     raise RequestRejected(why)
                 return local.Ok(), []
             if isinstance(request, local.LiveOn):
                 self._sessions.own(client, request)
-                self._outlines.lives_on(request.set, request.rank, request.nodes)
+                self._outlines.lives_on(request.training, request.rank, request.nodes)
                 return local.Ok(), []
-            if isinstance(request, local.Sketched):
+            if isinstance(request, local.OutlineWritten):
                 self._sessions.own(client, request)
-                _, shard = self._shard(client, request.set, request.rank)
+                _, shard = self._shard(client, request.training, request.rank)
                 stamp = Stamp(self._membership.epoch, request.version)
                 # the message comes later than the write, perhaps when the slot is complete
                 if not shard.pushed and request.slot in (0, 1) and shard.pair.slots[request.slot].stamp == stamp:
-                    self._outlines.sketched(shard, request.slot, request.small_bytes, request.areas, request.moment)
+                    self._outlines.on_written(shard, request.slot, request.small_bytes, request.areas, request.moment)
                 return local.Ok(), []
             if isinstance(request, local.OpenRescue):
                 self._sessions.own(client, request)
-                return local.Ok(), [self._rescue.open(client, request.set, request.rank)]
-            if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
+                return local.Ok(), [self._rescue.open(client, request.training, request.rank)]
+            if isinstance(request, (local.Traffic, local.Timeline, local.CacheBytes, local.FetchCached)):
                 return self._on_stats(client, request), []
         except (RequestRejected, NoMemory) as exc:
             return local.Error(str(exc), isinstance(exc, RequestRejected) and exc.later), []
@@ -234,24 +234,24 @@ class RankRequests:
                 shard = self._store.get(name, rank)
                 if shard is not None and shard.pair.slots[index].state == "filling":
                     shard.pair.void(index)
-                    self._sets.recount(name)
+                    self._trainings.recount(name)
 
     def _on_stats(
-        self, client: LocalClient, m: local.Traffic | local.Timeline | local.Keep | local.Recall
-    ) -> local.Ok | local.Kept:
+        self, client: LocalClient, m: local.Traffic | local.Timeline | local.CacheBytes | local.FetchCached
+    ) -> local.Ok | local.CachedBytes:
         """Store or return statistics of a rank. Only the rank itself may send them."""
         self._sessions.own(client, m)
         stats = self._stats
-        if isinstance(m, local.Recall):
-            return local.Kept(stats.recall(m.set, m.rank, m.key))
-        if isinstance(m, local.Keep):
-            stats.store_data(m.set, m.rank, m.key, m.data)
+        if isinstance(m, local.FetchCached):
+            return local.CachedBytes(stats.recall(m.training, m.rank, m.key))
+        if isinstance(m, local.CacheBytes):
+            stats.store_data(m.training, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
-            training = self._sets.get(m.set)
+            training = self._trainings.get(m.training)
             sealed = training.sealed if training is not None else None
-            stats.traffic(m.set, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
+            stats.traffic(m.training, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
         else:
-            stats.timeline(m.set, m.rank, m.timeline)
+            stats.timeline(m.training, m.rank, m.timeline)
         return local.Ok()
 
     async def _register(self, client: LocalClient, m: local.Register) -> Reply:
@@ -259,13 +259,13 @@ class RankRequests:
         if m.of:
             return await self._register_parity(client, training, m)
         size_bytes = m.bytes
-        if m.pushed and not size_bytes and (known := self._store.get(m.set, m.rank)) is not None:
+        if m.pushed and not size_bytes and (known := self._store.get(m.training, m.rank)) is not None:
             size_bytes = known.bytes
         if not size_bytes:
             raise RequestRejected("a shard of 0 bytes is impossible")
         number = self._membership.round
         try:
-            shard = await self._store.make(m.set, m.rank, m.world, m.home, size_bytes)
+            shard = await self._store.make(m.training, m.rank, m.world, m.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))
@@ -273,10 +273,10 @@ class RankRequests:
         if self._membership.round != number:
             raise RequestRejected("a recovery round is under way")
         self._authorize(client, m)
-        self._keepers[m.set, m.rank] = client
+        self._keepers[m.training, m.rank] = client
         shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
         replica_fills.release(shard)
-        self._sets.recount(m.set)
+        self._trainings.recount(m.training)
         if m.pushed:
             self._spawn(self._populate(shard))
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
@@ -302,12 +302,12 @@ class RankRequests:
             raise RequestRejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
             raise RequestRejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
-        known = self._store.parities.get((m.set, m.rank))
+        known = self._store.parities.get((m.training, m.rank))
         blocks = here.redundancy.parity
         grown = known is not None and known.parity is not None and known.parity.is_like(Parity(dict(m.of), blocks))
         size_bytes = max(m.bytes, known.bytes) if known is not None and grown else m.bytes
         try:
-            shard = await self._store.make_parity(m.set, m.rank, m.world, m.home, size_bytes, m.of, blocks)
+            shard = await self._store.make_parity(m.training, m.rank, m.world, m.home, size_bytes, m.of, blocks)
         except NoMemory as exc:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))
@@ -318,16 +318,16 @@ class RankRequests:
         shard.registered_round = number
         if blocks > 1 and galois.library() is None:
             training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
-        self._sets.recount(m.set)
+        self._trainings.recount(m.training)
         if m.passed:
             self._filling.passed(shard, m.passed)
         return local.Slots(shard.bytes), []
 
-    def _on_begin(self, client: LocalClient, m: local.Begin) -> Reply:
-        training, shard = self._shard(client, m.set, m.rank)
+    def _on_begin(self, client: LocalClient, m: local.BeginVersion) -> Reply:
+        training, shard = self._shard(client, m.training, m.rank)
         if shard.registered_round != self._membership.round or training.sealing is None:
             raise RequestRejected(f"shard of rank {m.rank} is not registered in this round")
-        if self._keepers.get((m.set, m.rank)) is not client:
+        if self._keepers.get((m.training, m.rank)) is not client:
             raise RequestRejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.pushed:
             raise RequestRejected(f"the agent of its home node fills the shard of rank {m.rank}")
@@ -339,18 +339,18 @@ class RankRequests:
             index = self._filling.begin_write(training, shard, m.version)
         except Refused as exc:
             return local.Refused(exc.reason), []
-        self._fills[m.set, m.rank, index] = client
+        self._fills[m.training, m.rank, index] = client
         training.begun = max(training.begun, m.version)
-        note = self._saver.troubles.note(m.set)
+        note = self._saver.troubles.note(m.training)
         if m.rank == 0 and training.void_note:
             note, training.void_note = training.void_note, ""
         return local.Begun(index, note), []
 
     def _fill(self, client: LocalClient, m: local.Fill) -> Reply:
-        training, shard = self._shard(client, m.set, m.rank)
+        training, shard = self._shard(client, m.training, m.rank)
         if shard.registered_round != self._membership.round or not shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not pushed here in this round")
-        if self._keepers.get((m.set, m.rank)) is not client:
+        if self._keepers.get((m.training, m.rank)) is not client:
             raise RequestRejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.unlike:
             raise RequestRejected(shard.unlike)
@@ -362,11 +362,11 @@ class RankRequests:
             return local.Refused(exc.reason), []
 
     def _filled(self, client: LocalClient, m: local.Filled) -> Reply:
-        _, shard = self._shard(client, m.set, m.rank)
-        if reason := ranges.fault(m.there, shard.bytes):
+        _, shard = self._shard(client, m.training, m.rank)
+        if reason := ranges.fault(m.present, shard.bytes):
             replica_fills.end(client, shard, m.version, ())
             raise RequestRejected(reason)
-        if not replica_fills.end(client, shard, m.version, m.there):
+        if not replica_fills.end(client, shard, m.version, m.present):
             raise RequestRejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
         return local.Ok(), []
 
@@ -380,7 +380,7 @@ class RankRequests:
         return shard
 
     def _landed(self, client: LocalClient, m: local.Landed) -> Reply:
-        shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
+        shard = self._being_filled(client, m.training, m.rank, m.slot, m.version)
         if shard is None:
             return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
         if not 0 < m.used <= shard.bytes:
@@ -393,14 +393,14 @@ class RankRequests:
             self._filling.landed(shard, m.slot, claimed)
         except ValueError as exc:
             raise RequestRejected(str(exc)) from None
-        del self._fills[m.set, m.rank, m.slot]
+        del self._fills[m.training, m.rank, m.slot]
         return local.Ok(), []
 
     def _open_push(self, client: LocalClient, m: local.OpenPush) -> Reply:
         here = self._membership
-        _, shard = self._shard(client, m.set, m.rank)
+        _, shard = self._shard(client, m.training, m.rank)
         mine = here.noderanks[self._node]
-        if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
+        if self._keepers.get((m.training, m.rank)) is not client or shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not filled by this process")
         if shard.home != mine or m.holder not in here.redundancy.receivers(mine):
             raise RequestRejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
@@ -408,14 +408,14 @@ class RankRequests:
         return local.Ok(), self._outgoing.open(client, shard, host)
 
     def _abort(self, client: LocalClient, m: local.Abort) -> Reply:
-        shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
+        shard = self._being_filled(client, m.training, m.rank, m.slot, m.version)
         if shard is not None:
-            del self._fills[m.set, m.rank, m.slot]
+            del self._fills[m.training, m.rank, m.slot]
             self._filling.void(shard, m.slot)
         return local.Ok(), []
 
     async def _fetch(self, client: LocalClient, m: local.Fetch) -> Reply:
-        training = self._sessions.training(client, m.set)
+        training = self._sessions.training(client, m.training)
         copy = training.chosen_copies.get(m.rank)
         if copy is None:
             raise RequestRejected(f"shard {m.rank} is not part of the chosen version")
@@ -431,7 +431,7 @@ class RankRequests:
         training = self._authorize(client, m)
         if len(fds) != 1 or m.slot not in (0, 1) or m.bytes == 0:
             raise RequestRejected("a hand-back needs one descriptor and a slot")
-        shard = self._store.get(m.set, m.rank)
+        shard = self._store.get(m.training, m.rank)
         taken = shard is not None and (shard.bytes != m.bytes or shard.pair.slots[m.slot].state != "empty")
         if taken or m.epoch > self._membership.epoch:
             raise RequestRejected(f"slot {m.slot} of rank {m.rank} cannot take version {m.version} back")
@@ -440,7 +440,7 @@ class RankRequests:
         except (ValueError, OSError) as exc:
             raise RequestRejected(str(exc)) from None
         try:
-            shard = await self._store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
+            shard = await self._store.make(m.training, m.rank, m.world, m.home, m.bytes, reserve=False)
             if self._authorize(client, m) and shard.pair.slots[m.slot].state != "empty":
                 raise RequestRejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
         except BaseException:
@@ -448,7 +448,7 @@ class RankRequests:
             raise
         shard.memory[m.slot].close()
         shard.memory[m.slot] = memory
-        self._keepers[m.set, m.rank] = client
+        self._keepers[m.training, m.rank] = client
         incarnation, number = self._membership.incarnation, self._membership.round
         shard.registered_round, shard.pushed = number, m.pushed
         shard.half_back = True
@@ -472,7 +472,7 @@ class RankRequests:
             training.sealing.voted |= shard.pair.complete_stamps()
         shard.handed_back |= {m.slot}
         shard.half_back = shard.handed_back != {0, 1}
-        self._sets.recount(m.set)
+        self._trainings.recount(m.training)
         return local.Ok(), []
 
 

@@ -49,7 +49,7 @@ class RecoveryMember:
         membership: Membership,
         state: restart_state.StateFile,
         store: Store,
-        sets: Trainings,
+        trainings: Trainings,
         transfers: Transfers,
         saver: Saver,
         salvage: Salvage,
@@ -63,7 +63,7 @@ class RecoveryMember:
         spawn: Spawn,
     ) -> None:
         self._identity, self._membership, self._state = identity, membership, state
-        self._store, self._sets, self._transfers = store, sets, transfers
+        self._store, self._trainings, self._transfers = store, trainings, transfers
         self._saver, self._salvage, self._tier, self._rejections = saver, salvage, tier, rejections
         self._closings = closings
         self._service, self._controller, self._log, self._spawn = service, controller, log, spawn
@@ -112,7 +112,7 @@ class RecoveryMember:
 
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers of other launches, void half-filled slots."""
-        self._sets.freeze()
+        self._trainings.freeze()
         self._salvage.reset()
         self._saver.freeze()
         self._transfers.incoming.stop()
@@ -135,7 +135,7 @@ class RecoveryMember:
         if verify:
             for lost in await self._store.verify():
                 self.log("damaged", version=lost.stamp.version, detail=f"shard {lost.rank}: copy dropped")
-        sealed = ((s.name, s.sealed) for s in self._sets)
+        sealed = ((s.name, s.sealed) for s in self._trainings)
         return peer.InventoryRecord(
             host=me.node,
             noderanks=here.noderanks or None,
@@ -158,7 +158,9 @@ class RecoveryMember:
     def _stop(self) -> peer.Stop:
         """Return the last stop, with the newest step that ranks here have completed."""
         stop = self._membership.stop
-        here = {training.name: max(training.reached, stop.reached.get(training.name, 0)) for training in self._sets}
+        here = {
+            training.name: max(training.reached, stop.reached.get(training.name, 0)) for training in self._trainings
+        }
         return msgspec.structs.replace(stop, reached=stop.reached | {name: v for name, v in here.items() if v})
 
     @property
@@ -234,11 +236,11 @@ class RecoveryMember:
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, store this on disk, and begin to pull."""
-        keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.sets}
+        keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.trainings}
         for shard in self._store.every():
             # round numbers begin again with each incarnation
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
-            shard.pair.void_except(*keep.get(shard.set, ()))
+            shard.pair.void_except(*keep.get(shard.training, ()))
         here = self._membership
         self._adopt(self._current(), plan)
         mine, n = here.noderanks.get(self._identity.node), here.nodes
@@ -257,7 +259,7 @@ class RecoveryMember:
     def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         node, here = self._identity.node, self._membership
         self._tier.chosen, here.doubt, here.stop = plan.tier, plan.doubt, plan.stop
-        here.heritage = plan.heritage or here.heritage
+        here.takeover = plan.takeover or here.takeover
         self._rejections.learn(plan.rejected)
         self._closings.learn(plan.closed)
         self._saver.forget()
@@ -268,29 +270,29 @@ class RecoveryMember:
         mine = here.noderanks.get(node)
         if mine is not None:
             incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.peers(mine))
-        self._sets.plan(plan)
+        self._trainings.plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:
         """Let trainers come: all agents have acknowledged. Store this on disk and write the map."""
         incarnation = self._current()
         self._took(plan, live=True)
-        self._sets.open(incarnation)
-        for training in self._sets:
-            self._sets.recount(training.name)
+        self._trainings.open(incarnation)
+        for training in self._trainings:
+            self._trainings.recount(training.name)
         self._write_map(incarnation, plan)
-        chosen = [f"{s.name}: version {s.chosen[1]}" for s in plan.sets if s.chosen is not None]
-        lost = [f"{s.name}: {reason}" for s in plan.sets for reason in s.lost]
-        version = max((s.chosen[1] for s in plan.sets if s.chosen is not None), default=0)
-        if plan.heritage is not None and incarnation.leads:
-            self._tell_of(plan, plan.heritage)
+        chosen = [f"{s.name}: version {s.chosen[1]}" for s in plan.trainings if s.chosen is not None]
+        lost = [f"{s.name}: {reason}" for s in plan.trainings for reason in s.lost]
+        version = max((s.chosen[1] for s in plan.trainings if s.chosen is not None), default=0)
+        if plan.takeover is not None and incarnation.leads:
+            self._tell_of(plan, plan.takeover)
         self.log("agreed", version=version, detail="; ".join([f"epoch {plan.epoch}", *chosen, *lost]))
 
-    def _tell_of(self, plan: peer.PlanDown, heritage: peer.Heritage) -> None:
+    def _tell_of(self, plan: peer.PlanDown, takeover: peer.Takeover) -> None:
         """Log, once for the whole job, the fate of its predecessor's state."""
-        places = {s.name: "the tier" if s.stored else "memory" for s in plan.sets}
-        taken = [f"{name}: version {s.version} from {places[name]}" for name, s in heritage.stamps.items()]
-        version = max((s.version for s in heritage.stamps.values()), default=0)
-        detail = "; ".join(filter(None, (f"job {heritage.job}", *taken, heritage.lost)))
+        places = {s.name: "the tier" if s.stored else "memory" for s in plan.trainings}
+        taken = [f"{name}: version {s.version} from {places[name]}" for name, s in takeover.stamps.items()]
+        version = max((s.version for s in takeover.stamps.values()), default=0)
+        detail = "; ".join(filter(None, (f"job {takeover.job}", *taken, takeover.lost)))
         self.log("took_over" if taken else "not_taken_over", version=version, detail=detail)
 
     def bound(self, plan: peer.PlanDown) -> None:
@@ -334,11 +336,11 @@ class RecoveryMember:
         plan, rounds = state.plan, incarnation.rounds
         if plan is not None:
             self._adopt(incarnation, plan)
-            self._sets.recall(Within(incarnation.restart, plan.round, plan.epoch))
+            self._trainings.recall(Within(incarnation.restart, plan.round, plan.epoch))
         rounds.resume(plan, live=state.live, begun=state.begun, step=state.step)
         if plan is not None and state.live and rounds.stage == "live":
             self._write_map(incarnation, plan)
-            self._sets.open(incarnation)
+            self._trainings.open(incarnation)
         elif rounds.stage != "live":  # steps that are started now wait a moment for the map
             map_file.wait(self._identity.directory)
 

@@ -124,10 +124,10 @@ class Rescue:
 
     def gone(self, client: LocalClient) -> None:
         """Close the channels of a rank whose connection has ended."""
-        for of_set in self._channels.values():
-            for rank, channel in list(of_set.items()):
+        for of_training in self._channels.values():
+            for rank, channel in list(of_training.items()):
                 if channel.client is client:
-                    del of_set[rank]
+                    del of_training[rank]
                     channel.close()
 
     def live(self, name: str) -> tuple[int, ...]:
@@ -282,10 +282,10 @@ class Rescue:
             NoMemory: There is no room for the shard.
             Refused: No slot can take the version.
         """
-        present, training = self._store.get(o.set, o.rank), self._trainings.get(o.set)
+        present, training = self._store.get(o.training, o.rank), self._trainings.get(o.training)
         if present is not None and training is not None and present.bytes == o.slot_bytes:
             return present, self._filling.begin_again(training, present, o.stamp.version)
-        shard = await self._store.make(o.set, o.rank, o.world, o.home, o.slot_bytes)
+        shard = await self._store.make(o.training, o.rank, o.world, o.home, o.slot_bytes)
         shard.rescued_round = self._membership.round
         return shard, shard.pair.begin_version(o.stamp, None, frozenset(), voted=frozenset())
 

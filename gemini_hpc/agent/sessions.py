@@ -53,7 +53,7 @@ class RankSessionEntry(NamedTuple):
     """
 
     step: str
-    set: str
+    training: str
     rank: int
     series: str
 
@@ -65,7 +65,7 @@ class Sessions:
         self,
         identity: AgentIdentity,
         membership: Membership,
-        sets: Trainings,
+        trainings: Trainings,
         saver: Saver,
         tier: TierChoice,
         rejections: Rejections,
@@ -77,14 +77,14 @@ class Sessions:
         Args:
             identity: The agent's identity.
             membership: The agent's membership data.
-            sets: The agent's trainings.
+            trainings: The agent's trainings.
             saver: Saver of versions to the tier.
             tier: The job's tier.
             rejections: Versions that were rejected.
             stats: Statistics of the ranks.
             notice: Returns the controller's notice for users.
         """
-        self._identity, self._membership, self._sets, self._saver = identity, membership, sets, saver
+        self._identity, self._membership, self._trainings, self._saver = identity, membership, trainings, saver
         self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
         self._clients: dict[LocalClient, RankSessionEntry] = {}
 
@@ -106,7 +106,7 @@ class Sessions:
     def rank_of(self, client: LocalClient) -> tuple[Training | None, int]:
         """Return the training and the rank of a process, or None and -1 if it has not said hello."""
         session = self._clients.get(client)
-        return (None, -1) if session is None else (self._sets.get(session.set), session.rank)
+        return (None, -1) if session is None else (self._trainings.get(session.training), session.rank)
 
     def training(self, client: LocalClient, name: str) -> Training:
         """Return the training of which this process is a rank, while it may train.
@@ -115,8 +115,8 @@ class Sessions:
             Rejected: The process has not said hello, or a round is in progress.
         """
         who = self._clients.get(client)
-        training = self._sets.get(name)
-        if who is None or who.set != name or training is None:
+        training = self._trainings.get(name)
+        if who is None or who.training != name or training is None:
             raise RequestRejected("say hello first")
         if self._membership.live is None:
             raise RequestRejected("a recovery round is under way")
@@ -128,7 +128,7 @@ class Sessions:
         Raises:
             Rejected: Another process is that rank.
         """
-        if self.training(client, m.set).present.get(m.rank) is not client:
+        if self.training(client, m.training).present.get(m.rank) is not client:
             raise RequestRejected(f"rank {m.rank} does not belong to this process")
 
     def series(self, client: LocalClient) -> str:
@@ -161,10 +161,11 @@ class Sessions:
         proto = version.common(m.least, m.most)
         if not proto:
             raise RequestRejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
-        name_fits = NAME.fullmatch(m.set) is not None and self._sets.may_have(self._set(m))
+        name_fits = NAME.fullmatch(m.training) is not None and self._trainings.may_have(self._training_name(m))
         if not name_fits or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise RequestRejected(
-                f"set {m.set[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, or too many sets"
+                f"training {m.training[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, "
+                "or too many trainings"
             )
         if client in self._clients:
             raise RequestRejected("this connection has already said hello")
@@ -176,7 +177,7 @@ class Sessions:
             try:
                 async with asyncio.timeout(_ROUND_S):
                     await self._round_for(rounds, m)
-                    if not rounds.unseen and self._may_be_stored(rounds, self._set(m)):
+                    if not rounds.unseen and self._may_be_stored(rounds, self._training_name(m)):
                         await self._look_at_tier(rounds, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
@@ -187,9 +188,9 @@ class Sessions:
             raise RequestRejected("the job has gone on without this process")
         if client.closed.is_set():
             raise RequestRejected("closed")
-        if not self._sets.may_have(name := self._set(m)):
-            raise RequestRejected(f"set {name[:80]!r}: too many sets")
-        training = self._sets.named(name)
+        if not self._trainings.may_have(name := self._training_name(m)):
+            raise RequestRejected(f"training {name[:80]!r}: too many trainings")
+        training = self._trainings.named(name)
         if training.greeted and m.world != training.world:
             raise RequestRejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
@@ -204,12 +205,12 @@ class Sessions:
         training.world = m.world
         self._clients[client] = RankSessionEntry(m.step, name, m.rank, _series(m))
         plan = rounds.plan
-        closed = {c.set: c for c in plan.closed} if plan is not None else {}
+        closed = {c.training: c for c in plan.closed} if plan is not None else {}
         chosen = training.chosen or Stamp(0, 0)
-        heritage = plan.heritage if plan is not None else None
+        takeover = plan.takeover if plan is not None else None
         lost = training.lost[:100]
-        if heritage is not None and heritage.lost and training.chosen is None:
-            lost = (*lost, f"nothing is taken over from job {heritage.job}: {heritage.lost}")
+        if takeover is not None and takeover.lost and training.chosen is None:
+            lost = (*lost, f"nothing is taken over from job {takeover.job}: {takeover.lost}")
         if training.chosen is None and here.incarnation.attach.bereft:
             lost = (*lost, f"an earlier agent of the job on {me.node} has gone with its directory, and its copies")
         welcome = local.Welcome(
@@ -231,9 +232,9 @@ class Sessions:
             parity=here.redundancy.parity,
             group=here.redundancy.group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
-            set=name,
+            training=name,
             closed=closed[name].version if name in closed else 0,
-            passed=passed(name, [*closed, *(s.name for s in plan.sets)] if plan is not None else ()),
+            passed=passed(name, [*closed, *(s.name for s in plan.trainings)] if plan is not None else ()),
             others=self._others(plan, closed) if plan is not None and training.chosen is None else (),
             stopped_at=here.stop.at,
             reached=here.stop.reached.get(name, 0),
@@ -241,7 +242,7 @@ class Sessions:
         )
         return welcome, [training.page_fd()]
 
-    def _set(self, m: local.Hello) -> str:
+    def _training_name(self, m: local.Hello) -> str:
         """Return the name of a training by its place in the job's sequence.
 
         The plan, which all agents have, tells which step the training belongs to. The process tells its place in that
@@ -250,16 +251,16 @@ class Sessions:
         incarnation = self._membership.incarnation
         plan = incarnation.rounds.plan if incarnation is not None else None
         if incarnation is None or plan is None:
-            return Place(m.set, 1, m.nth).set_name
-        held = [s.name for s in plan.sets if s.chosen is not None]
-        step = step_of(m.set, _series(m), incarnation.restart, plan.closed, held)
-        return Place(m.set, step, m.nth).set_name
+            return Place(m.training, 1, m.nth).training_name
+        held = [s.name for s in plan.trainings if s.chosen is not None]
+        step = step_of(m.training, _series(m), incarnation.restart, plan.closed, held)
+        return Place(m.training, step, m.nth).training_name
 
     def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
         """Return the versions of trainings that no rank has asked for."""
         found = []
-        for s in plan.sets:
-            training = self._sets.get(s.name)
+        for s in plan.trainings:
+            training = self._trainings.get(s.name)
             if s.chosen is not None and s.name not in closed and not (training is not None and training.greeted):
                 found.append(f"version {s.chosen[1]} of training {s.name}")
         return tuple(found[:_TOLD])
@@ -269,8 +270,8 @@ class Sessions:
         plan = rounds.plan
         if plan is None or plan.looked or not self._tier.directory:
             return False
-        chosen = any(s.name == name and s.chosen is not None for s in plan.sets)
-        return not chosen and any(closed.set == name for closed in plan.closed)
+        chosen = any(s.name == name and s.chosen is not None for s in plan.trainings)
+        return not chosen and any(closed.training == name for closed in plan.closed)
 
     async def _look_at_tier(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for another round of this launch that looks at the tier."""
@@ -287,13 +288,13 @@ class Sessions:
         """Wait briefly until an earlier process of this rank has left: it may just have been killed."""
         deadline = clock.monotonic() + _LEAVE_S
         while True:
-            training = self._sets.get(self._set(m))
+            training = self._trainings.get(self._training_name(m))
             other = training.present.get(m.rank) if training is not None else None
             if other is None or other.closed.is_set() or self._step(other) != m.step:
                 return
             if clock.monotonic() > deadline:
                 raise RequestRejected(
-                    f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
+                    f"rank {m.rank} of training {m.training!r} trains here already (process {other.pid}); "
                     "several trainings in one job need names: Checkpointer(name=...), or close() before the next; "
                     "where this one takes the place of an earlier one, call abandon() on that"
                 )
@@ -314,7 +315,7 @@ class Sessions:
     async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for the round that serves this launch. Request a round if the launch is new."""
         await rounds.wait_live(None)
-        training = self._sets.get(self._set(m))
+        training = self._trainings.get(self._training_name(m))
         again = training is not None and m.rank in training.greeted
         chooses = self._tier.heeds(m.tier)
         if rounds.step == m.step and not again and not rounds.unseen and not chooses:

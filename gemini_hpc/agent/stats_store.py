@@ -115,11 +115,11 @@ class StatsStore:
 
     def record(self, ask: inspect_schema.RecordAsk) -> inspect_schema.Record | None:
         """Return a rank's record, or None if the rank has reported nothing here."""
-        told = self._ranks.get((ask.set, ask.rank))
+        told = self._ranks.get((ask.training, ask.rank))
         if told is None:
             return None
         timeline = msgspec.msgpack.decode(told.timeline, type=TimelineState) if told.timeline else None
-        return inspect_schema.Record(ask.set, ask.rank, timeline, told.series.points())
+        return inspect_schema.Record(ask.training, ask.rank, timeline, told.series.points())
 
     def _entry_of(self, name: str, rank: int) -> tuple[_Rank, int]:
         told = self._ranks.get((name, rank))

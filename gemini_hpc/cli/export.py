@@ -42,13 +42,15 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "what",
         metavar="JOBID|DIR",
-        help="a job or array task (10_3), or a directory: of a version, of a set, of a job, or the tier itself; "
+        help="a job or array task (10_3), or a directory: of a version, of a training, of a job, or the tier itself; "
         "JOBID@NAME or DIR@NAME: the version that is kept under this name",
     )
     parser.add_argument(
         "--tier", metavar="DIR", default="", help="the job's --gemini-tier (default: the site's tier)"
     )
-    parser.add_argument("--set", metavar="NAME", default="", help="where a job has several (Checkpointer(name=...))")
+    parser.add_argument(
+        "--training", metavar="NAME", default="", help="where a job has several (Checkpointer(name=...))"
+    )
     parser.add_argument("--version", metavar="N", type=int, default=0, help="the version's number (default: newest)")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
     parser.add_argument("-o", "--output", metavar="OUT", required=True, help="file (dcp: directory) to make")
@@ -61,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         where, manifest = _find(args)
         with _made(args.output) as temporary:
-            print(f"version {manifest.stamp[1]} of job {manifest.job}, set {manifest.set}: {manifest.world} ranks")
+            print(
+                f"version {manifest.stamp[1]} of job {manifest.job}, training {manifest.training}: "
+                f"{manifest.world} ranks"
+            )
             count = _write(where, manifest, args.format, temporary, args.output)
         print(f"{args.output}: {args.format}, {count} tensors")
     except WrongIdError as error:
@@ -87,10 +92,15 @@ def _find(args: argparse.Namespace) -> tuple[str, VersionManifest]:
     from gemini_hpc.tier.find import find
 
     path = job_or_directory(args.what, args.tier, args.config)
-    where, manifest = find(path, args.set, args.version, _report_skipped)
+    where, manifest = find(path, args.training, args.version, _report_skipped)
     # A version's own directory may have been copied to a place with any name.
-    if args.set and args.set not in (manifest.set, os.path.basename(os.path.dirname(os.path.abspath(where)))):
-        raise ExportError(f"{where} is of set {manifest.set}, and --set says {args.set}: leave one of them out")
+    if args.training and args.training not in (
+        manifest.training,
+        os.path.basename(os.path.dirname(os.path.abspath(where))),
+    ):
+        raise ExportError(
+            f"{where} is of training {manifest.training}, and --training says {args.training}: leave one of them out"
+        )
     if args.version and args.version != manifest.stamp[1]:
         raise ExportError(
             f"{where} is version {manifest.stamp[1]}, and --version says {args.version}: leave one of them out"
@@ -169,7 +179,12 @@ def _write(where: str, manifest: VersionManifest, form: str, path: str, output: 
 
     found = full_state.read(where, manifest)
     if form == "safetensors":
-        about = {"job": str(manifest.job), "set": manifest.set, "version": str(manifest.stamp[1]), "format": "pt"}
+        about = {
+            "job": str(manifest.job),
+            "training": manifest.training,
+            "version": str(manifest.stamp[1]),
+            "format": "pt",
+        }
         with _as_export_error(output):
             _safetensors(full_state.flat(found), path, about)
     else:

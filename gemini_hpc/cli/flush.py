@@ -52,11 +52,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, "job": job, "trainings": [_document(word) for word in over]}))
     for word in over:
         if word.reason:
-            of = f"training {word.set}: " if word.set else ""
+            of = f"training {word.training}: " if word.training else ""
             print(f"gemini-hpc flush: job {job}: {of}{sanitize(word.reason)}", file=sys.stderr)
         elif not args.json:
             print(
-                f"training {sanitize(word.set)}: version {word.stamp[0]}:{word.stamp[1]} is in {sanitize(word.where)}"
+                f"training {sanitize(word.training)}: version {word.stamp[0]}:{word.stamp[1]} is in "
+                f"{sanitize(word.where)}"
             )
     return 1 if any(word.reason for word in over) else 0
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _progress(word: Flushing) -> None:
     if not word.over:
         what = f"version {word.stamp.epoch}:{word.stamp.version}"
-        text = f"training {sanitize(word.set)}: {what}, {word.bytes / 1e6:.0f} MB written"
+        text = f"training {sanitize(word.training)}: {what}, {word.bytes / 1e6:.0f} MB written"
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     else:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -72,7 +73,7 @@ def _progress(word: Flushing) -> None:
 
 def _document(word: Flushing) -> dict[str, object]:
     return {
-        "set": word.set,
+        "training": word.training,
         "version": list(word.stamp) if word.stamp[1] else None,
         "where": word.where or None,
         "reason": word.reason or None,

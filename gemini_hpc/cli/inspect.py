@@ -160,7 +160,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
     for note in d["notes"]:
         lines += columns.fold(note, width, "    ", "note: ")
     for s in d["trainings"]:
-        for line in _set(s, full=full):
+        for line in _training_name(s, full=full):
             lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
     lines += _node_table(d["nodes"], full=full)
     lines += columns.fold(used, width, "    ", "") if (used := _cpu(d["nodes"])) else []
@@ -247,7 +247,7 @@ def _cpu(nodes: list[Document]) -> str:
     return text
 
 
-def _set(s: Document, *, full: bool) -> list[str]:
+def _training_name(s: Document, *, full: bool) -> list[str]:
     lines = [
         f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, "
         f"sealed {_version(s['sealed'])}"

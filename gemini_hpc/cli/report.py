@@ -41,7 +41,7 @@ def register(subparsers: _Subparsers) -> None:
     )
     parser.add_argument("--rank", metavar="R", type=_rank, help="draw this rank (default: the largest overhead)")
     parser.add_argument(
-        "--set", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"
+        "--training", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"
     )
     parser.add_argument("--json", action="store_true", help="print what would be drawn (schema 1), and draw nothing")
     parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
         settings = own_key.settings_for(job, args.config)
         if not args.json:
             require()
-        sets, now = _shown(settings, job, args.name, args.rank), clock.time()
+        trainings, now = _shown(settings, job, args.name, args.rank), clock.time()
         if args.json:
-            print(json.dumps(document(job, now, sets)))
+            print(json.dumps(document(job, now, trainings)))
         else:
-            for path in write(job, now, sets, args.output or f"gemini-{job}"):
+            for path in write(job, now, trainings, args.output or f"gemini-{job}"):
                 print(path)
     except WrongIdError as exc:
         print(f"gemini-hpc report: {exc}", file=sys.stderr)
@@ -90,18 +90,18 @@ def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> 
         raise UserError(str(exc)) from None
     if not parts:
         raise UserError(f"job {job}: no agent answers; only a running job with replicas can be drawn")
-    sets = shown(parts, recorded)
-    if not sets:
+    trainings = shown(parts, recorded)
+    if not trainings:
         whose = "any rank" if rank is None else f"rank {rank}"
-        which = "" if name is None else f" of set {name[:64]!r}"
+        which = "" if name is None else f" of training {name[:64]!r}"
         raise UserError(
             f"job {job}: no traffic of {whose}{which} is recorded yet; gemini-hpc inspect shows what is known "
             "(ranks and agents of earlier versions record nothing)"
         )
-    return sets
+    return trainings
 
 
-def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
+def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str]:
     """Draw everything and return the names of the files, the page first.
 
     Raises `UserError` if a file cannot be written.
@@ -113,7 +113,7 @@ def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
     prefix = os.path.join(output, f"gemini-{job}") if os.path.isdir(output) or output.endswith("/") else output
     files: dict[str, bytes] = {}
     drawn = []
-    for number, one in enumerate(sets):
+    for number, one in enumerate(trainings):
         pictures = Pictures(
             one,
             timeline_png(one) if one.timeline is not None else None,
@@ -121,7 +121,7 @@ def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
             steps_png(one, now) if saved_steps(one) else None,
         )
         drawn.append(pictures)
-        name = _file_name(one.set, number)
+        name = _file_name(one.training, number)
         for what in ("steps", "timeline", "overhead"):
             png: bytes | None = getattr(pictures, what)
             if png is not None:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     except (UserError, ConfigError, ask.QueryError, SlurmError) as exc:
         print(f"gemini-hpc requeue: {sanitize(str(exc))}", file=sys.stderr)
         return 1
-    steps = {word.set: word.stamp.version for word in saved}
+    steps = {word.training: word.stamp.version for word in saved}
     if args.json:
         print(json.dumps({"schema": 1, "job": job, "saved": steps}))
     else:

@@ -28,7 +28,7 @@ def register(subparsers: _Subparsers) -> None:
         "directory only: the job may have ended long ago.",
     )
     parser.add_argument(
-        "what", metavar="JOBID|DIR", help="a job or array task (10_3), or a directory: of a job or of a set"
+        "what", metavar="JOBID|DIR", help="a job or array task (10_3), or a directory: of a job or of a training"
     )
     parser.add_argument(
         "--tier", metavar="DIR", default="", help="the job's --gemini-tier (default: the site's tier)"
@@ -66,7 +66,7 @@ def collect(path: str) -> list[dict[str, Any]]:
             where = f"{directory}/{version.name(manifest.stamp)}"
             found.append(
                 {
-                    "set": manifest.set,
+                    "training": manifest.training,
                     "version": list(manifest.stamp),
                     "ranks": manifest.world,
                     "bytes": sum(file.bytes for file in manifest.files),
@@ -86,7 +86,9 @@ def _table(found: list[dict[str, Any]]) -> str:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["time"]))
         named = ", ".join(v["names"]) or ("(stays)" if v["kept"] else "")
         named = f"{named} (rejected)".strip() if v["rejected"] else named
-        rows.append((v["set"], str(v["version"][1]), str(v["ranks"]), f"{v['bytes'] / 1e6:.1f} MB", saved, named))
+        rows.append(
+            (v["training"], str(v["version"][1]), str(v["ranks"]), f"{v['bytes'] / 1e6:.1f} MB", saved, named)
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines) if found else "no version is whole"

@@ -30,7 +30,7 @@ EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
 Reply = tuple[local.Reply, list[int]]
-Posted = local.Traffic | local.Timeline | local.Keep | local.Sketched
+Posted = local.Traffic | local.Timeline | local.CacheBytes | local.OutlineWritten
 Exchange = Callable[..., Reply]
 
 
@@ -336,18 +336,18 @@ class AgentClient:
             self._posted[type(message)] = message
             self._events_changed.notify_all()
 
-    def recall(self, set: str, rank: int, key: str) -> bytes | None:
-        """Return the bytes that this rank gave to the agent under this key (`local.Keep`).
+    def recall(self, training: str, rank: int, key: str) -> bytes | None:
+        """Return the bytes that this rank gave to the agent under this key (`local.CacheBytes`).
 
         Returns None if there are none, or no agent that knows the request.
         """
         try:
-            reply, fds = self.request(local.Recall(set, rank, key), timeout_s=RECALL_TIMEOUT_S)
+            reply, fds = self.request(local.FetchCached(training, rank, key), timeout_s=RECALL_TIMEOUT_S)
         except (AgentLost, AgentRefused):
             return None
         for fd in fds:
             os.close(fd)
-        return reply.data if isinstance(reply, local.Kept) else None
+        return reply.data if isinstance(reply, local.CachedBytes) else None
 
     def _send_events(self) -> None:
         while True:

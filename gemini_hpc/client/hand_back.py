@@ -14,13 +14,13 @@ K = TypeVar("K", bound=MappedShard[Any])
 
 
 def hand_back(
-    shard: MappedShard[Any], set_name: str, exchange: Exchange, epoch: int, chosen: tuple[int, int]
+    shard: MappedShard[Any], training_name: str, exchange: Exchange, epoch: int, chosen: tuple[int, int]
 ) -> bool:
     """Hand both slots of a shard to the agent and return whether it accepted both.
 
     Args:
         shard: Shard whose memory this rank holds.
-        set_name: Name of the training.
+        training_name: Name of the training.
         exchange: Sends a message with descriptors on the new connection.
         epoch: Epoch of this launch.
         chosen: The (epoch, version) that this launch resumed from.
@@ -31,7 +31,7 @@ def hand_back(
             content = Content()  # a version of an earlier launch; the round voided all that it did not choose (R4)
         reply, _ = exchange(
             local.HandBack(
-                set=set_name,
+                training=training_name,
                 rank=shard.rank,
                 world=shard.world,
                 home=shard.home,
@@ -50,7 +50,7 @@ def hand_back(
     return True
 
 
-def same_or_new(shard: K, set_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
+def same_or_new(shard: K, training_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
     """Return the shard in the agent's memory: this one, or a new one that `make` maps from two descriptors.
 
     Raises:
@@ -58,7 +58,7 @@ def same_or_new(shard: K, set_name: str, exchange: Exchange, make: Callable[[lis
     """
     reply, fds = exchange(
         local.Register(
-            set=set_name,
+            training=training_name,
             rank=shard.rank,
             world=shard.world,
             home=shard.home,

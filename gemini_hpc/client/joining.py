@@ -87,11 +87,11 @@ def no_agent() -> str:
     return f"no agent here ({why[:300] or f'{SOCKET_ENV} is not set'})"
 
 
-def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
+def hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """Return the greeting of this process."""
     step, pid = step_name(os.environ), os.getpid()
     return local.hello(
-        set=set_name,
+        training=training_name,
         rank=rank,
         world=world,
         local_rank=local_rank,
@@ -99,7 +99,7 @@ def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> 
         pid=pid,
         tier=tier,
         restarts=RESTARTS_ENV in os.environ,
-        nth=finished.nth(set_name),
+        nth=finished.nth(training_name),
         series=series(os.environ),
     )
 

@@ -357,7 +357,7 @@ class RankSession:
             return JoinNotice(problem=str(error), later=isinstance(error, RefusedForNow))
         if self._imported_at is not None:  # a restarted rank had everything imported already
             self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
-        self.name = self.welcome.set or self.title
+        self.name = self.welcome.training or self.title
         return JoinNotice.of(self.welcome)
 
     def _own_progress(self) -> OwnProgress | None:
@@ -431,7 +431,7 @@ class RankSession:
             AgentRefused: The agent has no copy.
         """
         assert self.client is not None
-        reply, fds = self.client.request(local.Fetch(set=self.name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
+        reply, fds = self.client.request(local.Fetch(training=self.name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
         if not isinstance(reply, local.Copy) or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
@@ -453,7 +453,7 @@ class RankSession:
         self.client.flush()
         if success:
             try:
-                message = local.Finished(set=self.name, rank=self.rank, version=self.version)
+                message = local.Finished(training=self.name, rank=self.rank, version=self.version)
                 self.client.request(message, timeout_s=FINISHED_TIMEOUT_S)
             except (AgentLost, AgentRefused) as error:
                 self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")

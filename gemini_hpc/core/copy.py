@@ -41,7 +41,7 @@ class Copy(msgspec.Struct, frozen=True):
         mark: Mark of the rank's moment at this version (`core.moments`).
     """
 
-    set: str
+    training: str
     rank: Count
     world: Count
     home: Count

@@ -17,7 +17,7 @@ SET_NAME = re.compile(rf"{NAME.pattern}(\+[1-9][0-9]{{0,3}}\.[1-9][0-9]{{0,3}})?
 VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word (`control_page.pack_seal`)
 MAX_RANKS = 1 << 20
 
-SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
+TrainingName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
 StepName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # name of one launch of a training
 Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 JobKey = Annotated[

@@ -43,8 +43,8 @@ class Parities:
             ranks = {copy.rank, *(member.rank for member in copy.of)}
             apart = len(ranks) == len(copy.of) + 1 and max(ranks) < copy.world
             if apart and copy.blocks < len(ranks) <= parity.MAX_MEMBERS:
-                of_set = self._found.setdefault((copy.set, copy.stamp, copy.world), {})
-                of_set.setdefault(copy.rank, {})[host] = copy
+                of_training = self._found.setdefault((copy.training, copy.stamp, copy.world), {})
+                of_training.setdefault(copy.rank, {})[host] = copy
 
     def made(self, name: str, stamp: Stamp, world: int, ranks: Mapping[int, Held]) -> dict[int, RebuiltCopy]:
         """Return, by rank, shards without a copy that can be rebuilt. The caller sets `dest_host` to the home."""
@@ -93,7 +93,7 @@ class Parities:
                 whole = False
                 continue
             copy = Copy(
-                shard.set,
+                shard.training,
                 shard.rank,
                 shard.world,
                 shard.home,
@@ -110,7 +110,7 @@ class Parities:
 
     def _like(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
         """Return, by host, the parities beside a shard that are made of these other members."""
-        held = self._found.get((shard.set, shard.stamp, shard.world), {}).get(shard.rank, {})
+        held = self._found.get((shard.training, shard.stamp, shard.world), {}).get(shard.rank, {})
         return {host: copy for host, copy in held.items() if (copy.of, copy.blocks) == (members, blocks)}
 
     @staticmethod

@@ -49,7 +49,7 @@ class Inventory:
         copies: Copies that the agent holds.
         max_epoch: Highest epoch that the agent has seen.
         sealed: Per training, the highest stamp that the agent knows to be sealed, in this epoch or by the plan of
-            its recovery (`SetPlan.sealed`).
+            its recovery (`TrainingPlan.sealed`).
         order: Order of placement that belongs to the map (`placement.Order.ranks`).
     """
 
@@ -94,7 +94,7 @@ class TrainingPlan:
     - `never-sealed`: copies exist, but no loss of nodes explains the gaps, so no version was sealed yet.
     """
 
-    set_name: str
+    training_name: str
     outcome: Literal["chosen", "lost", "never-sealed"]
     chosen: Stamp | None
     world: int
@@ -122,16 +122,16 @@ class RecoveryPlan:
 
     noderanks: dict[str, int]
     epoch: int
-    sets: tuple[TrainingPlan, ...]
+    trainings: tuple[TrainingPlan, ...]
     gone: tuple[str, ...]
     survivable: bool
     warnings: tuple[str, ...]
     latest: int = -1
     order: PlacementOrder = AS_RANKED
 
-    def set_plan(self, set_name: str) -> TrainingPlan | None:
+    def training_plan(self, training_name: str) -> TrainingPlan | None:
         """Return the plan of this training, or None."""
-        return next((plan for plan in self.sets if plan.set_name == set_name), None)
+        return next((plan for plan in self.trainings if plan.training_name == training_name), None)
 
 
 def first_epoch(restart: int) -> int:
@@ -239,9 +239,11 @@ def plan(
         foreign,
     )
     sealed = _known_sealed(inventories)
-    sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
+    trainings = tuple(
+        _plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held)
+    )
     latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
-    return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings), latest, order)
+    return RecoveryPlan(noderanks, epoch, trainings, gone, survivable, tuple(warnings), latest, order)
 
 
 def choose(copies: Iterable[Copy]) -> Stamp | None:
@@ -344,13 +346,13 @@ def _held(
         for copy in inventories[host].copies:
             if not 0 <= copy.rank < copy.world or copy.home < 0:
                 warnings.append(
-                    f"{host}'s copy of set {copy.set!r} is ignored: rank {copy.rank} of {copy.world}, "
+                    f"{host}'s copy of training {copy.training!r} is ignored: rank {copy.rank} of {copy.world}, "
                     f"home {copy.home} is impossible"
                 )
                 continue
             if copy.of:
                 continue
-            stamps = held.setdefault(copy.set, {})
+            stamps = held.setdefault(copy.training, {})
             found = stamps.setdefault((copy.stamp, copy.world), {}).setdefault(copy.rank, {})
             found.setdefault((copy.digest, copy.used), {})[host] = copy
     return held
@@ -375,14 +377,18 @@ def _plan_set(
     choosable = [key for key in complete if key not in void]
     for stamp, _ in sorted(void):
         if not choosable or stamp > max(choosable)[0]:
-            warnings.append(f"set {name!r}: version {stamp} is left: its ranks do not mean the same moment with it")
+            warnings.append(
+                f"training {name!r}: version {stamp} is left: its ranks do not mean the same moment with it"
+            )
     if not choosable:
         return _lost_set(name, stamps, sealed, context)
     chosen, world = max(choosable)
     if any(stamp == chosen and other != world for stamp, other in stamps):
-        warnings.append(f"set {name!r}: copies of version {chosen} name different numbers of ranks; {world} is used")
+        warnings.append(
+            f"training {name!r}: copies of version {chosen} name different numbers of ranks; {world} is used"
+        )
     if sealed and chosen < max(sealed):
-        warnings.append(f"set {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")
+        warnings.append(f"training {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")
     keep = (chosen, *_fallback(chosen, choosable, sealed))
     shards: list[Copy] = []
     pulls: list[Pull] = []
@@ -449,7 +455,7 @@ def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) ->
     for other in rest:
         shard = next(iter(best.values()))
         warnings.append(
-            f"set {name!r}: digests of shard {shard.rank} at version {shard.stamp} differ: "
+            f"training {name!r}: digests of shard {shard.rank} at version {shard.stamp} differ: "
             f"using that of {', '.join(best)}, not of {', '.join(other)}"
         )
     return best

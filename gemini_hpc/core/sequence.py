@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from gemini_hpc.core.numbers import MAX_RANKS, PLACES, Count, Epoch, Restart, SetName, Version
+from gemini_hpc.core.numbers import MAX_RANKS, PLACES, Count, Epoch, Restart, TrainingName, Version
 
 MAX_KEPT = 256  # closed trainings remembered; the oldest is forgotten first and would then train once more
 
@@ -32,14 +32,14 @@ class Place(NamedTuple):
     nth: int = 1
 
     @property
-    def set_name(self) -> str:
+    def training_name(self) -> str:
         """Return the name for agents and tier. The first training has its name alone."""
         return self.name if self[1:] == (1, 1) else f"{self.name}+{self.step}.{self.nth}"
 
     @classmethod
-    def of(cls, set_name: str) -> Place:
+    def of(cls, training_name: str) -> Place:
         """Return the place of a training."""
-        name, mark, place = set_name.partition("+")
+        name, mark, place = training_name.partition("+")
         step, _, nth = place.partition(".")
         return cls(name, int(step), int(nth)) if mark else cls(name)
 
@@ -54,7 +54,7 @@ class Closed(msgspec.Struct, frozen=True):
         series: The closing series, the same in each start of its step; "" if another job closed the training.
     """
 
-    set: SetName
+    training: TrainingName
     version: Version
     restart: Restart
     series: Series = ""
@@ -67,7 +67,7 @@ class Closed(msgspec.Struct, frozen=True):
 class Closing(msgspec.Struct, frozen=True):
     """The ranks of one node that have closed a training of `world` ranks, all in one epoch."""
 
-    set: SetName
+    training: TrainingName
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     ranks: tuple[Count, ...]
     version: Version
@@ -81,16 +81,16 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
     newest: dict[str, Closed] = {}
 
     def keep_newest(closed: Closed) -> None:
-        before = newest.get(closed.set)
+        before = newest.get(closed.training)
         if before is None or before._age < closed._age:
-            newest[closed.set] = closed
+            newest[closed.training] = closed
 
     for closed in known:
         keep_newest(closed)
     ranks: dict[tuple[str, int, int, str, int], set[int]] = defaultdict(set)
     versions: dict[tuple[str, int, int, str, int], int] = {}
     for part in parts:
-        key = part.set, part.world, part.restart, part.series, part.epoch
+        key = part.training, part.world, part.restart, part.series, part.epoch
         ranks[key].update(part.ranks)
         versions[key] = max(part.version, versions.get(key, 0))
     for key, found in ranks.items():
@@ -100,10 +100,10 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
     return tuple(sorted(newest.values(), key=lambda closed: closed._age)[-MAX_KEPT:])
 
 
-def passed(set_name: str, sets: Iterable[str]) -> bool:
+def passed(training_name: str, trainings: Iterable[str]) -> bool:
     """Return whether these trainings show that a later step has trained under this training's name."""
-    place = Place.of(set_name)
-    return any(other.name == place.name and other.step > place.step for other in map(Place.of, sets))
+    place = Place.of(training_name)
+    return any(other.name == place.name and other.step > place.step for other in map(Place.of, trainings))
 
 
 def step_of(name: str, series: str, restart: int, closed: Iterable[Closed], held: Iterable[str]) -> int:
@@ -112,8 +112,8 @@ def step_of(name: str, series: str, restart: int, closed: Iterable[Closed], held
     A step counts when it has closed all trainings that it had begun. Otherwise the next step is another start of it.
     `held` are the trainings that have a version to resume from.
     """
-    mine = {c.set: c for c in closed if c.series and c.restart == restart and Place.of(c.set).name == name}
-    again = [Place.of(c.set).step for c in mine.values() if c.series == series]
+    mine = {c.training: c for c in closed if c.series and c.restart == restart and Place.of(c.training).name == name}
+    again = [Place.of(c.training).step for c in mine.values() if c.series == series]
     if again:
         return max(again)
     last = max((Place.of(c).step for c in mine), default=0)

@@ -180,8 +180,8 @@ class SlotPair:
     def void_except(self, *keep: Stamp) -> tuple[Stamp, ...]:
         """Empty all slots but complete copies of these stamps (R4). Return the voided stamps in slot order.
 
-        The stamps to keep are those of `recovery_plan.SetPlan.keep`. The pair belongs to the new epoch afterwards,
-        so it may go back to a kept stamp.
+        The stamps to keep are those of `recovery_plan.TrainingPlan.keep`. The pair belongs to the new epoch
+        afterwards, so it may go back to a kept stamp.
         """
         voided = []
         for index, slot in enumerate(self.slots):

@@ -34,10 +34,10 @@ def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival
     """Return the exact shares for k = 1..3 (fewer on smaller jobs)."""
     names = sorted(set(nodes))
     ks = range(1, min(MAX_K, len(names)) + 1)
-    sets = set(shards)
-    if frozenset() in sets:
+    trainings = set(shards)
+    if frozenset() in trainings:
         return Survival(tuple(0.0 for _ in ks), (), True)
-    fatal = sorted({tuple(sorted(s)) for s in _minimal(sets)}, key=lambda t: (len(t), t))
+    fatal = sorted({tuple(sorted(s)) for s in _minimal(trainings)}, key=lambda t: (len(t), t))
     singles = {f[0] for f in fatal if len(f) == 1}
     edges = [frozenset(f) for f in fatal if len(f) == 2]
     triples = [frozenset(f) for f in fatal if len(f) == 3]
@@ -53,9 +53,9 @@ def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival
     return Survival(tuple(shares), tuple(f for f in fatal if len(f) <= MAX_K), False)
 
 
-def _minimal(sets: set[frozenset[str]]) -> list[frozenset[str]]:
+def _minimal(trainings: set[frozenset[str]]) -> list[frozenset[str]]:
     """Return the sets of at most three nodes that contain no other of these sets."""
-    small = sorted((s for s in sets if len(s) <= MAX_K), key=len)
+    small = sorted((s for s in trainings if len(s) <= MAX_K), key=len)
     kept: set[frozenset[str]] = set()
     for s in small:
         parts = (frozenset(c) for n in range(1, len(s)) for c in combinations(s, n))

@@ -271,7 +271,7 @@ class StackSession:
             self._own.outgrow(shard)
         layout = SlotLayout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
         reply, _ = client.request(
-            local.Begin(set=self._session.name, rank=self._session.rank, version=self._session.version)
+            local.BeginVersion(training=self._session.name, rank=self._session.rank, version=self._session.version)
         )
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             raise AgentRefused(reply.reason if isinstance(reply, local.Refused) else str(reply))
@@ -313,7 +313,7 @@ class StackSession:
         slot.content = Content(self._session.epoch, self._session.version, used)  # no digest: the record will have it
         client.request(
             local.Landed(
-                set=self._session.name,
+                training=self._session.name,
                 rank=self._session.rank,
                 version=self._session.version,
                 slot=index,
@@ -326,7 +326,10 @@ class StackSession:
             with suppress(AgentLost, AgentRefused):  # a lost agent has voided the slot itself
                 self._session.agent().request(
                     local.Abort(
-                        set=self._session.name, rank=self._session.rank, version=self._session.version, slot=index
+                        training=self._session.name,
+                        rank=self._session.rank,
+                        version=self._session.version,
+                        slot=index,
                     )
                 )
 

@@ -61,7 +61,7 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
     """
     _agree(words, _lacking(), RuntimeError)
     datasets = plan([msgspec.msgpack.decode(raw, type=ShardManifest) for raw in words.all(arrays.packed)])
-    attributes = {"set": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
+    attributes = {"training": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
     directory, last = os.path.split(os.path.abspath(path))
     temporary = f"{directory}/.{last}.tmp"
 

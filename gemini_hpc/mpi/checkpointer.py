@@ -320,7 +320,7 @@ class Checkpointer:
     def _ask_for(self, rank: int, total_bytes: int) -> MappedShard[MappedSlot]:
         session, home = self._session, self._session.homes[rank]
         assert session.client is not None
-        message = local.Register(set=session.name, rank=rank, world=self._world, home=home, bytes=total_bytes)
+        message = local.Register(training=session.name, rank=rank, world=self._world, home=home, bytes=total_bytes)
         reply, fds = session.client.request(message, timeout_s=REGISTER_TIMEOUT_S)
         if not isinstance(reply, local.Slots) or reply.bytes != total_bytes:
             raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
@@ -342,7 +342,7 @@ class Checkpointer:
         begun: dict[int, int] = {}
         for rank in self._kept:
             try:
-                message = local.Begin(set=session.name, rank=rank, version=session.version)
+                message = local.BeginVersion(training=session.name, rank=rank, version=session.version)
                 reply, _ = session.client.request(message)
             except (AgentLost, AgentRefused):
                 reply = local.Error("")
@@ -357,7 +357,7 @@ class Checkpointer:
         assert session.client is not None
         for rank, index in begun.items():
             with suppress(AgentLost, AgentRefused):
-                message = local.Abort(set=session.name, rank=rank, version=session.version, slot=index)
+                message = local.Abort(training=session.name, rank=rank, version=session.version, slot=index)
                 session.client.request(message)
 
     def _save(self, begun: dict[int, int]) -> None:
@@ -399,7 +399,9 @@ class Checkpointer:
         assert session.client is not None
         slot = self._shard(rank).slots[index]
         slot.content = Content(session.epoch, self._last, used, told)
-        message = local.Landed(set=session.name, rank=rank, version=self._last, slot=index, used=used, digest=told)
+        message = local.Landed(
+            training=session.name, rank=rank, version=self._last, slot=index, used=used, digest=told
+        )
         try:
             session.client.request(message)
         except (AgentLost, AgentRefused):

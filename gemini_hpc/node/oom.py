@@ -34,7 +34,7 @@ class OwnScore:
         self._fd = -1
         with suppress(OSError):
             self._fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-        self._set(SUPERVISOR)
+        self._training_name(SUPERVISOR)
 
     def fork(self) -> int:
         """Fork a process that the kernel ends before this one. Return its pid, or 0 in the child.
@@ -42,19 +42,19 @@ class OwnScore:
         Raises:
             OSError: The fork failed.
         """
-        self._set(NEWEST)
+        self._training_name(NEWEST)
         pid = -1
         try:
             pid = os.fork()
         finally:
             if pid != 0:
-                self._set(SUPERVISOR)
+                self._training_name(SUPERVISOR)
         if pid == 0 and self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         return pid
 
-    def _set(self, score: int) -> None:
+    def _training_name(self, score: int) -> None:
         with suppress(OSError):
             if self._fd >= 0:
                 os.pwrite(self._fd, b"%d" % score, 0)

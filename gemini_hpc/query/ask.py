@@ -190,7 +190,7 @@ async def _records(
                 settings, raw_id, job.user_id, host, address, inspect_schema.InspectAsk(record=ask)
             )
         record = part.record if part is not None else None
-        asked_for = record is not None and (record.set, record.rank) == (ask.set, ask.rank)
+        asked_for = record is not None and (record.training, record.rank) == (ask.training, ask.rank)
         return Recorded(host, ask, record if asked_for else None)
 
     wanted = [(host, ask) for host, ask in choose(parts) if host in nodes]
@@ -339,7 +339,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
             if isinstance(message, Flushing):
                 told(message)
                 over += [message] if message.over else []
-                begun[message.set] = message
+                begun[message.training] = message
     except LinkClosed:  # the agent closes the connection after its last report
         return over + [
             msgspec.structs.replace(word, over=True, reason=f"{name} hung up before the version was on the tier")

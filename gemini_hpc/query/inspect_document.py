@@ -79,7 +79,7 @@ def inspect_document(
     ranks = dict(leader.noderanks) if leader else {}
     absent = sorted({h for h in members if h not in newest} | set(missing))
     names = _shown(parts)
-    trainings = [_set(name, parts, members, now, slurm) for name in names]
+    trainings = [_training_name(name, parts, members, now, slurm) for name in names]
     document: Document = {
         "schema": SCHEMA,
         "job": job,
@@ -160,8 +160,8 @@ def _shown(parts: Sequence[InspectPart]) -> list[str]:
         for s in part.trainings:
             worlds[s.name] = max(worlds.get(s.name, 0), s.world)
         for slot in part.held:
-            if slot.set in worlds:
-                worlds[slot.set] = max(worlds[slot.set], slot.world)
+            if slot.training in worlds:
+                worlds[slot.training] = max(worlds[slot.training], slot.world)
     shown: list[str] = []
     left = MAX_SHARDS
     for name in sorted(worlds):
@@ -315,11 +315,11 @@ def _running_s(slurm: dict[str, str]) -> float | None:
     return float(running_s) if running_s.isdigit() else None
 
 
-def _set(
+def _training_name(
     name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float, slurm: dict[str, str]
 ) -> Document:
     states = [s for p in parts for s in p.trainings if s.name == name]
-    every = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
+    every = [(p.host, slot) for p in parts for slot in p.held if slot.training == name and slot.state != "empty"]
     held, parity = [x for x in every if not x[1].of], [x for x in every if x[1].of]
     world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
     sealed = max((s.sealed for s in states if s.sealed is not None), default=None)

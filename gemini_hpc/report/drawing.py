@@ -108,7 +108,7 @@ def steps_png(one: Shown, t: float) -> bytes:
         axes.set_ylabel("newest saved step")
         axes.set_xlabel(f"{name} since {_when(began)}")
         axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_title(f"training {one.set[:64]}: saved steps over time", fontsize=9)
+        axes.set_title(f"training {one.training[:64]}: saved steps over time", fontsize=9)
     return out.getvalue()
 
 
@@ -144,7 +144,7 @@ def timeline_png(one: Shown) -> bytes:
         axes.set_axisbelow(True)
         chunk_bytes = sum(chunk.bytes for chunk in timeline.chunks)
         axes.set_title(
-            f"training {one.set[:64]}, rank {one.rank}: iteration after version {timeline.version}, "
+            f"training {one.training[:64]}, rank {one.rank}: iteration after version {timeline.version}, "
             f"{timeline.iteration_s:.4g} s, {len(timeline.ops)} collectives, {len(timeline.chunks)} chunks of "
             f"{chunk_bytes / 1e6:.1f} MB",
             fontsize=9,
@@ -179,7 +179,7 @@ def overhead_png(one: Shown) -> bytes:
         other.set_ylim(0, max(2, 1.2 * max(point.j for point in one.series)))
         other.yaxis.set_major_locator(MaxNLocator(integer=True))
         other.set_ylabel("every j-th version is saved", color=_TRAINING)
-        axes.set_title(f"training {one.set[:64]}, rank {one.rank}: overhead and j", fontsize=9)
+        axes.set_title(f"training {one.training[:64]}, rank {one.rank}: overhead and j", fontsize=9)
     return out.getvalue()
 
 

@@ -36,10 +36,10 @@ class Pictures:
     steps: bytes | None = None
 
 
-def render(job: int, t: float, sets: Sequence[Pictures]) -> str:
+def render(job: int, t: float, trainings: Sequence[Pictures]) -> str:
     """Return the HTML page."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
-    body = "\n".join(_section(pictures, t) for pictures in sets)
+    body = "\n".join(_section(pictures, t) for pictures in trainings)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
@@ -54,7 +54,7 @@ def _section(pictures: Pictures, t: float) -> str:
     row = sanitize({"rank": one.rank, "host": one.host, **fields(one.state)})
     text = "\n".join(_safe(line) for line in lines([row]))
     parts = [
-        f"<h2>Training {_safe(one.set)}</h2>",
+        f"<h2>Training {_safe(one.training)}</h2>",
         f"<p>{_safe(in_words(one, t))}</p>",
         _image(pictures.steps, "saved steps over time", "No saved step is known."),
         f"<h3>What the copies cost, on rank {one.rank} on {_safe(one.host)}</h3>",

@@ -33,7 +33,7 @@ class Shown:
         marks: The job's losses and resumes, in the order of time; several ranks' resumes of a version are one.
     """
 
-    set: str
+    training: str
     rank: int
     host: str
     state: TrafficState
@@ -69,13 +69,13 @@ def shown(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Sh
     """Return the recorded answers, combined with the states that were reported before them."""
     found = []
     for answer in recorded:
-        told = traffic(answer.ask.set, parts).get(answer.ask.rank)
+        told = traffic(answer.ask.training, parts).get(answer.ask.rank)
         if told is None:
             continue
         record = answer.record
         timeline, series = (record.timeline, record.series) if record is not None else (None, ())
         series = tuple(sorted(series, key=lambda point: point.t))
-        name = answer.ask.set
+        name = answer.ask.training
         saved = _newest_save(name, parts)
         found.append(Shown(name, answer.ask.rank, answer.host, told[1], timeline, series, *saved, _marks(parts)))
     return found
@@ -87,7 +87,7 @@ def _newest_save(name: str, parts: Sequence[InspectPart]) -> tuple[int, float | 
     if not stamps:
         return 0, None
     newest = max(stamps)
-    slots = [slot for part in parts for slot in part.held if slot.set == name and slot.stamp == newest]
+    slots = [slot for part in parts for slot in part.held if slot.training == name and slot.stamp == newest]
     return newest.version, max((slot.since for slot in slots if slot.state == "complete"), default=None)
 
 
@@ -120,7 +120,7 @@ def in_words(one: Shown, t: float) -> str:
     )
 
 
-def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
+def document(job: int, t: float, trainings: Iterable[Shown]) -> dict[str, Any]:
     """Return the data of the drawings as JSON (see docs/json.md)."""
     return {
         "schema": SCHEMA,
@@ -128,7 +128,7 @@ def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
         "t": t,
         "trainings": [
             {
-                "set": one.set,
+                "training": one.training,
                 "rank": one.rank,
                 "host": one.host,
                 "traffic": fields(one.state),
@@ -138,7 +138,7 @@ def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
                 "marks": [{"t": event.t, "name": event.name, "version": event.version} for event in one.marks],
                 "series": [msgspec.structs.asdict(point) for point in one.series],
             }
-            for one in sets
+            for one in trainings
         ],
     }
 

@@ -16,17 +16,17 @@ from gemini_hpc.tier.version import VersionManifest
 
 
 def find(
-    path: str, set_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda said: None
+    path: str, training_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda said: None
 ) -> tuple[str, VersionManifest]:
     """Return directory and manifest of the newest whole version below `path`.
 
-    A path that is a version's own directory means that version, regardless of `set_name` and `number`.
+    A path that is a version's own directory means that version, regardless of `training_name` and `number`.
     Damaged versions are skipped. Versions that a training has rejected are skipped too, unless their name or
     number is asked for.
 
     Args:
         path: A path as the user gives it, possibly with `@NAME`.
-        set_name: The training to search, needed if a job has several.
+        training_name: The training to search, needed if a job has several.
         number: The version number to search; 0 means the newest.
         passed_over: Called with one sentence for each skipped version, if a version is found.
 
@@ -40,8 +40,8 @@ def find(
         raise ValueError(f"{path}: not a directory" if os.path.lexists(path) else f"{path}: no such directory")
     stamp = version.stamp_of(os.path.basename(os.path.abspath(path)))
     if stamp is None and name:
-        path = _down(path, set_name)
-        found = names.of_set(path)
+        path = _down(path, training_name)
+        found = names.of_training(path)
         if name not in found:
             there = ", ".join(sorted(found)[:10]) or "none"
             raise ValueError(f"{path}: no version has the name {name}; the names there: {there}")
@@ -52,7 +52,7 @@ def find(
         if manifest is None:
             raise ValueError(f"{path}: is not whole (it has no {version.MANIFEST})")
         return path, manifest
-    path = _down(path, set_name)
+    path = _down(path, training_name)
     damaged: list[str] = []
     for stamp in version.stamps(path):
         if not number and version.rejected(path, stamp):
@@ -89,7 +89,7 @@ def _read(directory: str, stamp: Stamp) -> VersionManifest | None:
         raise ValueError(f"{directory}/{version.name(stamp)}/{error}") from None
 
 
-def _down(path: str, set_name: str) -> str:
+def _down(path: str, training_name: str) -> str:
     """Descend from the tier to a job's directory, then to a training's: the named one, or the only one."""
     for kind in ("gemini-", ""):
         if version.stamps(path):
@@ -98,13 +98,13 @@ def _down(path: str, set_name: str) -> str:
         if kind and not inside:
             continue
         there = ", ".join(inside[:10]) or "none"
-        if not kind and set_name:
-            if set_name not in inside:
-                raise ValueError(f"{path}: has no set {set_name}; its sets: {there}")
-            inside = [set_name]
+        if not kind and training_name:
+            if training_name not in inside:
+                raise ValueError(f"{path}: has no training {training_name}; its trainings: {there}")
+            inside = [training_name]
         if len(inside) != 1:
             raise ValueError(
-                f"{path}: wanted one {'job' if kind else 'set'} there, found {there}; name the one you want"
+                f"{path}: wanted one {'job' if kind else 'training'} there, found {there}; name the one you want"
             )
         path = f"{path}/{inside[0]}"
     return path

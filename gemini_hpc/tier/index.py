@@ -41,7 +41,7 @@ def write(where: str, manifest: VersionManifest, paced: Paced) -> None:
     """
     tensors, links = _gather(where, manifest, paced)
     with publish.replaced(where, INDEX) as path, hdf5.created(path) as index:
-        index.attrs["job"], index.attrs["set"] = manifest.job, manifest.set
+        index.attrs["job"], index.attrs["training"] = manifest.job, manifest.training
         index.attrs["epoch"], index.attrs["version"] = manifest.stamp
         index.attrs["world"], index.attrs["time"] = manifest.world, manifest.time
         for name, tensor in tensors.items():

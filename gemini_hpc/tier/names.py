@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import NAME, SetName, Version
+from gemini_hpc.core.numbers import NAME, TrainingName, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import publish, version
 from gemini_hpc.wire.bounds import Strict
@@ -23,7 +23,7 @@ MAX_NAMES = 1024  # per version
 _MAX_BYTES = 1 << 20
 _NO_NAMES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
-Names = Annotated[dict[SetName, Version], msgspec.Meta(max_length=MAX_NAMES)]
+Names = Annotated[dict[TrainingName, Version], msgspec.Meta(max_length=MAX_NAMES)]
 _decoder = Strict(msgspec.json.Decoder(Names))
 
 
@@ -58,7 +58,7 @@ def of_version(where: str) -> dict[str, int]:
         raise
 
 
-def of_set(directory: str) -> dict[str, tuple[int, Stamp]]:
+def of_training(directory: str) -> dict[str, tuple[int, Stamp]]:
     """Return each name in a training's directory, with the number asked for and the whole version that has it.
 
     If several versions have a name, the newest version that no training has rejected is returned. Raises

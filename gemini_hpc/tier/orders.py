@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import SET_NAME, Bytes, ClusterName, Count, Job, JobKey, SetName, Version
+from gemini_hpc.core.numbers import SET_NAME, Bytes, ClusterName, Count, Job, JobKey, TrainingName, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.names import Names
@@ -42,7 +42,7 @@ class Order(_Whose, frozen=True, tag_field="op"):
 
     tier: Tier
     job: Job
-    set: SetOrAll
+    training: SetOrAll
 
     @property
     def mark(self) -> Mark:
@@ -171,7 +171,7 @@ class Finished(Answer, frozen=True, tag="finished"):
 
     removed: tuple[Stamp, ...] = ()
     trouble: str = ""
-    names: dict[SetName, tuple[Version, Stamp]] = msgspec.field(default_factory=dict)
+    names: dict[TrainingName, tuple[Version, Stamp]] = msgspec.field(default_factory=dict)
     directory: str = ""
 
 

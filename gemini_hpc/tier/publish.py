@@ -59,7 +59,7 @@ def as_tier_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def made_version(
-    tier: str, mark: Mark, set_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
+    tier: str, mark: Mark, training_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
 ) -> Iterator[Directory]:
     """Yield a version's directory; make it and its parents if missing, but never the tier itself.
 
@@ -69,7 +69,7 @@ def made_version(
     Args:
         tier: The tier's directory.
         mark: The mark of the job.
-        set_name: The training's name.
+        training_name: The training's name.
         stamp: The version's stamp.
         lay_out: Called with the path of a new directory before anything is written there.
 
@@ -78,9 +78,9 @@ def made_version(
     """
     with as_tier_error(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
         with suppress(FileExistsError):
-            os.mkdir(f"{job.path}/{set_name}", _MODE)
+            os.mkdir(f"{job.path}/{training_name}", _MODE)
             job_directory.sync(job.path)
-        with job.below(set_name) as above:
+        with job.below(training_name) as above:
             name = version.name(stamp)
             if not os.path.lexists(f"{above.path}/{name}"):
                 made = scratch.make(above.path, name)

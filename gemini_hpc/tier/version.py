@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import MAX_RANKS, SET_NAME, ClusterName, Job, JobKey, SetName, Time
+from gemini_hpc.core.numbers import MAX_RANKS, SET_NAME, ClusterName, Job, JobKey, Time, TrainingName
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.wire.bounds import Strict
@@ -41,7 +41,7 @@ class VersionManifest(msgspec.Struct, frozen=True):
     """
 
     job: Job
-    set: SetName
+    training: TrainingName
     stamp: Stamp
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     time: Time
@@ -188,7 +188,7 @@ def whole(directory: str | Directory) -> Iterator[VersionManifest]:
                 yield manifest
 
 
-def sets(job_directory: str) -> list[str]:
+def trainings(job_directory: str) -> list[str]:
     """Return the names of the trainings in a job's directory. Raises OSError."""
     try:
         names = os.listdir(job_directory)

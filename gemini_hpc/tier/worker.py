@@ -86,7 +86,7 @@ def _write(order: orders.Write) -> orders.Answer:
     def lay_out(path: str) -> object:
         return lustre.lay_out(path, size_bytes, order.lfs)
 
-    with publish.made_version(order.tier, order.mark, order.set, order.stamp, lay_out) as made:
+    with publish.made_version(order.tier, order.mark, order.training, order.stamp, lay_out) as made:
         shards = []
         for source in order.shards:
             view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
@@ -109,7 +109,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
     with (
         as_tier_error(order.tier),
         _job(order) as job,
-        job.below(order.set) as above,
+        job.below(order.training) as above,
         above.below(version.name(stamp)) as made,
     ):
         absent = sum(not os.path.lexists(f"{made.path}/{file.name}") for file in order.files)
@@ -124,7 +124,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
             mark = order.mark
             manifest = version.VersionManifest(
                 order.job,
-                order.set,
+                order.training,
                 stamp,
                 order.world,
                 clock.time(),
@@ -153,14 +153,14 @@ def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str,
 
     A name belongs to this version, unless another version of the training already has it.
     """
-    taken = names.of_set(directory) if wanted else {}
+    taken = names.of_training(directory) if wanted else {}
     taken = {name: known for name, known in taken.items() if not version.rejected(directory, known[1])}
     return {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
 
 
 def _name(order: orders.Name) -> orders.Answer:
     stamp = order.stamp
-    with as_tier_error(order.tier), _job(order) as job, job.below(order.set) as above:
+    with as_tier_error(order.tier), _job(order) as job, job.below(order.training) as above:
         where = f"{above.path}/{version.name(stamp)}"
         if version.read(above, stamp) is None:
             raise TierError(f"{above.where}/{version.name(stamp)}: no longer there, or no longer whole")
@@ -173,7 +173,7 @@ def _clean(order: orders.Clean) -> orders.Answer:
     with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
         job_directory.clean(tier, order.job)
         try:
-            with _job(order) as job, job.below(order.set) as where:
+            with _job(order) as job, job.below(order.training) as where:
                 return orders.Finished(tuple(retention.clean(where.path, sys.maxsize, before=order.before)))
         except FileNotFoundError:
             return orders.Finished()
@@ -194,7 +194,7 @@ def _find_versions(order: orders.Look) -> orders.Answer:
                 found += _newest(job, order)
                 directory = job.where
             beside = job_directory.beside(tier, order.mark) if order.begin and order.key is not None else ""
-    newest = {manifest.set: manifest for manifest in sorted(found, key=lambda manifest: manifest.time)}
+    newest = {manifest.training: manifest for manifest in sorted(found, key=lambda manifest: manifest.time)}
     return orders.Found(tuple(newest.values()), directory, beside)
 
 
@@ -211,16 +211,16 @@ def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
 
 def _newest(job: Directory, order: orders.Look) -> Iterator[version.VersionManifest]:
     """Yield the newest version of each training that the order wants. Raises OSError."""
-    for name in [order.set] if order.set else version.sets(job.path):
+    for name in [order.training] if order.training else version.trainings(job.path):
         try:
             there = job.below(name)
         except (FileNotFoundError, NotOurs):
             continue
         with there:
-            _mark(there.path, [r for r in order.rejected if r.set == name])
+            _mark(there.path, [r for r in order.rejected if r.training == name])
             wanted = (m for m in version.whole(there) if _offered(there.path, m, order))
             manifest = next(wanted, None)
-        if manifest is not None and (manifest.job, manifest.set) == (order.job, name):
+        if manifest is not None and (manifest.job, manifest.training) == (order.job, name):
             yield manifest
 
 
@@ -235,9 +235,9 @@ def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
 
 
 def _offered(directory: str, manifest: version.VersionManifest, order: orders.Look) -> bool:
-    if (manifest.set, manifest.stamp) in order.without or version.rejected(directory, manifest.stamp):
+    if (manifest.training, manifest.stamp) in order.without or version.rejected(directory, manifest.stamp):
         return False
-    return not any(r.covers(manifest.set, manifest.stamp) for r in order.rejected)
+    return not any(r.covers(manifest.training, manifest.stamp) for r in order.rejected)
 
 
 def _read(order: orders.Read) -> orders.Answer:
@@ -246,7 +246,7 @@ def _read(order: orders.Read) -> orders.Answer:
         for job in _jobs(tier, order):
             with (
                 suppress(FileNotFoundError),
-                job.below(order.set) as above,
+                job.below(order.training) as above,
                 above.below(version.name(stamp)) as there,
             ):
                 manifest = version.read(above, stamp)

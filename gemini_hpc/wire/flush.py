@@ -24,7 +24,7 @@ class Flushing(Message, frozen=True, tag="flushing"):
         root: Agent to ask instead of this one.
     """
 
-    set: str = ""
+    training: str = ""
     stamp: Stamp = Stamp(0, 0)
     bytes: Bytes = 0
     over: bool = False

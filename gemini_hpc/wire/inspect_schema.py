@@ -17,9 +17,9 @@ from gemini_hpc.core.numbers import (
     Port,
     Restart,
     Round,
-    SetName,
     SomeBlocks,
     Time,
+    TrainingName,
     Version,
 )
 from gemini_hpc.core.slots import Stamp
@@ -50,7 +50,7 @@ class EventRecord(msgspec.Struct, frozen=True):
 class RecordAsk(msgspec.Struct, frozen=True):
     """A request for the traffic that this rank has recorded."""
 
-    set: str
+    training: str
     rank: Count
 
 
@@ -76,7 +76,7 @@ class HeldSlot(msgspec.Struct, frozen=True):
         blocks: Number of parity blocks.
     """
 
-    set: str
+    training: str
     rank: Count
     world: Count
     home: Count
@@ -112,8 +112,8 @@ class TierState(msgspec.Struct, frozen=True):
     saving: Stamp | None = None
     written: Bytes = 0
     problem: str = ""
-    keeping: tuple[SetName, ...] = ()
-    kept: tuple[tuple[SetName, Stamp], ...] = ()
+    keeping: tuple[TrainingName, ...] = ()
+    kept: tuple[tuple[TrainingName, Stamp], ...] = ()
     interval_s: Duration = 0.0
     interval_reason: str = ""
 
@@ -162,7 +162,7 @@ class TrainingState(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True):
     """The record of one rank: its newest timeline, and its overhead over time."""
 
-    set: str
+    training: str
     rank: Count
     timeline: TimelineState | None
     series: tuple[Point, ...]
@@ -228,7 +228,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     spares: Count = 0
     without: tuple[str, ...] = ()
     after: Job = 0
-    taken: tuple[tuple[SetName, Stamp], ...] = ()
+    taken: tuple[tuple[TrainingName, Stamp], ...] = ()
     not_taken: str = ""
     parity: Blocks = 0
     domains: Separation | None = None

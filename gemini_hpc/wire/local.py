@@ -26,10 +26,10 @@ from gemini_hpc.core.numbers import (
     Port,
     Restart,
     Seconds,
-    SetName,
     StepName,
     TierInterval,
     Time,
+    TrainingName,
     Version,
 )
 from gemini_hpc.core.parity import MAX_MEMBERS
@@ -234,7 +234,7 @@ class LaunchState(Message, frozen=True, tag="launch"):
 class OfRank(Message, frozen=True):
     """The base of messages about the shard of one training rank (`rank`) in one training."""
 
-    set: str
+    training: str
     rank: Count
 
 
@@ -257,7 +257,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
     least: int
     most: int
-    set: str
+    training: str
     rank: Count
     world: Count
     local_rank: Count
@@ -314,7 +314,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     after: int = 0
     parity: Blocks = 0
     group: tuple[int, ...] = ()
-    set: str = ""
+    training: str = ""
     closed: Version = 0
     passed: bool = False
     others: tuple[str, ...] = ()
@@ -323,7 +323,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     changes: tuple[str, ...] = ()
 
 
-class Bequeath(OfRank, frozen=True, tag="bequeath"):
+class TakeOver(OfRank, frozen=True, tag="take-over"):
     """A request for the memory of a copy, sent by an agent of the owner's other job on this node.
 
     The sender has no room for a copy of its own. `Copy` answers with the descriptor, and this agent no longer holds
@@ -363,7 +363,7 @@ class Slots(Message, frozen=True, tag="slots"):
     bytes: int
 
 
-class Begin(OfRank, frozen=True, tag="begin"):
+class BeginVersion(OfRank, frozen=True, tag="begin-version"):
     """A request to fill a slot with `version` (of `Welcome`'s epoch); answered by `Begun` or `Refused`."""
 
     version: Version
@@ -385,11 +385,11 @@ class Fill(OfRank, frozen=True, tag="fill"):
 class Filled(OfRank, frozen=True, tag="filled"):
     """A report of the byte ranges that this rank has filled; the rank writes no more.
 
-    An empty `there` means that all bytes must come from the push.
+    An empty `present` means that all bytes must come from the push.
     """
 
     version: Version
-    there: tuple[tuple[Bytes, Bytes], ...] = ()
+    present: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
 class Begun(Message, frozen=True, tag="begun"):
@@ -500,7 +500,7 @@ class KeepVersion(OfRank, frozen=True, tag="keep-version"):
     """
 
     version: Version
-    name: SetName
+    name: TrainingName
 
 
 class HandBack(OfRank, frozen=True, tag="handback"):
@@ -527,7 +527,7 @@ class HandBack(OfRank, frozen=True, tag="handback"):
 class PushOffer(Message, frozen=True, tag="offer"):
     """An offer of the version in the slot being filled: its `used` bytes no longer change.
 
-    The answer is `Ok`, `Taken` or `Refused` for the holder. The agent reads the bytes while they are sent.
+    The answer is `Ok`, `PresentRanges` or `Refused` for the holder. The agent reads the bytes while they are sent.
 
     Attributes:
         base: A version of the same epoch that the holder's slot may still have.
@@ -540,10 +540,10 @@ class PushOffer(Message, frozen=True, tag="offer"):
     kept: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
-class Taken(Message, frozen=True, tag="taken"):
+class PresentRanges(Message, frozen=True, tag="present"):
     """The reply to `PushOffer` with the byte ranges that the holder already has; they are not sent."""
 
-    there: tuple[tuple[Bytes, Bytes], ...]
+    present: tuple[tuple[Bytes, Bytes], ...]
 
 
 class PushGo(Message, frozen=True, tag="go"):
@@ -567,7 +567,7 @@ class LiveOn(OfRank, frozen=True, tag="live-on"):
     nodes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LIVE_NODES)]
 
 
-class Sketched(OfRank, frozen=True, tag="sketched"):
+class OutlineWritten(OfRank, frozen=True, tag="outline-written"):
     """A report that this rank's slot for its own shard has the directory and small state of this version.
 
     The tensors are still missing. Only the newest report counts. `Ok` answers.
@@ -667,7 +667,7 @@ class Timeline(OfRank, frozen=True, tag="timeline"):
     timeline: TimelineState
 
 
-class Keep(OfRank, frozen=True, tag="keep"):
+class CacheBytes(OfRank, frozen=True, tag="cache"):
     """A request to keep these bytes for this rank as long as the agent lives.
 
     The agent keeps them across recovery rounds and requeues.
@@ -680,14 +680,14 @@ class Keep(OfRank, frozen=True, tag="keep"):
     data: Blob
 
 
-class Recall(OfRank, frozen=True, tag="recall"):
-    """A request for the bytes kept under this key; answered by `Kept`."""
+class FetchCached(OfRank, frozen=True, tag="fetch-cached"):
+    """A request for the bytes kept under this key; answered by `CachedBytes`."""
 
     key: Key
 
 
-class Kept(Message, frozen=True, tag="kept"):
-    """The answer to `Recall`; data None: no bytes are kept under this key."""
+class CachedBytes(Message, frozen=True, tag="cached"):
+    """The answer to `FetchCached`; data None: no bytes are kept under this key."""
 
     data: Blob | None = None
 
@@ -722,13 +722,13 @@ class Error(Message, frozen=True, tag="error"):
 
 Request = (
     Attach
-    | Bequeath
+    | TakeOver
     | Epilog
     | VerdictRequest
     | LaunchRequest
     | Hello
     | Register
-    | Begin
+    | BeginVersion
     | Landed
     | Abort
     | Fill
@@ -736,7 +736,7 @@ Request = (
     | Fetch
     | OpenPush
     | LiveOn
-    | Sketched
+    | OutlineWritten
     | OpenRescue
     | Event
     | Finished
@@ -745,13 +745,26 @@ Request = (
     | HandBack
     | Traffic
     | Timeline
-    | Keep
-    | Recall
+    | CacheBytes
+    | FetchCached
 )
 PushRequest = PushOffer | PushGo | PushDone
 RescueRequest = Still | CopyLive | Complete | GoOn
 RescueReply = Standing | Copied
-Reply = Ready | Verdict | LaunchState | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error
+Reply = (
+    Ready
+    | Verdict
+    | LaunchState
+    | Welcome
+    | Slots
+    | Begun
+    | Refused
+    | Copy
+    | CachedBytes
+    | PresentRanges
+    | Ok
+    | Error
+)
 
 request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
 push_decoder: Strict[PushRequest] = Strict(msgspec.json.Decoder(PushRequest))
@@ -763,7 +776,7 @@ encode = msgspec.json.Encoder().encode
 
 def hello(
     *,
-    set: str,
+    training: str,
     rank: int,
     world: int,
     local_rank: int,
@@ -779,7 +792,7 @@ def hello(
     return Hello(
         version.OLDEST,
         version.CURRENT,
-        set,
+        training,
         rank,
         world,
         local_rank,

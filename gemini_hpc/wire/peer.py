@@ -31,10 +31,10 @@ from gemini_hpc.core.numbers import (
     Restart,
     Round,
     Seconds,
-    SetName,
     StepName,
     TierInterval,
     Time,
+    TrainingName,
     Version,
 )
 from gemini_hpc.core.placement import PlacementOrder
@@ -82,7 +82,7 @@ class Liveness(Message, frozen=True, tag="liveness"):
     restart: Restart
 
 
-class Left(Message, frozen=True, tag="left"):
+class AgentLeft(Message, frozen=True, tag="left"):
     """An announcement on every link before the agent ends, so that its silence does not count as death.
 
     The training has succeeded on this node and the job is over. A peer's epilog may run seconds later.
@@ -167,7 +167,7 @@ class Stop(msgspec.Struct, frozen=True):
     at: Time = 0.0
     lost: tuple[Host, ...] = ()
     replaced: tuple[tuple[Host, Host], ...] = ()
-    reached: dict[SetName, Version] = msgspec.field(default_factory=dict)
+    reached: dict[TrainingName, Version] = msgspec.field(default_factory=dict)
 
 
 class InventoryRecord(msgspec.Struct, frozen=True):
@@ -253,14 +253,14 @@ class PullOrder(msgspec.Struct, frozen=True):
     parts: tuple[tuple[str, Copy], ...] = ()
 
 
-class SetPlan(msgspec.Struct, frozen=True):
+class PlannedTraining(msgspec.Struct, frozen=True):
     """The version that a training resumes from.
 
     Attributes:
         chosen: Stamp of that version; None: none, for the reasons in `lost`.
         copies: Chosen copy of each rank, with the hosts that hold it now.
         keep: Stamps that a holder does not void.
-        sealed: Stamp that counts as sealed until the root's first decision (core.recovery.SetPlan).
+        sealed: Stamp that counts as sealed until the root's first decision (core.recovery_plan.TrainingPlan).
     """
 
     name: str
@@ -277,7 +277,7 @@ class SetPlan(msgspec.Struct, frozen=True):
         return any(TIER in sources for _, sources in self.copies)
 
 
-class Heritage(msgspec.Struct, frozen=True):
+class Takeover(msgspec.Struct, frozen=True):
     """The versions taken over from another job of the same owner, the predecessor.
 
     Attributes:
@@ -288,7 +288,7 @@ class Heritage(msgspec.Struct, frozen=True):
 
     job: Job
     ports: dict[str, Port] = msgspec.field(default_factory=dict)
-    stamps: dict[SetName, Stamp] = msgspec.field(default_factory=dict)
+    stamps: dict[TrainingName, Stamp] = msgspec.field(default_factory=dict)
     lost: Reason = ""
 
     def origin(self, name: str, stamp: Stamp) -> Stamp | None:
@@ -309,7 +309,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
         counted: Agent instances whose inventories the plan uses, by host. An agent that started later refuses the
             plan.
         rejected: Versions that must never be chosen again.
-        heritage: Versions that the job takes over from another job.
+        takeover: Versions that the job takes over from another job.
         order: Order of placement (`placement.Order`).
         domains: Failure domains that the order could not separate; None: none is known.
         closed: Trainings that all ranks have closed.
@@ -323,14 +323,14 @@ class PlanDown(Message, frozen=True, tag="plan"):
     noderanks: dict[str, Count]
     map_hash: str
     ports: dict[str, Port]
-    sets: tuple[SetPlan, ...]
+    trainings: tuple[PlannedTraining, ...]
     pulls: tuple[PullOrder, ...]
     unseen: str = ""
     tier: Tier = Tier()
     doubt: bool = False
     counted: dict[str, str] = msgspec.field(default_factory=dict)
     rejected: tuple[Rejection, ...] = ()
-    heritage: Heritage | None = None
+    takeover: Takeover | None = None
     order: tuple[Count, ...] = ()
     domains: Separation | None = None
     closed: tuple[Closed, ...] = ()
@@ -342,7 +342,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
             raise ValueError(f"an order of {len(self.order)} node ranks for {len(self.noderanks)} nodes")
 
 
-class Taken(Message, frozen=True, tag="taken"):
+class TakenOver(Message, frozen=True, tag="taken-over"):
     """A message to a predecessor's agent, on its successor's connection.
 
     The versions taken over are now sealed at the successor.
@@ -406,7 +406,7 @@ class VoteUp(Message, frozen=True, tag="vote"):
     """
 
     round: Round
-    set: str
+    training: str
     pairs: Pairs
     world: Count
     degraded: bool
@@ -425,7 +425,7 @@ class DecisionDown(Message, frozen=True, tag="decision"):
     """
 
     round: Round
-    set: str
+    training: str
     sealed: Stamp | None
     abandoned: tuple[Stamp, ...]
     degraded: bool
@@ -443,7 +443,7 @@ class ClosedUp(Message, frozen=True, tag="closed"):
     """
 
     round: Round
-    set: SetName
+    training: TrainingName
     ranks: Count
     world: Count
     version: Version
@@ -472,7 +472,7 @@ class StandingUp(Message, frozen=True, tag="standing"):
     """
 
     round: Round
-    set: SetName
+    training: TrainingName
     standing: HangStanding
 
 
@@ -480,7 +480,7 @@ class HungDown(Message, frozen=True, tag="hung"):
     """A notice that this training hangs, sent down the tree each second while it does."""
 
     round: Round
-    set: SetName
+    training: TrainingName
     standing: HangStanding
 
 
@@ -510,7 +510,7 @@ class SaveDown(Message, frozen=True, tag="save"):
     """
 
     round: Round
-    set: str
+    training: str
     stamp: Stamp
     attempt: Attempt = 0
 
@@ -519,7 +519,7 @@ class SaveUp(Message, frozen=True, tag="saved"):
     """A report up the tree of node `host`'s file of a version; file None: none, with the reason."""
 
     round: Round
-    set: str
+    training: str
     stamp: Stamp
     host: str
     file: NodeFile | None
@@ -544,8 +544,8 @@ class KeepWish(Message, frozen=True, tag="keep"):
     """
 
     round: Round
-    set: SetName
-    name: SetName
+    training: TrainingName
+    name: TrainingName
     version: Version
 
 
@@ -557,8 +557,8 @@ class KeepDone(Message, frozen=True, tag="kept"):
     """
 
     round: Round
-    set: SetName
-    name: SetName
+    training: TrainingName
+    name: TrainingName
     version: Version
     stamp: Stamp | None = None
 
@@ -576,7 +576,7 @@ class SalvageAsk(Message, frozen=True, tag="salvage?"):
 class Sealed(msgspec.Struct, frozen=True):
     """An agent's knowledge of the sealed version of a training with `world` ranks."""
 
-    set: SetName
+    training: TrainingName
     stamp: Stamp
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
@@ -584,7 +584,7 @@ class Sealed(msgspec.Struct, frozen=True):
 class Held(msgspec.Struct, frozen=True):
     """A complete copy."""
 
-    set: SetName
+    training: TrainingName
     rank: Count
     home: Count
     stamp: Stamp
@@ -604,7 +604,7 @@ class SalvageWrite(Message, frozen=True, tag="salvage-write"):
     The agent writes its copies of the shards that have these homes (node ranks). `SalvageWrote` answers.
     """
 
-    set: SetName
+    training: TrainingName
     stamp: Stamp
     homes: tuple[Count, ...]
     attempt: Attempt
@@ -617,7 +617,7 @@ class SalvageWrote(Message, frozen=True, tag="salvage-wrote"):
         reason: Reason why not all files are there.
     """
 
-    set: SetName
+    training: TrainingName
     stamp: Stamp
     files: tuple[NodeFile, ...]
     reason: str
@@ -652,7 +652,7 @@ class Outline(Message, frozen=True, tag="outline"):
     """
 
     round: Round
-    set: SetName
+    training: TrainingName
     rank: Count
     world: Count
     home: Count
@@ -669,7 +669,7 @@ class OutlineDigest(Message, frozen=True, tag="outline-digest"):
     """A notice to the same nodes that the version is complete at the shard's home, with this digest."""
 
     round: Round
-    set: SetName
+    training: TrainingName
     rank: Count
     stamp: Stamp
     digest: Digest
@@ -689,7 +689,7 @@ class PullAsk(Message, frozen=True, tag="pull?"):
         bare: Send no bytes.
     """
 
-    set: str
+    training: str
     rank: Count
     stamp: Stamp
     parity: bool
@@ -723,7 +723,7 @@ class PushAsk(Message, frozen=True, tag="push?"):
     The sender is this shard's home and will push the shard version by version.
     """
 
-    set: str
+    training: str
     rank: Count
     epoch: Epoch
     round: Round
@@ -739,7 +739,7 @@ class PushStripe(Message, frozen=True, tag="stripe?"):
         number: Number of this connection; the leading one has 0.
     """
 
-    set: str
+    training: str
     rank: Count
     push: PushName
     number: Annotated[int, msgspec.Meta(ge=1, lt=MAX_STRIPES)]
@@ -752,12 +752,12 @@ class PushAnswer(Message, frozen=True, tag="push"):
         reason: Reason for a refusal; "": accepted.
         push: In answer to `PushAsk`: the holder's name for this connection.
         stripes: In answer to `PushAsk`: how many connections the holder takes, this one included.
-        there: Byte ranges that the holder already has; the home does not send them.
-        part: For parity: the bytes in `there` are not wanted, and those that come have a digest of their own.
+        present: Byte ranges that the holder already has; the home does not send them.
+        part: For parity: the bytes in `present` are not wanted, and those that come have a digest of their own.
     """
 
     reason: str = ""
-    there: tuple[tuple[Bytes, Bytes], ...] = ()
+    present: tuple[tuple[Bytes, Bytes], ...] = ()
     part: bool = False
     push: Annotated[str, msgspec.Meta(max_length=16)] = ""
     stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
@@ -781,7 +781,7 @@ class PushHead(Message, frozen=True, tag="version"):
 class PushChunk(Message, frozen=True, tag="chunk"):
     """The header of `length` raw bytes (covered by the digest) for this offset in the slot.
 
-    Over the connections of a shard together, each byte that is not in `there` comes once, in any order.
+    Over the connections of a shard together, each byte that is not in `present` comes once, in any order.
     """
 
     offset: Bytes

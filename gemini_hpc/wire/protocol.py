@@ -12,7 +12,7 @@ AnyMessage = (
     | peer.ProbeAsk
     | peer.ProbeAnswer
     | peer.Liveness
-    | peer.Left
+    | peer.AgentLeft
     | peer.Launch
     | peer.RankEnded
     | peer.FailedFirst
@@ -22,7 +22,7 @@ AnyMessage = (
     | peer.Wake
     | peer.PlanDown
     | peer.PlanAck
-    | peer.Taken
+    | peer.TakenOver
     | peer.Go
     | peer.NeedRound
     | peer.RoundLost

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import Bytes, Count, SetName, TierInterval
+from gemini_hpc.core.numbers import Bytes, Count, TierInterval, TrainingName
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.tier_interval import AUTO
 
@@ -77,7 +77,7 @@ class Rejection(msgspec.Struct, frozen=True, order=True):
         fresh: The training may begin anew if no other version is left.
     """
 
-    set: SetName
+    training: TrainingName
     low: Stamp
     high: Stamp
     reason: Reason = ""
@@ -85,7 +85,7 @@ class Rejection(msgspec.Struct, frozen=True, order=True):
 
     def covers(self, name: str, stamp: Stamp) -> bool:
         """Return whether this version of a training is in the rejected range."""
-        return name == self.set and self.low <= stamp <= self.high
+        return name == self.training and self.low <= stamp <= self.high
 
     @property
     def sentence(self) -> str:

@@ -81,7 +81,7 @@ class Trainer:
         self.name, self.size, self.version = name, size, 0
         self.caller = Caller(agent.socket)
         welcome, fds = self.caller.ask_fds(
-            local.hello(set=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
+            local.hello(training=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
         )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
@@ -92,7 +92,7 @@ class Trainer:
 
     def step(self, timeout_s: float = 10.0) -> None:
         self.version += 1
-        begun = self.caller.ask(local.Begin(self.name, 0, self.version))
+        begun = self.caller.ask(local.BeginVersion(self.name, 0, self.version))
         assert isinstance(begun, local.Begun), begun
         payload = str(self.version).encode().ljust(1000)
         self.maps[begun.slot][: len(payload)] = payload

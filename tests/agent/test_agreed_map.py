@@ -64,7 +64,7 @@ class Host:
                 self.older,
                 noderanks={self.name: 0},
                 map_restart=1,
-                sealed=((copy.set, copy.stamp),),
+                sealed=((copy.training, copy.stamp),),
                 doubt=self.doubt,
             )
         if self.older is not None:
@@ -143,7 +143,7 @@ def test_a_round_that_cannot_see_the_tier_serves_no_launch() -> None:
         rounds.need(3, "7.0", again=False)
         await settle()
         assert rounds.round == 4 and not rounds.unseen and host.looks == [False, True, True, True]
-        assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+        assert rounds.plan is not None and [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
         rounds.need(4, "7.0", again=False)
         await settle()
         assert rounds.round == 4, "it is served"
@@ -188,7 +188,7 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
         rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
-        assert rounds.plan is not None and rounds.unseen and [s.keep for s in rounds.plan.sets] == [((1, 5),)]
+        assert rounds.plan is not None and rounds.unseen and [s.keep for s in rounds.plan.trainings] == [((1, 5),)]
         host.sees = True
         if requeued:
             host.restart = 2
@@ -196,12 +196,12 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
             rounds.begin_round("")
             while spawned:
                 await spawned.pop(0)
-            assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+            assert rounds.plan is not None and [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
             return
         rounds.need(1, "7.0", again=False)
         while spawned:
             await spawned.pop(0)
-        assert not rounds.unseen and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+        assert not rounds.unseen and [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
         rounds.need(2, "7.1", again=False)
         while spawned:
             await spawned.pop(0)
@@ -226,7 +226,7 @@ def test_what_an_incarnation_long_ago_has_left_is_not_the_newest(
         rounds.begin_round("")
         while spawned:
             await spawned.pop(0)
-        assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [chosen]
+        assert rounds.plan is not None and [s.chosen for s in rounds.plan.trainings] == [chosen]
         assert len(host.looks) == looks
 
     asyncio.run(run())
@@ -250,6 +250,6 @@ def test_a_tier_that_the_program_chooses_is_looked_at_before_it_is_served() -> N
                 await spawned.pop(0)
         assert rounds.round == 2 and rounds.step == "7.0" and host.looks == [True]
         assert rounds.plan is not None and rounds.plan.tier == Tier("/t", 60)
-        assert [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+        assert [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
 
     asyncio.run(run())

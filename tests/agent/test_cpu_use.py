@@ -22,7 +22,7 @@ class Agent:
     def __init__(self, cores: float = 0.5) -> None:
         self.used_s = 100.0
         self.slots: list[Any] = []
-        shard = SimpleNamespace(set="default", pair=SimpleNamespace(slots=self.slots))
+        shard = SimpleNamespace(training="default", pair=SimpleNamespace(slots=self.slots))
         store: Any = SimpleNamespace(every=lambda: [shard])
         self.training = Training("default")
         self.use = CpuUse(Settings(agent_cores=cores), store, lambda: self.used_s)

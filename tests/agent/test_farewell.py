@@ -89,7 +89,7 @@ def test_a_peer_that_sends_meanwhile_reads_it() -> None:
                 far.send(peer.Ping())
                 await turns()
             assert not leaver.links["n2"].is_read
-            assert peer.Left() in await everything(far)
+            assert peer.AgentLeft() in await everything(far)
             far.close()
             await leaver.parted()
             assert served.done() and not leaver.links, "its answer is the end of the connection"

@@ -95,12 +95,12 @@ def test_a_round_that_does_not_end_is_the_state_of_the_job() -> None:
 def test_what_a_rank_was_filling_that_gives_up_is_void_and_it_begins_nothing(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     trainer.step()
-    begun = trainer.caller.ask(local.Begin("default", 0, 2))
+    begun = trainer.caller.ask(local.BeginVersion("default", 0, 2))
     assert isinstance(begun, local.Begun)
     assert trainer.caller.ask(local.Event("unprotected", 2, time.time(), "IndexError: no room")) == local.Ok()
     landed = trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, "0" * 32))
     assert isinstance(landed, local.Error) and "is not being filled" in landed.error
-    refused = trainer.caller.ask(local.Begin("default", 0, 3))
+    refused = trainer.caller.ask(local.BeginVersion("default", 0, 3))
     assert isinstance(refused, local.Refused) and "given up its protection" in refused.reason
     trainer.caller.close()
     back = agent.caller()

@@ -20,7 +20,9 @@ def joined(agent: AgentProcess, rank: int, *, rejoin: bool) -> tuple[Caller, Con
     """A rank of two that has said hello."""
     caller = agent.caller()
     welcome, fds = caller.ask_fds(
-        local.hello(set="default", rank=rank, world=2, local_rank=rank, step=STEP, pid=os.getpid(), rejoin=rejoin)
+        local.hello(
+            training="default", rank=rank, world=2, local_rank=rank, step=STEP, pid=os.getpid(), rejoin=rejoin
+        )
     )
     assert isinstance(welcome, local.Welcome), (welcome, agent.log())
     page = ControlPage(fds[0], writable=False)

@@ -38,16 +38,16 @@ def refused(reply: local.Message | None, *words: str) -> None:
 
 PACKETS = {
     "noise": random.Random(1).randbytes(3000),
-    "truncated": b'{"op":"begin","set":"default","rank":0,"ver',
+    "truncated": b'{"op":"begin-version","training":"default","rank":0,"ver',
     "not an object": b"[1,2,3]",
     "unknown op": b'{"op":"format the disk"}',
     "no op": b'{"rank":0}',
     "a reply": b'{"op":"welcome","job":1}',
-    "wrong type": b'{"op":"begin","set":"default","rank":"0","version":1}',
-    "float": b'{"op":"begin","set":"default","rank":0,"version":1.5}',
-    "negative": b'{"op":"begin","set":"default","rank":-1,"version":1}',
-    "huge": b'{"op":"begin","set":"default","rank":0,"version":' + b"9" * 3000 + b"}",
-    "above 40 bits": b'{"op":"begin","set":"default","rank":0,"version":1099511627776}',
+    "wrong type": b'{"op":"begin-version","training":"default","rank":"0","version":1}',
+    "float": b'{"op":"begin-version","training":"default","rank":0,"version":1.5}',
+    "negative": b'{"op":"begin-version","training":"default","rank":-1,"version":1}',
+    "huge": b'{"op":"begin-version","training":"default","rank":0,"version":' + b"9" * 3000 + b"}",
+    "above 40 bits": b'{"op":"begin-version","training":"default","rank":0,"version":1099511627776}',
     "nan": b'{"op":"event","name":"a","version":1,"t":NaN}',
     "infinity": b'{"op":"event","name":"a","version":1,"t":1e999}',
     "huge time": b'{"op":"event","name":"a","version":1,"t":1e300}',
@@ -88,7 +88,7 @@ def test_descriptors_nobody_asked_for_are_closed(agent: AgentProcess) -> None:
     caller = agent.caller()
     for count in (1, 2, 4, 5, 16):
         caller.ask(local.VerdictRequest(), pipes[:count])
-        caller.ask(local.Begin("default", 0, 1), pipes[:count])
+        caller.ask(local.BeginVersion("default", 0, 1), pipes[:count])
     for _ in range(20):
         empty = Caller(agent.socket)
         with suppress(OSError):
@@ -136,7 +136,7 @@ def test_requests_before_hello(agent: AgentProcess) -> None:
     caller = agent.caller()
     requests: list[local.Message] = [
         local.Register("default", 0, 1, 0, SIZE),
-        local.Begin("default", 0, 2),
+        local.BeginVersion("default", 0, 2),
         local.Landed("default", 0, 1, 0, 10, "x"),
         local.Abort("default", 0, 1, 0),
         local.Fetch("default", 0),
@@ -144,8 +144,8 @@ def test_requests_before_hello(agent: AgentProcess) -> None:
         local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"),
         local.Traffic("default", 0, TrafficState(1.0, "gemini", "gloo", "steady")),
         local.Timeline("default", 0, TimelineState(1, 1.0, 1.0)),
-        local.Keep("default", 0, "0" * 32, b"x"),
-        local.Recall("default", 0, "0" * 32),
+        local.CacheBytes("default", 0, "0" * 32, b"x"),
+        local.FetchCached("default", 0, "0" * 32),
     ]
     for request in requests:
         refused(caller.ask(request), "say hello first")
@@ -193,7 +193,7 @@ def test_wrong_protocol_and_step(agent: AgentProcess) -> None:
 def test_two_processes_of_one_rank(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     trainer.step()
-    refused(agent.caller().hello(), "rank 0 of set 'default' trains here already", str(os.getpid()), "name=")
+    refused(agent.caller().hello(), "rank 0 of training 'default' trains here already", str(os.getpid()), "name=")
     trainer.step()
     refused(agent.caller().hello(rejoin=True), "trains here already")
     trainer.step()
@@ -225,18 +225,18 @@ CANNOT_BE_SERVED: list[tuple[local.Message, str]] = [
     (local.Register("default", 1, 1, 0, SIZE), "rank 1 of 1"),
     (local.Register("default", 0, 1, 0, 0), "0 bytes"),
     (local.Register("default", 0, 1, 0, (1 << 50) - 1), "not enough memory for the replicas: wanted"),
-    (local.Begin("default", 3, 1), "rank 3"),
+    (local.BeginVersion("default", 3, 1), "rank 3"),
     (local.Landed("default", 0, 9, 0, 10, "x"), "not being filled"),
     (local.Landed("default", 0, 9, -1, 10, "x"), "not being filled"),
     (local.Landed("default", 0, 9, 1 << 40, 10, "x"), "not being filled"),
     (local.Fetch("default", 9), "shard 9 is not part"),
     (local.Finished("default", 7), "rank 7"),
-    (local.Begin("other", 0, 1), "say hello first"),
+    (local.BeginVersion("other", 0, 1), "say hello first"),
     (local.Traffic("default", 1, TrafficState(1.0, "gemini", "gloo", "steady")), "rank 1"),
     (local.Timeline("default", 7, TimelineState(1, 1.0, 1.0)), "rank 7"),
-    (local.Keep("default", 1, "0" * 32, b"x"), "rank 1"),
-    (local.Recall("default", 1, "0" * 32), "rank 1"),
-    (local.Recall("other", 0, "0" * 32), "say hello first"),
+    (local.CacheBytes("default", 1, "0" * 32, b"x"), "rank 1"),
+    (local.FetchCached("default", 1, "0" * 32), "rank 1"),
+    (local.FetchCached("other", 0, "0" * 32), "say hello first"),
     (local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"), "descriptor"),
 ]
 
@@ -252,7 +252,7 @@ def test_requests_that_cannot_be_served(agent: AgentProcess) -> None:
 
 def test_used_bytes_beyond_the_slot(agent: AgentProcess) -> None:
     trainer = agent.trainer()
-    begun = trainer.caller.ask(local.Begin("default", 0, 1))
+    begun = trainer.caller.ask(local.BeginVersion("default", 0, 1))
     assert isinstance(begun, local.Begun)
     refused(trainer.caller.ask(local.Landed("default", 0, 1, begun.slot, SIZE + 1, "x")), str(SIZE + 1), str(SIZE))
 
@@ -260,7 +260,7 @@ def test_used_bytes_beyond_the_slot(agent: AgentProcess) -> None:
 def test_wrong_digest_is_not_sealed_and_loses_nothing(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     trainer.step()
-    begun = trainer.caller.ask(local.Begin("default", 0, 2))
+    begun = trainer.caller.ask(local.BeginVersion("default", 0, 2))
     assert isinstance(begun, local.Begun)
     for text in ("x", "0" * 31, "A" * 32, "é" * 32):
         refused(trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, text)), "needs its digest")
@@ -276,7 +276,7 @@ def test_another_training_cannot_touch_the_first(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     trainer.step()
     other = agent.trainer("other")
-    for request in (local.Register("default", 0, 1, 0, SIZE), local.Begin("default", 0, 1 << 30)):
+    for request in (local.Register("default", 0, 1, 0, SIZE), local.BeginVersion("default", 0, 1 << 30)):
         refused(other.caller.ask(request), "say hello first")
     other.step()
     trainer.step()
@@ -289,9 +289,9 @@ def test_a_shard_has_one_writer(make_agent: Make) -> None:
     assert isinstance(second.hello(1, 2), local.Welcome)
     assert isinstance(first.ask(local.Register("default", 0, 2, 0, SIZE)), local.Slots)
     refused(second.ask(local.Register("default", 0, 2, 0, SIZE)), f"process {os.getpid()}")
-    refused(second.ask(local.Begin("default", 0, 1 << 39)), "not registered by this process")
+    refused(second.ask(local.BeginVersion("default", 0, 1 << 39)), "not registered by this process")
     refused(second.ask(local.Finished("default", 0)), "rank 0")
-    assert isinstance(first.ask(local.Begin("default", 0, 1)), local.Begun)
+    assert isinstance(first.ask(local.BeginVersion("default", 0, 1)), local.Begun)
     first.close()
     mine = local.Register("default", 0, 2, 0, SIZE)
     until(lambda: isinstance(second.ask(mine), local.Slots), what="the agent has noticed that the first is gone")
@@ -415,7 +415,7 @@ def test_hand_back_of_something_else(rejoined: tuple[AgentProcess, Caller]) -> N
                 os.close(fd)
             agent.quiet(fds)
     assert isinstance(caller.ask(local.Register("default", 0, 1, 0, SIZE)), local.Slots), "the trainer goes on"
-    assert isinstance(caller.ask(local.Begin("default", 0, 2)), local.Begun)
+    assert isinstance(caller.ask(local.BeginVersion("default", 0, 2)), local.Begun)
 
 
 def test_hand_back_that_cannot_be(rejoined: tuple[AgentProcess, Caller]) -> None:
@@ -454,7 +454,7 @@ def test_hand_back_of_the_same_version_twice(rejoined: tuple[AgentProcess, Calle
     assert caller.ask(back(used=10, digest=digest), [first]) == local.Ok()
     refused(caller.ask(back(used=10, digest=digest), [second]), "cannot take version 1 back")
     assert caller.ask(back(slot=1, used=10, digest=digest), [second]) == local.Ok()
-    assert isinstance(caller.ask(local.Begin("default", 0, 2)), local.Begun), agent.log()
+    assert isinstance(caller.ask(local.BeginVersion("default", 0, 2)), local.Begun), agent.log()
     os.close(first)
     os.close(second)
 
@@ -499,7 +499,7 @@ _ops = [
     "verdict?",
     "hello",
     "register",
-    "begin",
+    "begin-version",
     "landed",
     "abort",
     "fetch",
@@ -508,13 +508,13 @@ _ops = [
     "handback",
     "traffic",
     "timeline",
-    "keep",
-    "recall",
+    "cache",
+    "fetch-cached",
 ]
 _fields = [
     "job",
     "restart",
-    "set",
+    "training",
     "rank",
     "world",
     "home",

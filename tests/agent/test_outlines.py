@@ -136,7 +136,7 @@ def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
         slot = shard.pair.slots[0]
         slot.state, slot.stamp, slot.digest, slot.bytes_used = "complete", Stamp(3, 7), "d" * 32, LAYOUT.total
         outlines.lives_on("default", 2, (0, 1))
-        outlines.sketched(shard, 0, len(SMALL), AREAS, UNCOUNTED)
+        outlines.on_written(shard, 0, len(SMALL), AREAS, UNCOUNTED)
     finally:
         for memory in shard.memory:
             memory.close()
@@ -154,6 +154,6 @@ def test_orphans_are_shards_whose_holders_are_all_dead() -> None:
 def test_messages_have_bounds() -> None:
     sent = protocol.encode(outline())
     assert protocol.decoder.decode(sent) == outline()
-    for changes in ({"small": b"x" * (peer.MAX_SMALL_BYTES + 1)}, {"key": "../../x"}, {"set": "/etc"}):
+    for changes in ({"small": b"x" * (peer.MAX_SMALL_BYTES + 1)}, {"key": "../../x"}, {"training": "/etc"}):
         with pytest.raises(msgspec.MsgspecError):
             protocol.decoder.decode(protocol.encode(outline(**changes)))

@@ -43,7 +43,9 @@ class Rank:
         self.rank, self.home, self.shift = rank, (rank + shift) % self.world, shift
         self.node = job.nodes[self.home]
         self.caller = Caller(Path(self.node.path))
-        greeting = local.hello(set="default", rank=rank, world=self.world, local_rank=0, step=step, pid=os.getpid())
+        greeting = local.hello(
+            training="default", rank=rank, world=self.world, local_rank=0, step=step, pid=os.getpid()
+        )
         welcome, fds = self.caller.ask_fds(greeting)
         assert isinstance(welcome, local.Welcome), welcome
         self.welcome, self.page = welcome, ControlPage(fds[0], writable=False)
@@ -67,7 +69,7 @@ class Rank:
         return local.Register("default", self.rank, n, self.home, size, of=of, passed=passed)
 
     def begin(self, version: int) -> int:
-        begun = self.caller.ask(local.Begin("default", self.rank, version))
+        begun = self.caller.ask(local.BeginVersion("default", self.rank, version))
         assert isinstance(begun, local.Begun), begun
         self.maps[begun.slot][: USED[self.rank]] = payload(self.rank, version)
         return begun.slot
@@ -89,12 +91,12 @@ class Rank:
         """Return how many bytes have gone, once the holder is done with the version before."""
         used, taken = USED[self.rank], None
         deadline = time.monotonic() + 10
-        while not isinstance(taken, local.Taken):
+        while not isinstance(taken, local.PresentRanges):
             assert time.monotonic() < deadline, taken
             taken = self.say(holder, local.PushOffer(version, used))
-            if not isinstance(taken, local.Taken):  # the agent has ended this way to the holder
+            if not isinstance(taken, local.PresentRanges):  # the agent has ended this way to the holder
                 self.channels.pop(holder).close()
-        sent = sum(end - start for start, end in between(taken.there, used))
+        sent = sum(end - start for start, end in between(taken.present, used))
         assert self.say(holder, local.PushDone()) == local.Ok()
         return sent
 
@@ -133,7 +135,7 @@ class Rank:
         self.caller.close()
         self.caller = Caller(Path(self.node.path))
         greeting = local.hello(
-            set="default",
+            training="default",
             rank=self.rank,
             world=self.world,
             local_rank=0,
@@ -366,7 +368,7 @@ def spoil(site: Site, how: str) -> None:
     start, end = parity.part(STRIPE, 0, 1, USED[0])
     push = site.push(0, 1)
     answer = push.answer(peer.PushHead(site.version, USED[0], SIZE))
-    assert answer.part and list(between(answer.there, USED[0])) == [(start, end)]
+    assert answer.part and list(between(answer.present, USED[0])) == [(start, end)]
     data = payload(0, site.version)[start:end]
     if how == "a chunk too long":
         push.link.send(peer.PushChunk(start, end - start + 1))

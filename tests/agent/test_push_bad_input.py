@@ -45,7 +45,7 @@ class Rank:
         self.node, self.rank, self.used = job.nodes[rank], rank, used
         self.caller = Caller(Path(self.node.path))
         welcome, fds = self.caller.ask_fds(
-            local.hello(set="default", rank=rank, world=3, local_rank=0, step=STEP, pid=os.getpid())
+            local.hello(training="default", rank=rank, world=3, local_rank=0, step=STEP, pid=os.getpid())
         )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
@@ -87,7 +87,7 @@ class Rank:
         return None
 
     def begin(self, version: int) -> int:
-        begun = self.caller.ask(local.Begin("default", self.rank, version))
+        begun = self.caller.ask(local.BeginVersion("default", self.rank, version))
         assert isinstance(begun, local.Begun), begun
         self.maps[begun.slot][: self.used] = payload(self.rank, version, self.used)
         return begun.slot
@@ -253,7 +253,7 @@ def test_a_good_one(site: Site) -> None:
         ({"rank": 7}, "not registered"),
         ({"rank": 1}, "a process of this node fills"),
         ({"rank": 2}, "not registered"),
-        ({"set": "another"}, "no part in a running training"),
+        ({"training": "another"}, "no part in a running training"),
         ({"epoch": 0}, "epoch 1, round"),
         ({"epoch": 2}, "epoch 1, round"),
         ({"round": 0}, "epoch 1, round"),
@@ -434,7 +434,7 @@ def test_many_connections_leave_nothing(site: Site) -> None:
 
 
 def test_a_pushed_shard_has_no_writer_here(site: Site) -> None:
-    reply = site.ranks[1].caller.ask(local.Begin("default", 0, site.version + 1))
+    reply = site.ranks[1].caller.ask(local.BeginVersion("default", 0, site.version + 1))
     assert isinstance(reply, local.Error) and "the agent of its home node fills" in reply.error
 
 
@@ -468,7 +468,7 @@ def test_a_copy_away_from_home_needs_the_digest_of_its_home(site: Site) -> None:
     """Also where a process here, and no agent, brings it (R5)."""
     rank, new = site.ranks[1], site.version + 1
     assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE)), local.Slots)
-    begun = rank.caller.ask(local.Begin("default", 0, new))
+    begun = rank.caller.ask(local.BeginVersion("default", 0, new))
     assert isinstance(begun, local.Begun)
     for text in ("", "0" * 31):
         landed = rank.caller.ask(local.Landed("default", 0, new, begun.slot, USED, text))
@@ -623,7 +623,7 @@ def test_what_was_kept_since_the_version_in_that_slot_does_not_come(site: Site) 
     new, base = site.version + 1, site.version - 1
     push = site.push()
     answer = push.answer(peer.PushHead(new, USED, SIZE, base, ((0, 1000), (1500, 2000))))
-    assert answer == peer.PushAnswer(there=((0, 1000), (1500, 2000))), site.slots()
+    assert answer == peer.PushAnswer(present=((0, 1000), (1500, 2000))), site.slots()
     assert push.chunk(1000, b"x" * 500) == 500 and push.chunk(2000, b"x" * (USED - 2000)) == USED - 1500
     old = payload(0, base)
     push.done(digest(old[:1000] + b"x" * 500 + old[1500:2000] + b"x" * (USED - 2000)))
@@ -673,7 +673,7 @@ def test_a_rank_fills_what_it_has_as_well(site: Site) -> None:
     assert rank.caller.ask(local.Filled("default", 0, new, ((500, 2500),))) == local.Ok()
     home = site.ranks[0]
     slot = home.begin(new)
-    assert home.say(local.PushOffer(new, USED)) == local.Taken(((500, 2500),))
+    assert home.say(local.PushOffer(new, USED)) == local.PresentRanges(((500, 2500),))
     assert home.say(local.PushDone()) == local.Ok()
     home.caller.ask(local.Landed("default", 0, new, slot, USED))
     for other in site.ranks[1:]:
@@ -689,7 +689,7 @@ def test_what_was_filled_wrongly_is_no_copy_and_no_more_is_filled(site: Site) ->
     rank.kept[begun.slot][:USED] = payload(0, new - 1)
     rank.caller.ask(local.Filled("default", 0, new, ((0, 2500),)))
     push = site.push()
-    assert push.answer(peer.PushHead(new, USED, SIZE)).there == ((0, 2500),)
+    assert push.answer(peer.PushHead(new, USED, SIZE)).present == ((0, 2500),)
     push.chunk(2500, payload(0, new)[2500:])
     push.done(digest(payload(0, new)))
     assert not complete(site, new)
@@ -712,7 +712,7 @@ def test_a_version_that_was_filled_wrongly_is_abandoned(site: Site) -> None:
     rank.kept[begun.slot][:USED] = payload(0, new - 1)
     rank.caller.ask(local.Filled("default", 0, new, ((0, 2500),)))
     slot = home.begin(new)
-    assert home.say(local.PushOffer(new, USED)) == local.Taken(((0, 2500),))
+    assert home.say(local.PushOffer(new, USED)) == local.PresentRanges(((0, 2500),))
     assert home.say(local.PushDone()) == local.Ok()
     home.caller.ask(local.Landed("default", 0, new, slot, USED))
     for other in site.ranks[1:]:

@@ -76,15 +76,15 @@ def test_three_times_and_then_only_anew(tmp_path: Path) -> None:
     assert not agent.rejections.covers("default", Stamp(agent.epoch + 1, 1)), "what begins anew is none of it"
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"wishes": [{"set": "../x"}]}', b"\xff", b"\0" * 100])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"wishes": [{"training": "../x"}]}', b"\xff", b"\0" * 100])
 def test_a_file_that_is_none(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "pledges").write_bytes(text)
     assert Pledges(str(tmp_path)).now == Pledged()
 
 
 def test_a_file_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    wishes = b'"wishes":[{"set":"default","name":"a","version":7}]'
-    rejections = b'"rejections":[{"set":"default","low":[1,3],"high":[1,5]}]'
+    wishes = b'"wishes":[{"training":"default","name":"a","version":7}]'
+    rejections = b'"rejections":[{"training":"default","low":[1,3],"high":[1,5]}]'
     (tmp_path / "pledges").write_bytes(b"{" + wishes + b"," + rejections + b"}")
     now = Pledges(str(tmp_path)).now
     assert now.wishes == (wish("a", 7),) and now.rejections[0].covers("default", Stamp(1, 4))

@@ -84,7 +84,7 @@ class Agent:
         root = net.hosts[0]
         above = None if node == root else root
         rounds: Any = SimpleNamespace(children=() if above else net.hosts[1:], parent=above)
-        self.sets: list[Any] = [SimpleNamespace(name="default", sealed=SEALED, world=len(net.hosts))]
+        self.trainings: list[Any] = [SimpleNamespace(name="default", sealed=SEALED, world=len(net.hosts))]
         self.position = {host: rank for rank, host in enumerate(net.hosts)}
         mine, n = self.position[node], len(net.hosts)
         self.store: list[Any] = [self._shard((mine - step) % n) for step in range(net.m)]
@@ -102,8 +102,8 @@ class Agent:
         self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), View(net.hosts), me, rounds)
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
-        self.salvage = Salvage(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)
-        self.flush = FlushRequests(12, self.membership, me.sets, me, self.salvage, me.spawn)
+        self.salvage = Salvage(node, self.membership, me.trainings, me.store, rejections, me, me, me.log, me.spawn)
+        self.flush = FlushRequests(12, self.membership, me.trainings, me, self.salvage, me.spawn)
 
     @property
     def saver(self) -> Agent:
@@ -112,10 +112,10 @@ class Agent:
     def _shard(self, rank: int) -> Any:
         pair = SlotPair()
         pair.complete(pair.begin_version(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
-        return SimpleNamespace(set="default", rank=rank, world=len(self.net.hosts), home=rank, pair=pair)
+        return SimpleNamespace(training="default", rank=rank, world=len(self.net.hosts), home=rank, pair=pair)
 
     def knows_nothing(self) -> None:
-        self.sets.clear()
+        self.trainings.clear()
         self.store.clear()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -180,7 +180,7 @@ class Agent:
         if self.net.tier_down:
             raise TierFailed("not mounted")
         self.saved.update({name: (stamp, 0.0) for name, stamp in self.net.tier.items()})
-        return tuple(SimpleNamespace(set=name, stamp=stamp) for name, stamp in self.net.tier.items())
+        return tuple(SimpleNamespace(training=name, stamp=stamp) for name, stamp in self.net.tier.items())
 
     async def publish(self, name: str, gathering: SaveProgress) -> str:
         assert gathering.whole and gathering.stamp == SEALED
@@ -340,7 +340,7 @@ def test_where_nothing_is_known_nothing_is_called_saved() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         for agent in net.agents.values():
-            agent.sets.clear()
+            agent.trainings.clear()
         net.agents["a"].salvage.begin_try()
         await net.over()
         assert not any(agent.salvage.saved for agent in net.agents.values())
@@ -416,7 +416,7 @@ async def by_hand(net: Network, host: str) -> Flushing:
     caller: Any = Caller()
     await net.agents[host].flush.answer(caller)
     (word,) = caller.over
-    assert all((t.set, t.stamp, t.bytes) == ("default", SEALED, 7) for t in caller.told if not t.over)
+    assert all((t.training, t.stamp, t.bytes) == ("default", SEALED, 7) for t in caller.told if not t.over)
     assert not word.root
     return word
 
@@ -426,7 +426,7 @@ def test_whoever_is_asked_by_hand(gone: str, asked: str) -> None:
     async def test(net: Network) -> None:
         net.lose(gone)
         word = await by_hand(net, asked)
-        assert (word.set, word.stamp, word.reason) == ("default", SEALED, "")
+        assert (word.training, word.stamp, word.reason) == ("default", SEALED, "")
         assert word.where == "/tier/gemini-12/default/e0000001-v0000000000005"
         assert [files for _, files in net.published] == [FILES]
         await net.over()
@@ -490,7 +490,7 @@ def test_by_hand_of_an_agent_that_knows_of_nothing(host: str) -> None:
         net.lose("b")
         net.agents[host].knows_nothing()
         word = await by_hand(net, host)
-        assert (word.set, word.stamp, word.reason) == ("default", SEALED, "") and net.published
+        assert (word.training, word.stamp, word.reason) == ("default", SEALED, "") and net.published
 
     run(test, m=3)
 
@@ -501,7 +501,7 @@ def test_by_hand_where_nobody_knows_of_anything() -> None:
         for agent in net.agents.values():
             agent.knows_nothing()
         word = await by_hand(net, "c")
-        assert (word.set, word.where, word.reason) == ("", "", "the version has not been saved")
+        assert (word.training, word.where, word.reason) == ("", "", "the version has not been saved")
 
     run(test)
 

@@ -46,7 +46,9 @@ def sealed(version: int, **others: object) -> events.SaveFacts:
 def up(order: events.Order, node: int, reason: str = "") -> events.Heard:
     m = order.message
     file = NodeFile(f"node-{node:04d}.h5", 10, (Stored(node, node, 10, 10, DIGEST),))
-    return events.Heard(peer.SaveUp(m.round, m.set, m.stamp, f"n{node}", None if reason else file, reason, m.attempt))
+    return events.Heard(
+        peer.SaveUp(m.round, m.training, m.stamp, f"n{node}", None if reason else file, reason, m.attempt)
+    )
 
 
 # ---- every order ---------------------------------------------------------------------------------------

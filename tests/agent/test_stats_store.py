@@ -123,14 +123,14 @@ def test_kept_across_rounds_and_requeues_until_the_agent_dies(make_agent: Make) 
     agent = make_agent()
     first = agent.caller()
     assert isinstance(first.hello(), local.Welcome)
-    assert first.ask(local.Recall("default", 0, KEY)) == local.Kept(None)
-    assert first.ask(local.Keep("default", 0, KEY, b"\x00\xff profile")) == local.Ok()
+    assert first.ask(local.FetchCached("default", 0, KEY)) == local.CachedBytes(None)
+    assert first.ask(local.CacheBytes("default", 0, KEY, b"\x00\xff profile")) == local.Ok()
     first.close()
 
     launched = agent.caller()  # a new step in the same incarnation: a recovery round
     welcome = launched.hello(step="77.1")
     assert isinstance(welcome, local.Welcome)
-    assert launched.ask(local.Recall("default", 0, KEY)) == local.Kept(b"\x00\xff profile")
+    assert launched.ask(local.FetchCached("default", 0, KEY)) == local.CachedBytes(b"\x00\xff profile")
     launched.close()
 
     assert agent.caller().ask(local.Epilog(JOB, 0, "1")) == local.Ok("detached")
@@ -138,17 +138,17 @@ def test_kept_across_rounds_and_requeues_until_the_agent_dies(make_agent: Make) 
     requeued = agent.caller()
     later = requeued.hello(step="77.0")
     assert isinstance(later, local.Welcome) and later.epoch > welcome.epoch
-    assert requeued.ask(local.Recall("default", 0, KEY)) == local.Kept(b"\x00\xff profile")
-    assert requeued.ask(local.Recall("default", 0, OTHER)) == local.Kept(None)
-    assert requeued.ask(local.Recall("default", 0, KEY)) == local.Kept(None)
-    requeued.ask(local.Keep("default", 0, KEY, b"x"))
+    assert requeued.ask(local.FetchCached("default", 0, KEY)) == local.CachedBytes(b"\x00\xff profile")
+    assert requeued.ask(local.FetchCached("default", 0, OTHER)) == local.CachedBytes(None)
+    assert requeued.ask(local.FetchCached("default", 0, KEY)) == local.CachedBytes(None)
+    requeued.ask(local.CacheBytes("default", 0, KEY, b"x"))
     requeued.close()
 
     agent.kill()
     agent.start(again=True)
     again = agent.caller()
     assert isinstance(again.hello(step="77.2"), local.Welcome), agent.log()
-    assert again.ask(local.Recall("default", 0, KEY)) == local.Kept(None)
+    assert again.ask(local.FetchCached("default", 0, KEY)) == local.CachedBytes(None)
 
 
 def test_a_rank_speaks_for_itself_only(make_agent: Make) -> None:
@@ -156,16 +156,16 @@ def test_a_rank_speaks_for_itself_only(make_agent: Make) -> None:
     first, second = agent.caller(), agent.caller()
     assert isinstance(first.hello(0, 2), local.Welcome)
     assert isinstance(second.hello(1, 2), local.Welcome)
-    assert first.ask(local.Keep("default", 0, KEY, b"mine")) == local.Ok()
+    assert first.ask(local.CacheBytes("default", 0, KEY, b"mine")) == local.Ok()
     for request in (
-        local.Keep("default", 0, KEY, b"yours"),
-        local.Recall("default", 0, KEY),
+        local.CacheBytes("default", 0, KEY, b"yours"),
+        local.FetchCached("default", 0, KEY),
         local.Traffic("default", 0, STATE),
         local.Timeline("default", 0, LARGEST),
     ):
         reply = second.ask(request)
         assert isinstance(reply, local.Error) and "does not belong to this process" in reply.error
-    assert first.ask(local.Recall("default", 0, KEY)) == local.Kept(b"mine")
+    assert first.ask(local.FetchCached("default", 0, KEY)) == local.CachedBytes(b"mine")
 
 
 def test_a_flood_costs_the_agent_little(make_agent: Make) -> None:
@@ -179,7 +179,7 @@ def test_a_flood_costs_the_agent_little(make_agent: Make) -> None:
     for n in range(300):
         assert caller.ask(local.Traffic("other", 0, told(float(n)))) == local.Ok()
         assert caller.ask(local.Timeline("other", 0, LARGEST)) == local.Ok()
-        assert caller.ask(local.Keep("other", 0, KEY, os.urandom(local.MAX_KEPT_BYTES))) == local.Ok()
+        assert caller.ask(local.CacheBytes("other", 0, KEY, os.urandom(local.MAX_KEPT_BYTES))) == local.Ok()
     assert time.monotonic() - began < 60
     trainer.step()
     assert agent.rss_bytes() - before < 8 << 20

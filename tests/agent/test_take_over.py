@@ -68,12 +68,12 @@ def manifest(stamp: Stamp) -> VersionManifest:
 
 def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
     plan = taken(left())
-    (found,) = plan.sets
+    (found,) = plan.trainings
     assert (found.chosen, found.keep, found.sealed, found.world) == (Stamp(0, 8), (Stamp(0, 8),), None, 3)
     assert plan.epoch == first_epoch(0) > 0, "above what was taken over"
-    assert plan.heritage is not None
-    assert (plan.heritage.job, plan.heritage.stamps, plan.heritage.lost) == (17, {"default": NEW}, "")
-    assert plan.heritage.ports == {"n0": 17000, "n1": 17001, "n2": 17002}
+    assert plan.takeover is not None
+    assert (plan.takeover.job, plan.takeover.stamps, plan.takeover.lost) == (17, {"default": NEW}, "")
+    assert plan.takeover.ports == {"n0": 17000, "n1": 17001, "n2": 17002}
     assert {(order.dest, order.copy.rank) for order in plan.pulls} == {
         (HOSTS[holder], rank) for rank in range(3) for holder in holders(rank, 3, 2)
     }
@@ -88,33 +88,33 @@ def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
 def test_other_nodes_and_fewer() -> None:
     plan = taken(left(hosts=("n0", "n1")), ("n7", "n1"))
     assert plan.noderanks == {"n7": 0, "n1": 1}, "a node of both keeps its rank"
-    (found,) = plan.sets
+    (found,) = plan.trainings
     assert found.chosen == Stamp(0, 8) and found.world == 3 and len(found.copies) == 3
     assert {order.dest for order in plan.pulls} == {"n1", "n7"}
     lost = taken(left(hosts=("n0",)), ("n7", "n1"))
-    assert lost.sets == () and lost.pulls == () and lost.heritage is not None
-    assert lost.heritage.lost.startswith("default: shard ") and not lost.heritage.stamps
+    assert lost.trainings == () and lost.pulls == () and lost.takeover is not None
+    assert lost.takeover.lost.startswith("default: shard ") and not lost.takeover.stamps
 
 
 def test_what_was_found_bad_is_not_taken() -> None:
     theirs = left()
     bad = Rejection("default", NEW, NEW, "NaN")
     records = tuple(msgspec.structs.replace(r, rejected=(bad,)) for r in theirs.records)
-    assert taken(PredecessorState(17, records)).sets[0].chosen == Stamp(0, 7), "by the predecessor"
+    assert taken(PredecessorState(17, records)).trainings[0].chosen == Stamp(0, 7), "by the predecessor"
     mine = empty(rejected=(Rejection("default", Stamp(0, 8), Stamp(1, 9), "NaN"),))
     plan = taken(theirs, plan=mine)
-    assert plan.sets[0].chosen == Stamp(0, 7) and plan.heritage is not None
-    assert plan.heritage.stamps == {"default": OLD}, "by this job, after it had loaded it"
+    assert plan.trainings[0].chosen == Stamp(0, 7) and plan.takeover is not None
+    assert plan.takeover.stamps == {"default": OLD}, "by this job, after it had loaded it"
 
 
 def test_the_tier_where_it_is_newer() -> None:
     older = taken(PredecessorState(17, left().records, (manifest(OLD),)))
-    assert not older.sets[0].stored and older.sets[0].chosen == Stamp(0, 8)
+    assert not older.trainings[0].stored and older.trainings[0].chosen == Stamp(0, 8)
     newer = taken(PredecessorState(17, left().records, (manifest(Stamp(131, 2)),)))
-    (found,) = newer.sets
-    assert found.stored and found.chosen == found.sealed == Stamp(0, 2) and newer.heritage is not None
-    assert newer.heritage.origin("default", Stamp(0, 2)) == Stamp(131, 2)
-    assert newer.heritage.origin("default", Stamp(0, 3)) is newer.heritage.origin("other", Stamp(0, 2)) is None
+    (found,) = newer.trainings
+    assert found.stored and found.chosen == found.sealed == Stamp(0, 2) and newer.takeover is not None
+    assert newer.takeover.origin("default", Stamp(0, 2)) == Stamp(131, 2)
+    assert newer.takeover.origin("default", Stamp(0, 3)) is newer.takeover.origin("other", Stamp(0, 2)) is None
     assert {order.sources for order in newer.pulls} == {(peer.TIER,)} and len(newer.pulls) == 3
 
 
@@ -137,7 +137,7 @@ class Heir(Host):
         assert before, "a job that has just begun has nothing of its own there"
         if self.manifests is None:
             raise TierFailed("not mounted")
-        return tuple(m for m in self.manifests if (m.set, m.stamp) not in without)[:1]
+        return tuple(m for m in self.manifests if (m.training, m.stamp) not in without)[:1]
 
 
 def first_round(host: Heir) -> peer.PlanDown:
@@ -157,13 +157,13 @@ def first_round(host: Heir) -> peer.PlanDown:
 def test_the_first_round_asks_the_predecessor() -> None:
     host = Heir("n0", left(), [])
     plan = first_round(host)
-    assert host.asked == 1 and plan.sets[0].chosen == Stamp(0, 8) and not plan.unseen
+    assert host.asked == 1 and plan.trainings[0].chosen == Stamp(0, 8) and not plan.unseen
 
 
 def test_a_tier_that_cannot_be_seen_is_waited_for_unless_memory_serves() -> None:
-    assert first_round(Heir("n0", left())).sets[0].chosen == Stamp(0, 8)
+    assert first_round(Heir("n0", left())).trainings[0].chosen == Stamp(0, 8)
     plan = first_round(Heir("n0", PredecessorState(17, why="nobody")))
-    assert plan.unseen == "not mounted" and plan.heritage is not None and plan.heritage.lost == "nobody"
+    assert plan.unseen == "not mounted" and plan.takeover is not None and plan.takeover.lost == "nobody"
 
 
 def test_versions_that_cannot_be_read_are_passed_over() -> None:
@@ -172,7 +172,7 @@ def test_versions_that_cannot_be_read_are_passed_over() -> None:
         "n0", {"n0": 0}, 0, 1, (), (), 1, "i", unreadable=(("default", Stamp(0, 8)),), unbroken=True
     )
     plan = first_round(host)
-    assert plan.sets[0].chosen == Stamp(0, 7) and plan.sets[0].stored
+    assert plan.trainings[0].chosen == Stamp(0, 7) and plan.trainings[0].stored
     assert round_plan.unwanted("default", NEW, (), host.older.unreadable)
 
 
@@ -180,4 +180,4 @@ def test_what_is_its_own_goes_first() -> None:
     host = Heir("n0", left(), [])
     own = Copy("default", 0, 1, 0, 8192, 5000, Stamp(1, 3), "x")
     host.older = peer.InventoryRecord("n0", {"n0": 0}, 0, 1, (own,), (), 1, "i", unbroken=True)
-    assert first_round(host).sets[0].chosen == Stamp(1, 3) and host.asked == 0
+    assert first_round(host).trainings[0].chosen == Stamp(1, 3) and host.asked == 0

@@ -58,16 +58,16 @@ def shard(manifest: ShardManifest, fill: Callable[[memoryview], object], small: 
     return ParsedSlot.parse(memory, len(memory))
 
 
-def store(tier: Path, shards: list[ParsedSlot], job: int = 7, set_name: str = "default") -> Path:
+def store(tier: Path, shards: list[ParsedSlot], job: int = 7, training_name: str = "default") -> Path:
     """A whole version of these ranks, each on a node of its own."""
     stamp = shards[0].header.stamp
     tier.mkdir(exist_ok=True)
-    where = version_directory(tier, job, set_name, stamp)
+    where = version_directory(tier, job, training_name, stamp)
     files = []
     for rank, one in enumerate(shards):
         kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
         files.append(nodefile.write(where, version.node_file(rank), kept, lambda count: None))
-    manifest = version.VersionManifest(job, set_name, stamp, len(shards), 1e9, tuple(files))
+    manifest = version.VersionManifest(job, training_name, stamp, len(shards), 1e9, tuple(files))
     Path(where, version.MANIFEST).write_bytes(version.pack(manifest))
     return Path(where)
 
@@ -96,7 +96,7 @@ def model(width: int = 8) -> torch.nn.Module:
 def version_of(
     tier: Path,
     number: int = 4,
-    set_name: str = "default",
+    training_name: str = "default",
     width: int = 8,
     stateful: Mapping[str, Stateful] | None = None,
 ) -> Path:
@@ -105,7 +105,7 @@ def version_of(
     tree = StateTree(net, [torch.optim.SGD(net.parameters(), lr=0.1)], stateful or {}, {})
     one = train(tree)
     one.view[:4096] = pack_header(one.header.layout, one.header.small_bytes, Stamp(1, number), 0, 1)
-    return store(tier, [ParsedSlot.parse(one.view, len(one.view))], set_name=set_name)
+    return store(tier, [ParsedSlot.parse(one.view, len(one.view))], training_name=training_name)
 
 
 def export(*argv: object) -> int:
@@ -428,11 +428,16 @@ def test_what_does_not_fit_is_told(tmp_path: Path, capsys: Told) -> None:
     tier = tmp_path / "tier"
     where = version_of(tier)
     version_of(tier, 4, "evaluation")
+    other = f"{where} is of training default, and --training says nope: leave one of them out"
     sentences = {
-        (tier,): f"{tier}/gemini-7: wanted one set there, found default, evaluation; name the one you want",
-        (tier, "--set", "nope"): f"{tier}/gemini-7: has no set nope; its sets: default, evaluation",
-        (where, "--set", "nope"): f"{where} is of set default, and --set says nope: leave one of them out",
-        (where.parent, "--set", "nope"): f"{where} is of set default, and --set says nope: leave one of them out",
+        (tier,): f"{tier}/gemini-7: wanted one training there, found default, evaluation; name the one you want",
+        (tier, "--training", "nope"): f"{tier}/gemini-7: has no training nope; its trainings: default, evaluation",
+        (
+            where,
+            "--training",
+            "nope",
+        ): f"{where} is of training default, and --training says nope: leave one of them out",
+        (where.parent, "--training", "nope"): other,
         (where, "--version", 5): f"{where} is version 4, and --version says 5: leave one of them out",
         (where.parent, "--version", 5): f"{where.parent}: has no whole version 5",
         (where / "manifest.json",): f"{where}/manifest.json: not a directory",
@@ -445,7 +450,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path, capsys: Told) -> None:
             2 if "is not a job id" in sentence else 1
         )
         assert told(capsys) == sentence
-    assert export(where, "--set", "default", "--version", 4, "--format", "torch", "-o", tmp_path / "out") == 0
+    assert export(where, "--training", "default", "--version", 4, "--format", "torch", "-o", tmp_path / "out") == 0
 
 
 def test_a_nodes_file_is_missing_or_cut(tmp_path: Path, capsys: Told) -> None:

@@ -137,7 +137,7 @@ def test_an_agent_that_dies_over_a_set_has_not_saved_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(ask, "connect_any", connect)
     heard: list[Flushing] = []
     over = asyncio.run(ask._flush_at(Settings(), 7, 1000, "a", "at a", heard.append))
-    assert [(word.set, word.reason) for word in over] == [
+    assert [(word.training, word.reason) for word in over] == [
         ("default", ""),
         ("other", "a hung up before the version was on the tier"),
     ]

@@ -166,7 +166,7 @@ def test_one_training_of_two_is_protected() -> None:
     """The other one has sealed nothing, or a rank of it has lost its protection."""
     for state, shown in (("arming", 0), ("degraded", 5), ("protected", 5)):
         other = TrainingState("critic", 4, Stamp(1, shown) if shown else None, state, (0,))
-        held = [msgspec.structs.replace(slot(rank, shown), set="critic") for rank in range(4) if shown]
+        held = [msgspec.structs.replace(slot(rank, shown), training="critic") for rank in range(4) if shown]
         parts = [
             msgspec.structs.replace(p, trainings=(*p.trainings, other), held=(*p.held, *held)) for p in pairs({})
         ]

@@ -269,7 +269,7 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
                 if name == "complete"
             )
             inventories[host] = Inventory(host, noderanks, 0, copies, 0)
-    found = plan(inventories, [*inventories, "new"], m, parity=1).set_plan("")
+    found = plan(inventories, [*inventories, "new"], m, parity=1).training_plan("")
     return found.chosen.version if found is not None and found.chosen is not None else None
 
 

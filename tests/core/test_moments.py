@@ -123,7 +123,7 @@ def test_a_version_that_ranks_do_not_mean_alike_is_not_resumed() -> None:
     def chosen(copies: list[Copy]) -> tuple[Stamp | None, tuple[str, ...]]:
         inventories = {h: Inventory(h, noderanks, 0, tuple(copies), 0, (("", Stamp(0, 6)),)) for h in noderanks}
         made = plan(inventories, list(noderanks), 2)
-        return made.sets[0].chosen, made.warnings
+        return made.trainings[0].chosen, made.warnings
 
     stamp, warnings = chosen(copies)
     assert stamp == Stamp(0, 6) and "version 0.7" in warnings[0]

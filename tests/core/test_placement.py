@@ -103,9 +103,11 @@ def _fewest_fatal_sets(N: int, m: int) -> int:
             [frozenset({i, *others}) for others in combinations(sorted(set(range(N)) - {i}), m - 1)] for i in range(N)
         ]
         return min(len(set(placed)) for placed in product(*choices))
-    sets = [frozenset(chosen) for chosen in combinations(range(N), m)]
+    trainings = [frozenset(chosen) for chosen in combinations(range(N), m)]
     # A placement's sets cover all nodes, and any cover is a placement: each node picks a set that holds it.
-    return next(n for n in range(1, N + 1) for some in combinations(sets, n) if len(frozenset().union(*some)) == N)
+    return next(
+        n for n in range(1, N + 1) for some in combinations(trainings, n) if len(frozenset().union(*some)) == N
+    )
 
 
 def test_theorem_1_against_all_placements() -> None:

@@ -49,7 +49,7 @@ def without(inventory: Inventory, rank: int, stamp: Stamp) -> Inventory:
 
 
 def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int = 2) -> TrainingPlan:
-    found = plan(inventories, hosts, m).set_plan("")
+    found = plan(inventories, hosts, m).training_plan("")
     assert found is not None
     return found
 
@@ -60,7 +60,7 @@ def test_a_replacement_pulls_its_own_shard_and_its_peers() -> None:
     made = plan(inventories, ["new", "n0", "n2", "n3"], 2)
     assert made.noderanks == {"n0": 0, "new": 1, "n2": 2, "n3": 3}
     assert (made.epoch, made.gone, made.survivable, made.warnings) == (1, ("n1",), True, ())
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None
     assert (found.outcome, found.chosen, found.world, found.keep, found.sealed) == ("chosen", FIVE, 4, (FIVE,), FIVE)
     assert [shard.rank for shard in found.shards] == [0, 1, 2, 3]
@@ -76,7 +76,7 @@ def test_an_untouched_job_moves_nothing() -> None:
 
 def test_a_first_start_has_no_plan() -> None:
     made = plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2)
-    assert (made.epoch, made.sets, made.survivable) == (0, (), True)
+    assert (made.epoch, made.trainings, made.survivable) == (0, (), True)
     assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
     assert plan({}, HOSTS, 2, min_epoch=7).epoch == 7
 
@@ -151,7 +151,7 @@ def test_lost_shards_are_named_with_their_holders() -> None:
     del inventories["n0"], inventories["n1"]
     inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, copy(0, Stamp(0, 3))))
     made = plan(inventories, ["n2", "n3", "a", "b"], 2)
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None
     assert (found.outcome, found.chosen, made.survivable, made.gone) == ("lost", None, False, ("n0", "n1"))
     assert [shard.rank for shard in found.lost] == [0, 1]
@@ -177,14 +177,16 @@ def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
         inventories[host] = replace(inventories[host], copies=(copy(0, world=3, digest=digest), *others))
     hosts = HOSTS[:3]
     made = plan(inventories, hosts, 3)
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None
     assert found.shards[0].digest == "good"
     assert [(pull.dest_host, pull.shard.digest) for pull in found.pulls] == [("n0", "good")]
     assert set(found.pulls[0].sources) == {"n1", "n2"}
-    assert made.warnings == ("set '': digests of shard 0 at version 0.5 differ: using that of n1, n2, not of n0",)
+    assert made.warnings == (
+        "training '': digests of shard 0 at version 0.5 differ: using that of n1, n2, not of n0",
+    )
     inventories["n2"] = without(inventories["n2"], 0, FIVE)
-    tied = plan(inventories, hosts, 3).set_plan("")
+    tied = plan(inventories, hosts, 3).training_plan("")
     assert tied is not None
     assert tied.shards[0].digest == "bad"  # one against one: the home node's
 
@@ -210,7 +212,7 @@ def test_what_cannot_be_is_ignored_and_said() -> None:
     ]
     inventories["n0"] = replace(inventories["n0"], copies=(*inventories["n0"].copies, *hostile))
     made = plan(inventories, HOSTS, 2)
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None
     assert found.chosen == FIVE
     assert len(made.warnings) == 3
@@ -221,11 +223,11 @@ def test_sets_are_planned_apart() -> None:
     second = tuple(copy(rank, Stamp(0, 40), world=2, name="critic") for rank in range(2))
     inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, *second))
     made = plan(inventories, HOSTS, 2)
-    assert [(found.set_name, found.chosen, found.world) for found in made.sets] == [
+    assert [(found.training_name, found.chosen, found.world) for found in made.trainings] == [
         ("", FIVE, 4),
         ("critic", Stamp(0, 40), 2),
     ]
-    assert {(pull.dest_host, pull.shard.rank) for pull in made.sets[1].pulls} == {
+    assert {(pull.dest_host, pull.shard.rank) for pull in made.trainings[1].pulls} == {
         ("n0", 0), ("n1", 0), ("n0", 1), ("n1", 1),
     }  # fmt: skip
 
@@ -258,7 +260,7 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
         del inventories[f"n{node}"]
     hosts = data.draw(st.permutations([f"n{node}" if node not in failed else f"new{node}" for node in range(N)]))
     made = plan(inventories, hosts, m)
-    found = made.set_plan("")
+    found = made.training_plan("")
     if failed == set(range(N)):
         assert found is None  # nobody is left who knows that there was something
         return
@@ -286,7 +288,7 @@ def test_choose_needs_every_rank(copies: list[Copy]) -> None:
 def test_copies_of_another_jobs_agents_are_pulled_even_where_they_are() -> None:
     """A host that has one has it in another agent's memory; its own node goes first."""
     made = plan(job(), HOSTS, 2, foreign=True)
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None and made.noderanks == {f"n{node}": node for node in range(4)}
     assert {(pull.dest_host, pull.shard.rank) for pull in found.pulls} == {
         (f"n{holder}", rank) for rank in range(4) for holder in holders(rank, 4, 2)
@@ -299,7 +301,7 @@ def test_another_job_does_not_say_how_many_nodes_train() -> None:
     assert len(plan(job(), HOSTS, 2, nodes=2, foreign=True).noderanks) == 2
     assert len(plan(job(), HOSTS, 2, nodes=2).noderanks) == 4
     fixed = plan(job(), ["n1", "n0"], 2, noderanks={"n1": 0, "n0": 1}, foreign=True)
-    assert fixed.noderanks == {"n1": 0, "n0": 1} and fixed.sets[0].chosen == FIVE
+    assert fixed.noderanks == {"n1": 0, "n0": 1} and fixed.trainings[0].chosen == FIVE
 
 
 def test_what_is_inherited_is_below_all_that_a_job_makes() -> None:
@@ -326,7 +328,7 @@ def test_a_rack_is_lost_and_its_replacements_take_its_places() -> None:
         made = plan(inventories, ["n0", "n1", "new", "newer"], 2, by_host=known)
         assert (made.order, made.survivable) == (APART, True), known
         assert made.noderanks == {"n0": 0, "n1": 1, "new": 2, "newer": 3}, known
-        found = made.set_plan("")
+        found = made.training_plan("")
         assert found is not None and found.chosen == FIVE, known
         assert {(pull.dest_host, pull.shard.rank, pull.sources) for pull in found.pulls} == {
             ("new", 0, ("n0",)),
@@ -350,7 +352,7 @@ def test_with_fewer_nodes_racks_are_kept_apart_anew() -> None:
     inventories = job(order=APART)
     del inventories["n3"]
     made = plan(inventories, ["n0", "n1", "n2"], 2, by_host=RACKS)
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert made.order is AS_RANKED and found is not None and found.chosen == FIVE
 
 
@@ -360,7 +362,7 @@ def test_who_lost_two_nodes_of_a_group_is_told_who_its_holders_were() -> None:
     n1 = inventories["n1"]
     inventories["n1"] = replace(n1, copies=(*n1.copies, copy(0, Stamp(0, 4))))
     made = plan(inventories, ["n1", "n3", "x", "y"], 2, by_host=RACKS)
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None and not made.survivable and found.outcome == "lost"
     assert "its holders were n0 (gone), n2 (gone)" in found.lost[0].reason
 
@@ -386,7 +388,7 @@ def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, se
     made = plan(inventories, hosts, m)
     if not inventories:
         return
-    found = made.set_plan("")
+    found = made.training_plan("")
     assert found is not None and made.survivable == survivable(N, m, failed, order)
     assert (found.outcome == "chosen") == made.survivable
     assert made.order == (order if len(hosts) == N else made.order)

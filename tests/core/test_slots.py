@@ -108,15 +108,15 @@ def test_recovery_keeps_what_the_plan_says() -> None:
 
 
 stamps = st.builds(Stamp, st.integers(0, 2), st.integers(1, 6))
-sets = st.frozensets(stamps, max_size=4)
+trainings = st.frozensets(stamps, max_size=4)
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(["empty", "filling", "complete"]), stamps), min_size=2, max_size=2),
     stamps,
     st.none() | stamps,
-    sets,
-    sets,
+    trainings,
+    trainings,
 )
 def test_whatever_is_asked(
     contents: list[tuple[str, Stamp]],

@@ -140,7 +140,7 @@ def test_inspect() -> None:
 
 def replace_slot(slot: HeldSlot) -> HeldSlot:
     """Return the other slot of the shard, empty."""
-    return HeldSlot(slot.set, slot.rank, slot.world, slot.home, 1, "empty", None, 100, 0, 1.0, 0.0)
+    return HeldSlot(slot.training, slot.rank, slot.world, slot.home, 1, "empty", None, 100, 0, 1.0, 0.0)
 
 
 def test_each_list_is_made_from_its_class() -> None:

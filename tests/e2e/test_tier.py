@@ -56,14 +56,14 @@ def test_flush_by_hand(cluster: Cluster, tier: Path) -> None:
     assert f"version {first.epoch}:{first.version} is in {tier}" in mine.stdout
     assert ask(job, "bob").returncode == 1 and len(saved(tier, job)) == 1
     told = inspect(job, "--json")
-    of_set = json.loads(told)["trainings"][0]["tier"]
-    assert (of_set["directory"], of_set["version"], of_set["saving"], of_set["problem"]) == (
+    of_training = json.loads(told)["trainings"][0]["tier"]
+    assert (of_training["directory"], of_training["version"], of_training["saving"], of_training["problem"]) == (
         str(tier),
         list(first),
         None,
         "",
     )
-    assert 0 <= of_set["age_s"] < 60
+    assert 0 <= of_training["age_s"] < 60
     assert f"tier {tier}: version {first.epoch}:{first.version}, " in inspect(job)
     job.reach(first.version + 6)
     asked = ask(job, "root", "--json")

@@ -281,7 +281,7 @@ def link(a: Args) -> Args:
         "probe of a stranger": peer.ProbeAsk("../../etc/passwd"),
         "obituary of itself": peer.Liveness(a["target"], False, a["restart"]),
         "a set like a path": peer.DecisionDown(
-            round=1, set="../x", sealed=Stamp(1, 1 << 30), abandoned=(), degraded=False
+            round=1, training="../x", sealed=Stamp(1, 1 << 30), abandoned=(), degraded=False
         ),
         "a controller's word": controller.Release(a["job"], "free everything"),
         "a question": inspect_schema.JobAsk(a["job"]),

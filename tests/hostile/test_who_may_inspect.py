@@ -62,7 +62,9 @@ def test_who_may_draw(site: Site) -> None:
         done = site.gemini("report", job, "--json", user=user)
         assert done.returncode == 0, (user, done)
         (shown,) = json.loads(done.stdout)["trainings"]
-        assert (shown["set"], shown["rank"], shown["host"]) == ("default", 1, site.nodes[1]), "the largest overhead"
+        assert (shown["training"], shown["rank"], shown["host"]) == ("default", 1, site.nodes[1]), (
+            "the largest overhead"
+        )
         assert shown["timeline"]["ops"][0]["name"] == "all_reduce" and shown["series"][0]["overhead"] == 0.02
     for user in OTHERS:
         theirs = one_line(site.gemini("report", job, user=user), "unknown, or not yours", status=1)

@@ -104,7 +104,7 @@ def test_a_serial_hdf5_reads_what_all_ranks_have_written(tmp_path: Path, ranks: 
     assert Debian(ranks, {"paths": [str(path), str(path)], "boxes": boxes}).told() == [["", ""]] * ranks
     assert left(tmp_path) == ["plate.h5"]
     with h5py.File(path) as file:
-        assert (file.attrs["set"], file.attrs["version"], file.attrs["world"]) == ("plate", 2, ranks)
+        assert (file.attrs["training"], file.attrs["version"], file.attrs["world"]) == ("plate", 2, ranks)
         assert before - 1 <= file.attrs["time"] <= time.time()
         assert sorted(file["tensors"]) == ["field", "halo", "time%2Fs"]
         assert np.array_equal(file["tensors/field"], plate(N) + 2), "of the second, which has taken the first's place"

@@ -149,7 +149,7 @@ def test_ranks_that_save_at_different_steps_are_refused(
 def test_short_steps_are_saved_rarely(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun], level: str) -> None:
     """The agents need a tenth of a second for each request: far more than 1 % of such steps."""
     job = make_job(2, 2)
-    job.delay = {"Begin": 0.1}
+    job.delay = {"BeginVersion": 0.1}
     options = {"steps": 200, "work_s": 0.002, "mpi": {"level": level}, "kwargs": {"every": 0, "seal_timeout_s": 20.0}}
     run = start(mpi, job, options)
     ran(run, 2)

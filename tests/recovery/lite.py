@@ -86,7 +86,7 @@ class Slots:
         self.maps = [mmap.mmap(fd, size) for fd in self.fds]
 
     def save(self, agent: Agent, epoch: int, version: int, payload: bytes) -> str:
-        reply, _ = agent.ask(local.Begin(SET, self.rank, version))
+        reply, _ = agent.ask(local.BeginVersion(SET, self.rank, version))
         if not isinstance(reply, local.Begun):
             return str(reply)
         view = self.maps[reply.slot]

@@ -63,7 +63,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def of(parts: list[InspectPart], told: dict[tuple[str, int], Record]) -> None:
         def records(_settings: Any, _job: int, choose: ask.Choose) -> tuple[tuple[InspectPart, ...], list[Recorded]]:
             wanted = choose(tuple(parts))
-            return tuple(parts), [Recorded(host, q, told.get((q.set, q.rank))) for host, q in wanted]
+            return tuple(parts), [Recorded(host, q, told.get((q.training, q.rank))) for host, q in wanted]
 
         monkeypatch.setattr(ask, "records", records)
 
@@ -263,7 +263,7 @@ def test_files(
     assert (tmp_path / written[0]).read_text().startswith("<!DOCTYPE html>")
 
     (tmp_path / "d").mkdir()
-    assert run("7", "-o", "d") == 0 and run("7", "--output", "d/mine", "--rank", "0", "--set", "default") == 0
+    assert run("7", "-o", "d") == 0 and run("7", "--output", "d/mine", "--rank", "0", "--training", "default") == 0
     assert {p.name for p in (tmp_path / "d").iterdir()} == {
         *written,
         *(w.replace("gemini-7", "mine") for w in written),
@@ -271,8 +271,8 @@ def test_files(
 
 
 def test_a_set_named_like_a_path_stays_in_the_directory(tmp_path: Path) -> None:
-    sets = [Shown(name, 0, "n1", STEADY, TIMELINE, ()) for name in ("../../x", "/etc/passwd", "a\0b", "ok", "")]
-    paths = report.write(7, 1.7e9, sets, str(tmp_path))
+    trainings = [Shown(name, 0, "n1", STEADY, TIMELINE, ()) for name in ("../../x", "/etc/passwd", "a\0b", "ok", "")]
+    paths = report.write(7, 1.7e9, trainings, str(tmp_path))
     assert sorted(paths) == sorted(str(p) for p in tmp_path.iterdir())
     names = [p.rsplit("/", 1)[1] for p in paths]
     assert names == ["gemini-7.html", *(f"gemini-7-{n}-timeline.png" for n in ("set0", "set1", "set2", "ok", "set4"))]
@@ -289,7 +289,7 @@ def test_json_needs_no_matplotlib(
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == 1 and found["job"] == 7
     (one,) = found["trainings"]
-    assert (one["set"], one["rank"], one["host"], one["traffic"]["scheme"]) == ("default", 0, "n1", "gemini")
+    assert (one["training"], one["rank"], one["host"], one["traffic"]["scheme"]) == ("default", 0, "n1", "gemini")
     assert one["timeline"]["ops"][1]["name"] == "all_gather_into_tensor" and len(one["series"]) == 100
     assert run("7") == 1
     errors = capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_one_line_where_there_is_nothing(
     answers([part("n1", 0, None)], {})
     assert "no traffic of any rank is recorded yet" in line("7")
     answers([part("n1", 0, STEADY)], {})
-    assert "rank 5" in line("7", "--rank", "5") and "'other'" in line("7", "--set", "other")
+    assert "rank 5" in line("7", "--rank", "5") and "'other'" in line("7", "--training", "other")
     assert "no/where" in line("7", "-o", str(tmp_path / "no" / "where"))
     assert "unknown, or not yours" in line("4294967296")
 

@@ -289,12 +289,12 @@ class Campaign:
         """All holders of a shard lose power, at the next moment at which every rank stands at a sealed version; or at
         one of which those who have its tensors know all the rest, which must be enough."""
         if self._alone:
-            self.job.on_all_sketched = self._lose_group
+            self.job.on_all_outlined = self._lose_group
         else:
             self.job.on_all_sealed = lambda: self._lose_group(0)
 
     def _lose_group(self, version: int) -> None:
-        self.job.on_all_sealed, self.job.on_all_sketched = lambda: None, lambda version: None
+        self.job.on_all_sealed, self.job.on_all_outlined = lambda: None, lambda version: None
         if not self.job.holders:
             self._arm_group()  # nothing was sealed yet
             return

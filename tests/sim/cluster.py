@@ -150,14 +150,14 @@ class Node:
         self.rejections = Rejections(pledges, self.log)
         self.jobs: deque[Coroutine[object, object, None]] = deque()
         still: Any = _Still()
-        sets, transfers, spawn = cast(Any, _Sets()), cast(Any, _Transfers()), cast(Any, self.jobs.append)
+        trainings, transfers, spawn = cast(Any, _Sets()), cast(Any, _Transfers()), cast(Any, self.jobs.append)
         tier = TierChoice(self.identity.settings, 0, self.membership)
         self.member = cluster.member(
             self.identity,
             self.membership,
             self.state,
             store=cast(Any, self.store),
-            sets=sets,
+            trainings=trainings,
             transfers=transfers,
             saver=still,
             salvage=still,
@@ -209,9 +209,9 @@ class SimulatedMember(RecoveryMember):
         return ()
 
     def apply(self, plan: peer.PlanDown) -> None:
-        keep = {(s.name, stamp) for s in plan.sets for stamp in s.keep}
+        keep = {(s.name, stamp) for s in plan.trainings for stamp in s.keep}
         held = self.node.store.held
-        held[:] = [c for c in held if (c.set, c.stamp) in keep]
+        held[:] = [c for c in held if (c.training, c.stamp) in keep]
         super().apply(plan)
         self.node.cluster.took(self.node, plan)
 
@@ -353,7 +353,7 @@ class Cluster:
     # ---- what is checked -------------------------------------------------------------------------------
 
     def took(self, node: Node, plan: peer.PlanDown) -> None:
-        for s in plan.sets:
+        for s in plan.trainings:
             wrong = [r for name, r in self.bad if s.chosen is not None and r.covers(s.name, s.chosen)]
             if wrong:
                 raise Wrong(f"rejected: {s.chosen} is chosen in round {plan.round}, which {wrong[0]} covers")

@@ -115,7 +115,7 @@ def half_a_pair_votes() -> None:
     """A pair of which one slot has been handed back says that it has gone past what is in the other one."""
 
     def recount(self: Any, name: str) -> None:
-        for shard in self._store.of_set(name):
+        for shard in self._store.of_training(name):
             shard.half_back = False
         recounted(self, name)
 
@@ -198,7 +198,7 @@ def no_freeze() -> None:
     """
 
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
-        if self.may_have(message.set) and (seal := self.named(message.set).sealing) is not None:
+        if self.may_have(message.training) and (seal := self.named(message.training).sealing) is not None:
             if isinstance(message, peer.VoteUp):
                 seal.on_vote(host, from_wire(message))
             elif host == incarnation.rounds.parent:
@@ -247,7 +247,7 @@ def the_chosen_counts_as_sealed() -> None:
 
     def planned(*args: Any, **named: Any) -> recovery_plan.RecoveryPlan:
         made = plan(*args, **named)
-        return replace(made, sets=tuple(replace(s, sealed=s.chosen) for s in made.sets))
+        return replace(made, trainings=tuple(replace(s, sealed=s.chosen) for s in made.trainings))
 
     patch(recovery_plan, "plan", planned)
 
@@ -357,10 +357,10 @@ def a_seal_frees_what_was_rescued() -> None:
     """Rescue: no rank has registered the copies that it has made."""
     drop_stale = Store.drop_stale
 
-    def all_of_them(self: Store, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
+    def all_of_them(self: Store, training_name: str, round_number: int, world: int, sealed: Stamp) -> None:
         for shard in self.shards.values():
             shard.rescued_round = 0
-        drop_stale(self, set_name, round_number, world, sealed)
+        drop_stale(self, training_name, round_number, world, sealed)
 
     patch(Store, "drop_stale", all_of_them)
 
@@ -414,7 +414,7 @@ def nobody_makes_what_is_lost() -> None:
 @xor
 def seals_without_parity() -> None:
     """R2: shards alone are counted."""
-    patch(Store, "parities_of_set", lambda self, name: [])
+    patch(Store, "parities_of_training", lambda self, name: [])
     patch(Redundancy, "pairs", property(lambda self: 1))
 
 

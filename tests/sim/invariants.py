@@ -143,7 +143,7 @@ class Truth:
         rank that it no longer holds for may say otherwise."""
         resumed, registered = {}, {}
         for agent in self.agents():
-            for shard in agent.store.of_set(training.name):
+            for shard in agent.store.of_training(training.name):
                 if shard.registered_round == number:
                     registered[shard.rank] = shard.home
                 elif shard.resumed_round == number:
@@ -173,25 +173,25 @@ class Truth:
 
     def takes(self, member: RecoveryMember, plan: peer.PlanDown) -> None:
         """What the plan does not keep does not count any more, and what it says to be sealed is."""
-        for one in plan.sets:
+        for one in plan.trainings:
             if one.sealed is not None and Stamp(*one.sealed) > self.sealed.get(one.sealed[0], _NEVER):
                 self.wrong(f"R4: {Stamp(*one.sealed)} counts as sealed in round {plan.round}, and has not been")
         self.taken.setdefault(_name(member, plan), set()).add(member._identity.node)
-        keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.sets}
+        keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.trainings}
         for shard in member._store.every():
             self.left.pop((member._identity.node, shard.rank), None)
-            if more := shard.pair.complete_stamps() - keep.get(shard.set, set()):
+            if more := shard.pair.complete_stamps() - keep.get(shard.training, set()):
                 self.wrong(
                     f"R4: shard {shard.rank} still counts {sorted(map(str, more))} after the plan without them"
                 )
 
     def decides(self, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
         """Until what was chosen is sealed, what is sealed and whole is kept beside it."""
-        for one in plan.sets:
+        for one in plan.trainings:
             if one.chosen is None or Stamp(*one.chosen) <= self.sealed.get(one.chosen[0], _NEVER):
                 continue
             found: dict[Stamp, set[int]] = {}
-            for copy in (c for record in records for c in record.copies if c.set == one.name and not c.of):
+            for copy in (c for record in records for c in record.copies if c.training == one.name and not c.of):
                 stamp = Stamp(*copy.stamp)
                 if stamp < Stamp(*one.chosen) and stamp <= self.sealed.get(stamp.epoch, _NEVER):
                     found.setdefault(stamp, set()).add(copy.rank)

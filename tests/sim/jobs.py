@@ -37,7 +37,7 @@ class Launch:
     ranks: dict[int, Rank] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
     sealed: dict[int, int] = field(default_factory=dict)  # by rank: what it has been told last
-    sketched: dict[int, int] = field(default_factory=dict)  # by rank: of which it has told all but the tensors
+    outlined: dict[int, int] = field(default_factory=dict)  # by rank: of which it has told all but the tensors
     trained: int = 0  # the newest step that a rank has ended
     stepped_at: dict[int, float] = field(default_factory=dict)  # by version: when a rank had it first
     unsure: bool = False  # a rank went on without the seal of a version, and said so
@@ -81,7 +81,7 @@ class Job:
         self.on_all_sealed: Callable[[], None] = lambda: (
             None
         )  # every rank stands at a version that it knows is sealed
-        self.on_all_sketched: Callable[[int], None] = lambda version: None  # and every home knows all but its tensors
+        self.on_all_outlined: Callable[[int], None] = lambda version: None  # and every home knows all but its tensors
         self.stood_at = 0  # with which ranks stood when all holders of a shard were lost at once
         self.leaves = False  # nodes of its own will, with what they hold
         self.moves = False  # nothing happens, but that it leaves a node on purpose
@@ -235,10 +235,10 @@ class Job:
             launch.sealed[rank.rank] = version
             if len(launch.sealed) == self.size and set(launch.sealed.values()) == {version}:
                 self.on_all_sealed()
-        elif what == "sketched":
-            launch.sketched[rank.rank] = version
-            if len(launch.sketched) == self.size and set(launch.sketched.values()) == {version}:
-                self.on_all_sketched(version)
+        elif what == "outlined":
+            launch.outlined[rank.rank] = version
+            if len(launch.outlined) == self.size and set(launch.outlined.values()) == {version}:
+                self.on_all_outlined(version)
         elif what in ("late", "skipped", "rejoined"):
             launch.unsure = True
         elif what == "step":
@@ -388,6 +388,6 @@ class Job:
         self.start()
 
 
-def of_set() -> str:
+def of_training() -> str:
     """The name of the training set of these jobs."""
     return SET

@@ -202,7 +202,7 @@ class Rank:
 
     def _hello(self, *, rejoin: bool) -> local.Hello:
         return local.hello(
-            set=SET,
+            training=SET,
             rank=self.rank,
             world=self.size,
             local_rank=0,
@@ -427,7 +427,7 @@ class Rank:
     def _save(self, version: int, state: str) -> bool:
         agent = self._agent
         assert agent is not None
-        reply, _ = agent.ask(local.Begin(SET, self.rank, version))
+        reply, _ = agent.ask(local.BeginVersion(SET, self.rank, version))
         if not isinstance(reply, local.Begun):
             self.watch(f"refused ({reply})", self, version)
             agent.ask(local.Event("skipped", version, self.world.clock.time()))
@@ -436,8 +436,8 @@ class Rank:
         payload = slot.pack(content, self.epoch, self.size, live=self.live)
         self._maps[self.rank][reply.slot][: len(payload)] = payload
         if self.live:
-            agent.ask(local.Sketched(SET, self.rank, version, reply.slot, *slot.sketch(payload)))
-            self.watch("sketched", self, version)
+            agent.ask(local.OutlineWritten(SET, self.rank, version, reply.slot, *slot.outline(payload)))
+            self.watch("outlined", self, version)
         while self._held_back:
             self.world.clock.sleep(0.01)
         taken = [self._push(holder, version, payload) for holder in self._receivers]
@@ -463,10 +463,10 @@ class Rank:
             os.close(fds[1])
         try:
             reply = self._said(channel, local.PushOffer(version, len(payload)))
-            there = reply.there if isinstance(reply, local.Taken) else ()
+            present = reply.present if isinstance(reply, local.PresentRanges) else ()
             taken = reply is not None
             if taken:
-                self._grant(channel, self._grants[holder], ranges.size(between(there, len(payload))))
+                self._grant(channel, self._grants[holder], ranges.size(between(present, len(payload))))
             taken = taken and self._said(channel, local.PushDone()) is not None
         except OSError:
             taken = False
@@ -484,11 +484,11 @@ class Rank:
         page.withdraw()
 
     @staticmethod
-    def _said(channel: Packets, request: Any) -> local.Ok | local.Taken | None:
+    def _said(channel: Packets, request: Any) -> local.Ok | local.PresentRanges | None:
         channel.send(local.encode(request))
         data = channel.recv(local.MAX_PACKET_BYTES)
         reply = local.reply_decoder.decode(data) if data else None
-        return reply if isinstance(reply, (local.Ok, local.Taken)) else None
+        return reply if isinstance(reply, (local.Ok, local.PresentRanges)) else None
 
     def _rejoin(self) -> None:
         """The agent has gone: its successor gets the memory back."""

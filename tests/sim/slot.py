@@ -60,7 +60,7 @@ def _small(content: Content) -> bytes:
     return f"{content.rank} {content.version}".encode().ljust(_SMALL_BYTES)
 
 
-def sketch(payload: bytes) -> tuple[int, tuple[int, int, int], Moment]:
+def outline(payload: bytes) -> tuple[int, tuple[int, int, int], Moment]:
     """Bytes of the small state; of directory and tensor, and the most of the small state; the moment."""
     header = parse_header(payload, LIVE_SIZE)
     layout = header.layout

@@ -212,7 +212,7 @@ class Tier:
 
     def names(self) -> dict[str, tuple[int, Stamp]]:
         """The names that versions have."""
-        return names.of_set(self.directory)
+        return names.of_training(self.directory)
 
     def audit(self) -> None:
         """Each whole version has each rank's state, and that is the one which the training had."""

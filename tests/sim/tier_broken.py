@@ -86,18 +86,18 @@ def _memory_first() -> None:
 
     def content(self: RecoveryRounds, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
         plan, sure = decide(self, records)
-        return plan, sure or any(s.chosen for s in plan.sets)
+        return plan, sure or any(s.chosen for s in plan.trainings)
 
     _put(RecoveryRounds, _decide=content)
 
 
 def _newest_held(have: dict[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
     """Of each set what is the newest that anybody has, sealed or not."""
-    worlds = {sealed.set: sealed for said in have.values() for sealed in said.sealed}
+    worlds = {sealed.training: sealed for said in have.values() for sealed in said.sealed}
     stamps: dict[str, Stamp] = {}
     for said in have.values():
         for copy in said.held:
-            stamps[copy.set] = max(stamps.get(copy.set, copy.stamp), copy.stamp)
+            stamps[copy.training] = max(stamps.get(copy.training, copy.stamp), copy.stamp)
     return [peer.Sealed(name, stamps.get(name, sealed.stamp), sealed.world) for name, sealed in worlds.items()]
 
 

@@ -21,17 +21,19 @@ def manifest(stamp: Stamp, name: str = "default", homes: tuple[int, ...] = (0, 1
     return VersionManifest(7, name, stamp, len(homes), 1.0, files)
 
 
-def plan(*sets: peer.SetPlan, epoch: int = 3) -> peer.PlanDown:
-    return peer.PlanDown(round=1, step="", epoch=epoch, noderanks=RANKS, map_hash="", ports={}, sets=sets, pulls=())
+def plan(*trainings: peer.PlannedTraining, epoch: int = 3) -> peer.PlanDown:
+    return peer.PlanDown(
+        round=1, step="", epoch=epoch, noderanks=RANKS, map_hash="", ports={}, trainings=trainings, pulls=()
+    )
 
 
-def in_memory(stamp: Stamp | None, name: str = "default") -> peer.SetPlan:
-    return peer.SetPlan(name, stamp, (), stamp, 3, (), ())
+def in_memory(stamp: Stamp | None, name: str = "default") -> peer.PlannedTraining:
+    return peer.PlannedTraining(name, stamp, (), stamp, 3, (), ())
 
 
 def test_what_memory_has_lost_comes_from_the_tier() -> None:
     found = from_tier(plan(in_memory(None)), [manifest(Stamp(2, 40))])
-    [chosen] = found.sets
+    [chosen] = found.trainings
     assert chosen.chosen == (2, 40) and chosen.world == 3 and chosen.stored
     assert [(order.dest, order.copy.rank, order.sources) for order in found.pulls] == [
         (host, rank, (peer.TIER,)) for host, rank in RANKS.items()
@@ -47,7 +49,7 @@ def test_memory_that_is_as_new_is_preferred() -> None:
 
 def test_memory_that_is_older_is_not() -> None:
     found = from_tier(plan(in_memory(Stamp(2, 30))), [manifest(Stamp(2, 40))])
-    assert found.sets[0].chosen == (2, 40)
+    assert found.trainings[0].chosen == (2, 40)
 
 
 def test_each_set_has_its_own_choice() -> None:
@@ -55,13 +57,13 @@ def test_each_set_has_its_own_choice() -> None:
         plan(in_memory(Stamp(2, 41), "x"), in_memory(None, "y")),
         [manifest(Stamp(2, 40), "x"), manifest(Stamp(1, 9), "y")],
     )
-    assert {s.name: (s.chosen, s.stored) for s in found.sets} == {"x": ((2, 41), False), "y": ((1, 9), True)}
+    assert {s.name: (s.chosen, s.stored) for s in found.trainings} == {"x": ((2, 41), False), "y": ((1, 9), True)}
 
 
 def test_a_set_of_which_not_even_the_name_is_known_takes_the_place_of_its_absence() -> None:
-    nothing = peer.SetPlan("default", None, (), None, 0, (), ("all copies are gone",))
+    nothing = peer.PlannedTraining("default", None, (), None, 0, (), ("all copies are gone",))
     found = from_tier(plan(nothing), [manifest(Stamp(2, 40), "mine")])
-    assert [s.name for s in found.sets] == ["mine"]
+    assert [s.name for s in found.trainings] == ["mine"]
 
 
 def test_fewer_nodes_than_then_share_the_homes() -> None:

@@ -70,7 +70,7 @@ def test_a_manifest_names_its_training_by_the_key_of_earlier_releases() -> None:
     files = [{"name": "node-0000.h5", "bytes": 9000, "shards": [shard]}]
     stored = {
         "job": 9,
-        "set": "critic",
+        "training": "critic",
         "stamp": [1, 5],
         "world": 1,
         "time": 1e9,
@@ -78,8 +78,8 @@ def test_a_manifest_names_its_training_by_the_key_of_earlier_releases() -> None:
         "format": version.FORMAT,
     }
     manifest = version.parse(json.dumps(stored).encode())
-    assert manifest.set == "critic"
-    assert json.loads(version.pack(manifest))["set"] == "critic"
+    assert manifest.training == "critic"
+    assert json.loads(version.pack(manifest))["training"] == "critic"
 
 
 def test_a_version_is_whole_with_its_manifest(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_version_is_whole_with_its_manifest(tmp_path: Path) -> None:
     assert version.stamps(above) == [Stamp(2, 3), Stamp(1, 5)]
     assert [m.stamp for m in version.whole(above)] == [(1, 5)]
     assert version.read(above, Stamp(2, 3)) is None
-    assert version.sets(str(tmp_path / "gemini-9")) == ["default"]
-    assert version.sets(str(tmp_path / "gemini-10")) == []
+    assert version.trainings(str(tmp_path / "gemini-9")) == ["default"]
+    assert version.trainings(str(tmp_path / "gemini-10")) == []
 
 
 def test_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_names_that_cannot_be_read_are_not_written_over(tmp_path: Path, monkeypa
         with pytest.raises(OSError, match="Input/output"):
             names.give(where, {"other": 1})
         with pytest.raises(OSError, match="Input/output"):
-            names.of_set(os.path.dirname(where))
+            names.of_training(os.path.dirname(where))
     names.give(where, {"other": 1})
     assert names.of_version(where) == {"best": 1, "other": 1}
 

@@ -72,7 +72,7 @@ class Node:
         self.handed_back: list[local.HandBack] = []
         self.hellos: list[local.Hello] = []
         self.asked: list[type[local.Request]] = []  # also what is still to be answered
-        self.kept: dict[tuple[str, int], local.Keep] = {}
+        self.kept: dict[tuple[str, int], local.CacheBytes] = {}
         self.start()
 
     def start(self) -> None:
@@ -202,13 +202,13 @@ class Node:
             held = self.held.get(m.rank)
             size_bytes = m.bytes or (held.bytes if held is not None else 0)
             if held is None or held.bytes != size_bytes or held.world != m.world:
-                held = self.make(m.set, m.rank, m.world, m.home, size_bytes)
+                held = self.make(m.training, m.rank, m.world, m.home, size_bytes)
             held.home = m.home
             return local.Slots(held.bytes), held.fds
         if isinstance(m, local.OpenPush):
             push = Push(self, job.nodes[m.holder], m)
             return local.Ok(), [push.theirs.detach(), push.page_fd]
-        if isinstance(m, local.Begin):
+        if isinstance(m, local.BeginVersion):
             reason = job.refuse_begin(self.rank, m) if job.refuse_begin else ""
             if reason:
                 return local.Refused(reason), []
@@ -243,7 +243,7 @@ class Node:
         if isinstance(m, local.Event):
             job.events.append((self.rank, m))
             return local.Ok(), []
-        if isinstance(m, local.Traffic | local.Timeline | local.Keep | local.Recall):
+        if isinstance(m, local.Traffic | local.Timeline | local.CacheBytes | local.FetchCached):
             return self._told(m), []
         if isinstance(m, local.Finished):
             job.finished.add(m.rank)
@@ -286,14 +286,14 @@ class Node:
         self.held[rank] = Held(rank, world, home, size_bytes, made)
         return self.held[rank]
 
-    def _told(self, m: local.Traffic | local.Timeline | local.Keep | local.Recall) -> local.Message:
+    def _told(self, m: local.Traffic | local.Timeline | local.CacheBytes | local.FetchCached) -> local.Message:
         if not self.job.listens:
             return local.Error(f"cannot decode the message: Invalid value '{type(m).__name__}' - at `$.op`")
-        if isinstance(m, local.Recall):
-            kept = self.kept.get((m.set, m.rank))
-            return local.Kept(kept.data if kept is not None and kept.key == m.key else None)
-        if isinstance(m, local.Keep):
-            self.kept[m.set, m.rank] = m
+        if isinstance(m, local.FetchCached):
+            kept = self.kept.get((m.training, m.rank))
+            return local.CachedBytes(kept.data if kept is not None and kept.key == m.key else None)
+        if isinstance(m, local.CacheBytes):
+            self.kept[m.training, m.rank] = m
         self.job.told.append(m)
         return local.Ok()
 
@@ -332,7 +332,7 @@ class FakeJob:
         self.seals: list[Stamp] = []
         self.lost: tuple[str, ...] = ()
         self.events: list[tuple[int, local.Event]] = []
-        self.told: list[local.Traffic | local.Timeline | local.Keep] = []
+        self.told: list[local.Traffic | local.Timeline | local.CacheBytes] = []
         self.listens = True  # False: agents of a version that knows nothing of `told`
         self.landed: list[tuple[int, int, int]] = []
         self.unverified = 0  # copies that were said to be there, and are looked at now
@@ -341,7 +341,7 @@ class FakeJob:
         self.leaked: list[int] = []
         self.rate = 0.0  # bytes a second of each push; 0: as fast as it goes
         self.ancestors: list[Held] = []
-        self.refuse_begin: Callable[[int, local.Begin], str] | None = None
+        self.refuse_begin: Callable[[int, local.BeginVersion], str] | None = None
         self.refuse_register = ""
         self.refuse_register_on: tuple[int, ...] = ()  # node ranks; none means all
         self.not_yet = 0  # greetings that are answered so: later

@@ -25,7 +25,7 @@ class Push:
     """One channel: the shard of a rank, from one node to another. It ends with either of the two agents."""
 
     def __init__(self, home: Node, holder: Node, request: local.OpenPush) -> None:
-        self._home, self._holder, self._set, self._rank = home, holder, request.set, request.rank
+        self._home, self._holder, self._training_name, self._rank = home, holder, request.training, request.rank
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.page_fd = grant_page.make()
         self._page = GrantReader(self.page_fd)
@@ -109,7 +109,7 @@ class Push:
 
     def _offer(self, offer: local.PushOffer) -> local.Message:
         job, stamp = self._home.job, Stamp(self._home.job.epoch, offer.version)
-        begin = local.Begin(set=self._set, rank=self._rank, version=offer.version)
+        begin = local.BeginVersion(training=self._training_name, rank=self._rank, version=offer.version)
         if reason := job.refuse_begin(self._holder.rank, begin) if job.refuse_begin else "":
             return local.Refused(reason)
         home, holder = self._home.held.get(self._rank), self._holder.held.get(self._rank)
@@ -118,7 +118,7 @@ class Push:
             return local.Refused("not registered")
         if holder.bytes != home.bytes:
             assert self._holder.page is not None
-            holder = self._holder.make(self._set, self._rank, home.world, home.home, home.bytes)
+            holder = self._holder.make(self._training_name, self._rank, home.world, home.home, home.bytes)
             self._holder.page.set_grown(self._holder.page.grown + 1)
         try:
             voted = holder.pair.complete_stamps()
@@ -138,5 +138,7 @@ class Push:
             return
         digest = self._from.digest(here, used)
         self._holder.verify(
-            local.Landed(set=self._set, rank=self._rank, version=version, slot=index, used=used, digest=digest)
+            local.Landed(
+                training=self._training_name, rank=self._rank, version=version, slot=index, used=used, digest=digest
+            )
         )

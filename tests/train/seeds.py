@@ -56,7 +56,7 @@ def train(index: int, seed: int, name: str) -> None:
     )
     start = checkpointer.resume() if OPTIONS.get("resumes", True) else 0
     state = checkpointer.report()["state"]
-    say("begins", index=index, step=start, set=checkpointer._session.name, state=state)
+    say("begins", index=index, step=start, training=checkpointer._session.name, state=state)
     for step in range(start + 1, OPTIONS["steps"] + 1):
         loss = model(torch.full((4, 64), step / 60.0)).pow(2).mean()
         optimizer.zero_grad()

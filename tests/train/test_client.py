@@ -20,7 +20,7 @@ from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
 KEY = stats_messages.profile_key("model", ["n1"])
-HELLO = local.hello(set="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
+HELLO = local.hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 
 def joined(job: FakeJob) -> AgentClient:
@@ -93,7 +93,7 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     assert agent._events[-1].version == 9_999, "the oldest are dropped"
     until(agent._lock.locked)  # the first of them has been sent: that thread may get a processor only now
     with pytest.raises(AgentLost, match="earlier request"):
-        agent.request(local.Finished(set="s", rank=0), timeout_s=0.1)
+        agent.request(local.Finished(training="s", rank=0), timeout_s=0.1)
     began = time.monotonic()
     agent.close()
     assert time.monotonic() - began < 2.0 + client.FLUSH_TIMEOUT_S
@@ -110,11 +110,11 @@ def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> No
         agent.post(local.Traffic("s", 0, msgspec.structs.replace(STATE, j=j)))
         agent.event("skipped", j)
     agent.post(local.Timeline("s", 0, stats_messages.timeline(version=3, iteration_s=1.0, gate_s=0.9)))
-    agent.post(local.Keep("s", 0, KEY, b"profile"))
+    agent.post(local.CacheBytes("s", 0, KEY, b"profile"))
     agent.close()
     states = [m.state.j for m in job.told if isinstance(m, local.Traffic)]
     assert states[-1] == 99 and len(states) < 10, "one that waits is replaced by the next"
-    assert {type(m) for m in job.told} == {local.Traffic, local.Timeline, local.Keep}
+    assert {type(m) for m in job.told} == {local.Traffic, local.Timeline, local.CacheBytes}
     assert len(job.saw("skipped")) == 100
 
 
@@ -122,7 +122,7 @@ def test_what_was_kept_is_recalled(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     agent = joined(job)
     assert agent.recall("s", 0, KEY) is None
-    agent.post(local.Keep("s", 0, KEY, b"profile"))
+    agent.post(local.CacheBytes("s", 0, KEY, b"profile"))
     agent.flush()
     assert agent.recall("s", 0, KEY) == b"profile"
     agent.close()
@@ -138,7 +138,7 @@ def test_an_agent_that_knows_nothing_of_it_is_asked_in_vain(make_job: MakeJob) -
     job.listens = False
     agent = joined(job)
     agent.post(local.Traffic("s", 0, STATE))
-    agent.post(local.Keep("s", 0, KEY, b"profile"))
+    agent.post(local.CacheBytes("s", 0, KEY, b"profile"))
     agent.flush()
     assert agent.recall("s", 0, KEY) is None
     assert not agent.lost and job.told == []
@@ -150,7 +150,7 @@ def test_an_agent_that_knows_nothing_of_it_is_asked_in_vain(make_job: MakeJob) -
 def test_what_does_not_fit_a_packet_is_not_sent(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     agent = joined(job)
-    agent.post(local.Keep("s", 0, KEY, bytes(local.MAX_PACKET_BYTES)))
+    agent.post(local.CacheBytes("s", 0, KEY, bytes(local.MAX_PACKET_BYTES)))
     agent.event("skipped", 1)
     agent.flush()
     assert not agent.lost and len(job.saw("skipped")) == 1 and job.told == []

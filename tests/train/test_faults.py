@@ -242,7 +242,7 @@ def test_a_seal_that_never_comes_is_waited_for_once(make_job: MakeJob) -> None:
 
 def test_a_slow_agent_slows_nothing_for_good(make_job: MakeJob) -> None:
     job = make_job(1, 1)
-    job.delay["Begin"] = 0.4
+    job.delay["BeginVersion"] = 0.4
     run = Run(job, 1, {"steps": 20, "sleep_s": 0.02, "kwargs": {"seal_timeout_s": 0.1}})
     result = run.wait()[0]
     assert result["report"]["version"] == 20
@@ -251,7 +251,7 @@ def test_a_slow_agent_slows_nothing_for_good(make_job: MakeJob) -> None:
 
 def test_events_never_wait_for_the_agent(make_job: MakeJob) -> None:
     job = make_job(1, 1)
-    job.delay["Begin"] = 2.0
+    job.delay["BeginVersion"] = 2.0
     run = Run(job, 1, {"steps": 60, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 0.1}})
     report = run.wait()[0]["report"]
     assert report["unsaved"]["skipped"] > 20

@@ -35,8 +35,8 @@ def run(start: Start) -> Start:
 
 
 def sealed(job: RealJob, node: RealNode) -> int:
-    sets = job.inspect(node).trainings
-    return sets[0].sealed[1] if sets and sets[0].sealed is not None else 0
+    trainings = job.inspect(node).trainings
+    return trainings[0].sealed[1] if trainings and trainings[0].sealed is not None else 0
 
 
 def both_hold(job: RealJob, version: int) -> None:

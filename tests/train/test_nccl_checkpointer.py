@@ -200,7 +200,7 @@ def test_agents_die_and_are_given_back_what_came_over_it(make_job: MakeJob, tmp_
 
 def test_an_agent_that_is_slow_costs_versions_and_no_time(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    job.delay["Begin"] = 0.4
+    job.delay["BeginVersion"] = 0.4
     results = start(job, SMALL, steps=40).wait()
     times = results[0]["report"]["times"]
     assert times["worst_step_s"] < 1.0 and times["worst_hook_s"] < 2.5, times

@@ -53,7 +53,7 @@ class Agent:
                 if self.pair.slots[m.slot].stamp == Stamp(1, m.version):
                     self.pair.void(m.slot)
                 return local.Ok(), []
-            assert isinstance(m, local.Begin)
+            assert isinstance(m, local.BeginVersion)
             before, self.before_begin = self.before_begin, None
             if before is not None:
                 before()

@@ -163,7 +163,7 @@ def run(job: FakeJob, seed: int, stop: int) -> tuple[int, list[str], dict[str, A
 
 def test_an_evaluation_with_other_weights_is_never_what_is_resumed(job: FakeJob) -> None:
     """The copy begins when they are there."""
-    job.delay["Begin"] = 0.03
+    job.delay["BeginVersion"] = 0.03
     job.stop_after(8)
     _, losses, report = run(job, 1, 12)
     assert set(report["captured"]["eager"]) == {"model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias"}

@@ -74,12 +74,12 @@ class Steps:
     def held(self, name: str) -> list[HeldSlot]:
         """The slots of a set, on all nodes."""
         assert self.job is not None
-        return [slot for node in self.job.nodes for slot in self.job.inspect(node).held if slot.set == name]
+        return [slot for node in self.job.nodes for slot in self.job.inspect(node).held if slot.training == name]
 
     @property
     def begun(self) -> list[tuple[str, int]]:
         """Each training that has begun: its set, and the step at which it did."""
-        return [(line["set"], line["step"]) for line in self.lines("begins")]
+        return [(line["training"], line["step"]) for line in self.lines("begins")]
 
     @property
     def digests(self) -> list[str]:

@@ -69,7 +69,7 @@ def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
 def test_a_dtensor_that_changes_before_its_copy_voids_the_version(make_job: MakeJob) -> None:
     """Its own counter tells, that of the local tensor within does not."""
     job = make_job(2, 2)
-    job.delay["Begin"] = 0.05  # the copy does not begin before
+    job.delay["BeginVersion"] = 0.05  # the copy does not begin before
     options = {**TRAINING, "steps": 20}
     results = train(job, 2, touch_at=12, **options)
     assert [r["digest"] for r in results] == [r["digest"] for r in train(None, 2, **options)]

@@ -30,7 +30,7 @@ def refused(decoder: Strict[Any], data: bytes) -> bool:
 
 
 def vote(raw: bytes) -> peer.VoteUp:
-    return peer.VoteUp(round=1, set="s", pairs=1, world=1, degraded=False, kinds=2, vote=msgspec.Raw(raw))
+    return peer.VoteUp(round=1, training="s", pairs=1, world=1, degraded=False, kinds=2, vote=msgspec.Raw(raw))
 
 
 REQUESTS: list[local.Message] = [
@@ -39,10 +39,10 @@ REQUESTS: list[local.Message] = [
     local.Attach(7, 0, "n[1-2]", "n1", 2, hang=0, after=6),
     local.VerdictRequest(),
     local.LaunchRequest("7.0", 1, "rank 0 ended with SIGKILL", False, "", 20.0),
-    local.hello(set="default", rank=0, world=2, local_rank=0, step="7.0", pid=99, nth=2, series="run-1"),
+    local.hello(training="default", rank=0, world=2, local_rank=0, step="7.0", pid=99, nth=2, series="run-1"),
     local.Register("default", 0, 2, 0, 4096),
-    local.Bequeath("default", 0, 8, 1, 7, "0" * 32),
-    local.Begin("default", 0, 1),
+    local.TakeOver("default", 0, 8, 1, 7, "0" * 32),
+    local.BeginVersion("default", 0, 1),
     local.Landed("default", 0, 1, 0, 10, "x"),
     local.Abort("default", 0, 1, 0),
     local.Fetch("default", 0),
@@ -53,8 +53,8 @@ REQUESTS: list[local.Message] = [
     local.HandBack("default", 0, 2, 0, 4096, 0, 0, 0, 0, ""),
     local.Traffic("default", 0, TrafficState(1.0, "gemini", "gloo", "steady", chunks_per_span=(1, 2))),
     local.Timeline("default", 0, TimelineState(1, 2.0, 1.5, (Operation("all_reduce", 0.0, 0.5, 10),))),
-    local.Keep("default", 0, "0123456789abcdef", b"\x00\xff"),
-    local.Recall("default", 0, "0123456789abcdef"),
+    local.CacheBytes("default", 0, "0123456789abcdef", b"\x00\xff"),
+    local.FetchCached("default", 0, "0123456789abcdef"),
 ]
 
 
@@ -130,7 +130,7 @@ def test_numbers_of_peers() -> None:
 def test_stamps_of_peers() -> None:
     newest = Stamp((1 << 23) - 1, (1 << 40) - 1)
     good = msgspec.to_builtins(
-        peer.DecisionDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False)
+        peer.DecisionDown(round=1, training="s", sealed=newest, abandoned=(newest,), degraded=False)
     )
     word = protocol.decoder.decode(packed(**good))
     assert isinstance(word, peer.DecisionDown) and word.sealed is not None
@@ -152,8 +152,8 @@ def test_standings_of_peers() -> None:
     place = Place(7, 3, 5, 1, "n2", "allreduce_")
     good = msgspec.to_builtins(HangStanding(2, 1, 9.0, 0.5, 9.0, 0.5, place, place, True))
     for kind in ("standing", "hung"):
-        protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good))
+        protocol.decoder.decode(packed(kind=kind, round=1, training="s", standing=good))
         bad: dict[str, Any]
         for bad in ({"silent_s": math.nan}, {"awake_s": -1.0}, {"ranks": 1 << 21}, {"least": {}}):
-            word = packed(kind=kind, round=1, set="s", standing=good | bad)
+            word = packed(kind=kind, round=1, training="s", standing=good | bad)
             assert refused(protocol.decoder, word), (kind, bad)

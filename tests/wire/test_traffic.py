@@ -39,11 +39,11 @@ BAD = [math.nan, math.inf, -math.inf, -2.0, 1e300, 1 << 63, -(1 << 63), "1", [],
 
 
 def traffic(state: list[Any]) -> bytes:
-    return json.dumps({"op": "traffic", "set": "s", "rank": 0, "state": state}).encode()
+    return json.dumps({"op": "traffic", "training": "s", "rank": 0, "state": state}).encode()
 
 
 def timeline(state: list[Any]) -> bytes:
-    return json.dumps({"op": "timeline", "set": "s", "rank": 0, "timeline": state}).encode()
+    return json.dumps({"op": "timeline", "training": "s", "rank": 0, "timeline": state}).encode()
 
 
 def part(state: list[Any]) -> bytes:
@@ -58,7 +58,7 @@ def part(state: list[Any]) -> bytes:
 
 def recorded(state: list[Any]) -> bytes:
     plain = msgspec.msgpack.decode(part(msgspec.to_builtins(STATE)))
-    plain["record"] = {"set": "s", "rank": 0, "timeline": state, "series": []}
+    plain["record"] = {"training": "s", "rank": 0, "timeline": state, "series": []}
     return msgspec.msgpack.encode(plain)
 
 
@@ -109,19 +109,19 @@ def test_a_timeline_holds_no_number_out_of_bounds() -> None:
 
 def test_keys() -> None:
     for key in ("", "0", "0" * 65, "x" * 32, "0" * 31 + "\n", "A" * 32, "../" * 8, 5, None):
-        for request in ({"op": "keep", "data": "eA=="}, {"op": "recall"}):
-            data = json.dumps({"set": "s", "rank": 0, "key": key, **request}).encode()
+        for request in ({"op": "cache", "data": "eA=="}, {"op": "fetch-cached"}):
+            data = json.dumps({"training": "s", "rank": 0, "key": key, **request}).encode()
             assert refusal(msgspec.MsgspecError, local.request_decoder.decode, data), (key, request)
 
 
 def test_what_is_kept_has_a_size() -> None:
-    most = local.Keep("s", 0, "0" * 32, b"\xff" * local.MAX_KEPT_BYTES)
+    most = local.CacheBytes("s", 0, "0" * 32, b"\xff" * local.MAX_KEPT_BYTES)
     assert len(local.encode(most)) < local.MAX_PACKET_BYTES
     assert local.request_decoder.decode(local.encode(most)) == most
     with pytest.raises(msgspec.MsgspecError):
-        local.request_decoder.decode(local.encode(local.Keep("s", 0, "0" * 32, most.data + b"x")))
+        local.request_decoder.decode(local.encode(local.CacheBytes("s", 0, "0" * 32, most.data + b"x")))
     with pytest.raises(msgspec.MsgspecError):
-        local.request_decoder.decode(b'{"op":"keep","set":"s","rank":0,"key":"00000000","data":"not base64!"}')
+        local.request_decoder.decode(b'{"op":"cache","training":"s","rank":0,"key":"00000000","data":"not base64!"}')
 
 
 def test_earlier_ends_are_understood_and_understand() -> None:

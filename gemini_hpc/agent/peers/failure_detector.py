@@ -7,7 +7,7 @@ An agent believes an obituary only about a peer that has been silent for half th
 whose sender counts as dead itself, or recently did.
 
 A dead peer that sends again is alive, which is reported to all peers, too. Other peers that count as dead are then
-probed once more. An agent that has sent `Left` (its training succeeded) is never suspected or declared dead.
+probed once more. An agent that has sent `AgentLeft` (its training succeeded) is never suspected or declared dead.
 
 The module has no clock and no socket, and never waits. Each call gets the time (monotonic seconds) and returns the
 effects to carry out, in that order. `mesh` carries them out.

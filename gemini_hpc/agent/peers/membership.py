@@ -20,7 +20,7 @@ class Membership:
     Attributes:
         noderanks, placed, epoch: From the plan that this agent took last, in incarnation `map_restart`.
         doubt: The plan was made without a look at the tier.
-        heritage: State taken over from the job's predecessor, if looked for since this agent started.
+        takeover: State taken over from the job's predecessor, if looked for since this agent started.
         detached: The job does not run here now.
         stop: The last stop of the trainings, until the next seal.
     """
@@ -32,7 +32,7 @@ class Membership:
         self.map_restart = -1
         self.epoch = 0
         self.doubt = False
-        self.heritage: peer.Heritage | None = None
+        self.takeover: peer.Takeover | None = None
         self.detached = True
         self.stop = peer.Stop()
 

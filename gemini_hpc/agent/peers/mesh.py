@@ -142,7 +142,7 @@ class Mesh:
         said = "its coming"
         try:
             if self._parting:
-                link.finish(peer.Left())
+                link.finish(peer.AgentLeft())
             else:
                 self._do(self.detector.record_message(name, clock.monotonic()))
                 self._on_link(name)
@@ -191,7 +191,7 @@ class Mesh:
             if message.restart == self.restart:
                 told = self.detector.on_report(name, message.host, alive=message.alive, now=clock.monotonic())
                 self._do(told)
-        elif isinstance(message, peer.Left):
+        elif isinstance(message, peer.AgentLeft):
             self._do(self.detector.leaves(name))
         else:
             self._on_message(name, message)
@@ -342,7 +342,7 @@ class Mesh:
         self._untold = known.union(self.links) - self.detector.left - self.detector.dead
         self.detector.left.update(self.hosts)
         for link in self.links.values():
-            link.finish(peer.Left())
+            link.finish(peer.AgentLeft())
         self._record_informed()
 
     def _record_informed(self, *names: str) -> None:

@@ -487,7 +487,7 @@ class RecoveryRounds:
         has left. Then look on the tier. Coordinator only.
         """
         sure = False
-        if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.sets):
+        if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.trainings):
             former = {host for r in records for host in r.noderanks or {}}
             more = await self._host.outside(tuple(sorted(former)))
             if any(r.copies for r in more):
@@ -515,7 +515,7 @@ class RecoveryRounds:
 
     def _may_inherit(self, plan: peer.PlanDown) -> bool:
         """Return whether there is a predecessor and the job has no state of its own."""
-        return bool(self._host.after) and not any(s.chosen for s in plan.sets)
+        return bool(self._host.after) and not any(s.chosen for s in plan.trainings)
 
     async def _inherit(self, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> peer.PlanDown:
         """Return the plan extended by the state that the job's predecessor has left. Coordinator only."""
@@ -529,11 +529,11 @@ class RecoveryRounds:
             except TierFailed as error:
                 unseen = str(error)
                 break
-            bad = [m for m in stored if round_plan.unwanted(m.set, m.stamp, plan.rejected, unreadable)]
+            bad = [m for m in stored if round_plan.unwanted(m.training, m.stamp, plan.rejected, unreadable)]
             left = replace(left, stored=tuple(m for m in stored if m not in bad))
             if not bad:
                 break
-            without += [(m.set, m.stamp) for m in bad]
+            without += [(m.training, m.stamp) for m in bad]
         ours = any(record.noderanks for record in records)
         plan = round_plan.take_over(
             plan,
@@ -548,7 +548,7 @@ class RecoveryRounds:
             by_host=host.domains,
         )
         # a round that goes on without the tier starts from nothing
-        if unseen and not any(s.chosen for s in plan.sets):
+        if unseen and not any(s.chosen for s in plan.trainings):
             plan = msgspec.structs.replace(plan, unseen=unseen)
         return plan
 
@@ -596,13 +596,13 @@ class RecoveryRounds:
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
         found, pulls = round_plan.planned(plan, records)
-        sets = list(found)
-        if not plan.sets and not plan.survivable:
+        trainings = list(found)
+        if not plan.trainings and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
-            sets.append(peer.SetPlan("default", None, (), None, 0, (), (reason,)))
-        for name in sorted({found.set for found in rejected} - {s.name for s in sets}):
-            reasons = tuple(found.sentence for found in rejected if found.set == name)
-            sets.append(peer.SetPlan(name, None, (), None, 0, (), reasons))
+            trainings.append(peer.PlannedTraining("default", None, (), None, 0, (), (reason,)))
+        for name in sorted({found.training for found in rejected} - {s.name for s in trainings}):
+            reasons = tuple(found.sentence for found in rejected if found.training == name)
+            trainings.append(peer.PlannedTraining(name, None, (), None, 0, (), reasons))
         down = peer.PlanDown(
             round=self.round,
             step=self.step,
@@ -610,7 +610,7 @@ class RecoveryRounds:
             noderanks=plan.noderanks,
             map_hash=node_ranks.map_hash(plan.noderanks, self._host.job, self._host.restart, plan.order.ranks),
             ports={r.host: r.port for r in records},
-            sets=tuple(sets),
+            trainings=tuple(trainings),
             pulls=pulls,
             tier=self._host.chosen,
             counted={r.host: r.instance for r in records if r.host in self.hosts},
@@ -627,4 +627,4 @@ class RecoveryRounds:
         # copies of an older incarnation are not the newest if the last one's agents are all gone
         # nor is the version before a rejected one: the tier may have newer versions
         known = plan.survivable and plan.latest >= self._host.restart - 1 and not rejected
-        return down, known and bool(plan.sets) and all(s.newest for s in plan.sets)
+        return down, known and bool(plan.trainings) and all(s.newest for s in plan.trainings)

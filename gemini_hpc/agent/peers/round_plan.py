@@ -19,12 +19,12 @@ from gemini_hpc.wire.stored import Rejection
 
 def planned(
     plan: recovery_plan.RecoveryPlan, records: Iterable[peer.InventoryRecord]
-) -> tuple[tuple[peer.SetPlan, ...], tuple[peer.PullOrder, ...]]:
+) -> tuple[tuple[peer.PlannedTraining, ...], tuple[peer.PullOrder, ...]]:
     """Return the version each training resumes from, and the copies to pull for it."""
     records = tuple(records)
-    sets: list[peer.SetPlan] = []
+    trainings: list[peer.PlannedTraining] = []
     pulls: list[peer.PullOrder] = []
-    for s in plan.sets:
+    for s in plan.trainings:
         keepers = _keepers(records, s)
         makers = {m.copy.rank: m.dest_host for m in s.made if not m.copy.of}
         copies = tuple(
@@ -34,10 +34,10 @@ def planned(
         lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
         if s.outcome == "never-sealed":
             lost = ("no version had been sealed yet",)
-        sets.append(peer.SetPlan(s.set_name, s.chosen, s.keep, s.sealed, s.world, copies, lost))
+        trainings.append(peer.PlannedTraining(s.training_name, s.chosen, s.keep, s.sealed, s.world, copies, lost))
         pulls += [peer.PullOrder(p.dest_host, p.shard, p.sources) for p in s.pulls]
         pulls += [peer.PullOrder(made.dest_host, made.copy, (), made.parts) for made in s.made]
-    return tuple(sets), tuple(pulls)
+    return tuple(trainings), tuple(pulls)
 
 
 def from_tier(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.PlanDown:
@@ -46,27 +46,27 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.Pl
     The home of a shard reads it from the tier. The shard's other holders have a copy again when the next version is
     saved. Until then the tier takes the place of these copies.
     """
-    sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
+    trainings, pulls, epoch = {s.name: s for s in plan.trainings}, list(plan.pulls), plan.epoch
     by_rank = {rank: host for host, rank in plan.noderanks.items()}
     for manifest in stored:
-        known = sets.get(manifest.set)
+        known = trainings.get(manifest.training)
         if known is not None and known.chosen is not None and known.chosen >= manifest.stamp:
             continue
-        name, stamp = manifest.set, manifest.stamp
+        name, stamp = manifest.training, manifest.stamp
         copies = [
             Copy(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
             for _, s in sorted(manifest.shards().values(), key=lambda found: found[1].rank)
         ]
         lost = known.lost if known is not None else ()
-        sets[name] = peer.SetPlan(
+        trainings[name] = peer.PlannedTraining(
             name, stamp, (stamp,), stamp, manifest.world, tuple((c, (peer.TIER,)) for c in copies), lost
         )
-        pulls = [order for order in pulls if order.copy.set != name]
+        pulls = [order for order in pulls if order.copy.training != name]
         pulls += [peer.PullOrder(by_rank[c.home % len(by_rank)], c, (peer.TIER,)) for c in copies]
         epoch = max(epoch, stamp[0] + 1)
-    if sets.keys() - {"default"}:  # reported under this name if not even training names are known
-        sets = {n: s for n, s in sets.items() if n != "default" or s.chosen or s.world}
-    return msgspec.structs.replace(plan, sets=tuple(sets.values()), pulls=tuple(pulls), epoch=epoch)
+    if trainings.keys() - {"default"}:  # reported under this name if not even training names are known
+        trainings = {n: s for n, s in trainings.items() if n != "default" or s.chosen or s.world}
+    return msgspec.structs.replace(plan, trainings=tuple(trainings.values()), pulls=tuple(pulls), epoch=epoch)
 
 
 def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
@@ -79,7 +79,7 @@ def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> 
         host=record.host,
         noderanks=record.noderanks,
         map_restart=record.map_restart,
-        copies=tuple(c for c in record.copies if good(c.set, c.stamp)),
+        copies=tuple(c for c in record.copies if good(c.training, c.stamp)),
         max_epoch=record.max_epoch,
         sealed=tuple((name, stamp) for name, stamp in record.sealed if good(name, stamp)),
         order=record.order,
@@ -121,7 +121,7 @@ def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.Traini
         for c in record.copies:
             if (
                 not c.of
-                and c.set == plan.set_name
+                and c.training == plan.training_name
                 and plan.chosen is not None
                 and c.stamp == plan.chosen
                 and wanted.get(c.rank) == c.digest
@@ -197,7 +197,7 @@ def take_over(
     good = []
     for record in left.records:
         found = inventory(record, record.rejected)
-        copies = tuple(c for c in found.copies if not unwanted(c.set, c.stamp, rejected, ()))
+        copies = tuple(c for c in found.copies if not unwanted(c.training, c.stamp, rejected, ()))
         sealed = tuple((name, s) for name, s in found.sealed if not unwanted(name, s, rejected, ()))
         good.append(
             recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed, found.order)
@@ -213,31 +213,32 @@ def take_over(
         order=PlacementOrder(plan.order) if noderanks else None,
         by_host=by_host,
     )
-    sets, pulls = planned(made, left.records)
+    trainings, pulls = planned(made, left.records)
     ranks = made.order.ranks
     theirs = from_tier(
-        msgspec.structs.replace(plan, noderanks=made.noderanks, order=ranks, sets=sets, pulls=pulls), left.stored
+        msgspec.structs.replace(plan, noderanks=made.noderanks, order=ranks, trainings=trainings, pulls=pulls),
+        left.stored,
     )
-    stamps = {s.name: s.chosen for s in theirs.sets if s.chosen is not None}
-    why = "; ".join(filter(None, (left.why, *(f"{s.name}: {x}" for s in theirs.sets for x in s.lost[:1]))))
-    heritage = peer.Heritage(left.job, {r.host: r.port for r in left.records}, stamps, why[:300])
-    own = {s.name: s for s in plan.sets}
+    stamps = {s.name: s.chosen for s in theirs.trainings if s.chosen is not None}
+    why = "; ".join(filter(None, (left.why, *(f"{s.name}: {x}" for s in theirs.trainings for x in s.lost[:1]))))
+    takeover = peer.Takeover(left.job, {r.host: r.port for r in left.records}, stamps, why[:300])
+    own = {s.name: s for s in plan.trainings}
     holders: dict[tuple[str, int], list[str]] = {}
     for order in theirs.pulls:
-        holders.setdefault((order.copy.set, order.copy.rank), []).append(order.dest)
-    taken = {s.name: _ours(s, holders) for s in theirs.sets if s.chosen is not None}
+        holders.setdefault((order.copy.training, order.copy.rank), []).append(order.dest)
+    taken = {s.name: _ours(s, holders) for s in theirs.trainings if s.chosen is not None}
     return msgspec.structs.replace(
         plan,
         noderanks=made.noderanks,
         order=ranks,
         domains=domains.separation(by_host, made.noderanks, min(m, len(made.noderanks)), made.order),
         map_hash=node_ranks.map_hash(made.noderanks, job, restart, ranks),
-        sets=tuple((own | taken).values()),
+        trainings=tuple((own | taken).values()),
         pulls=tuple(
             msgspec.structs.replace(order, copy=_renamed(order.copy), sources=_also(order, holders))
             for order in theirs.pulls
         ),
-        heritage=heritage,
+        takeover=takeover,
         closed=sequence.merged((*plan.closed, *_closed(left.records))),
     )
 
@@ -261,7 +262,7 @@ def _also(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]
     """
     if peer.TIER in order.sources:
         return order.sources
-    ours = holders.get((order.copy.set, order.copy.rank), ())
+    ours = holders.get((order.copy.training, order.copy.rank), ())
     return (*_theirs(order.sources), *(host for host in ours if host != order.dest))
 
 
@@ -269,7 +270,7 @@ def _theirs(sources: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(source if source == peer.TIER else peer.BEFORE + source for source in sources)
 
 
-def _ours(theirs: peer.SetPlan, holders: Mapping[tuple[str, int], Sequence[str]]) -> peer.SetPlan:
+def _ours(theirs: peer.PlannedTraining, holders: Mapping[tuple[str, int], Sequence[str]]) -> peer.PlannedTraining:
     """Return the predecessor's training plan as this job's plan.
 
     A rank that loads a shard from elsewhere asks this job's holders before the predecessor's agents, which soon
@@ -285,7 +286,7 @@ def _ours(theirs: peer.SetPlan, holders: Mapping[tuple[str, int], Sequence[str]]
     copies = tuple(
         (
             _renamed(copy),
-            sources if theirs.stored else (*holders.get((copy.set, copy.rank), ()), *_theirs(sources)),
+            sources if theirs.stored else (*holders.get((copy.training, copy.rank), ()), *_theirs(sources)),
         )
         for copy, sources in theirs.copies
     )

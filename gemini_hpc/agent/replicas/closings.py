@@ -37,11 +37,11 @@ class Closings:
 
     def get(self, name: str) -> Closed | None:
         """Return the record of a closed training, or None if the training is not closed."""
-        return next((closed for closed in self.all if closed.set == name), None)
+        return next((closed for closed in self.all if closed.training == name), None)
 
     def close(self, training: Training, series: str, version: int) -> None:
         """Record that ranks of this node have closed their checkpointers, the last one at this version."""
-        here, others = self._membership, [part for part in self.own if part.set != training.name]
+        here, others = self._membership, [part for part in self.own if part.training != training.name]
         part = Closing(
             training.name,
             training.world,

@@ -124,14 +124,14 @@ class Outlines:
         finally:
             self._linking.discard(host)
 
-    def sketched(
+    def on_written(
         self, shard: Shard, index: int, small_bytes: int, areas: tuple[int, int, int], moment: Moment
     ) -> None:
         """Send an outline to the nodes that have the shard's tensors.
 
         A rank of this node reports that the slot, in progress or complete, contains its directory and small state.
         """
-        hosts, stamp = self._hosts(self._live.get((shard.set, shard.rank), ())), shard.pair.slots[index].stamp
+        hosts, stamp = self._hosts(self._live.get((shard.training, shard.rank), ())), shard.pair.slots[index].stamp
         try:
             layout = SlotLayout.plan(*areas)
         except ValueError:
@@ -143,10 +143,10 @@ class Outlines:
             directory = bytes(memory[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes])
             small = bytes(memory[layout.small_offset : layout.small_offset + small_bytes])
         key, number = xxhash.xxh3_128(directory).hexdigest(), self._membership.round
-        self._sent[shard.set, shard.rank] = stamp, hosts
+        self._sent[shard.training, shard.rank] = stamp, hosts
         outline = peer.Outline(
             number,
-            shard.set,
+            shard.training,
             shard.rank,
             shard.world,
             shard.home,
@@ -161,9 +161,9 @@ class Outlines:
         self.on_outline(self._node, outline)
         brief = msgspec.structs.replace(outline, directory=b"")
         for host in hosts:
-            known = self._told.get((host, shard.set, shard.rank)) == key
+            known = self._told.get((host, shard.training, shard.rank)) == key
             if self._membership.send(host, brief if known else outline):
-                self._told[host, shard.set, shard.rank] = key
+                self._told[host, shard.training, shard.rank] = key
             else:
                 self._link(host)
         self.completed(shard, index)
@@ -171,11 +171,11 @@ class Outlines:
     def completed(self, shard: Shard, index: int) -> None:
         """Send the digest of a complete slot to the nodes that have its outline."""
         slot = shard.pair.slots[index]
-        stamp, hosts = self._sent.get((shard.set, shard.rank), (None, ()))
+        stamp, hosts = self._sent.get((shard.training, shard.rank), (None, ()))
         if slot.stamp != stamp or stamp is None or slot.digest is None or shard.pushed:
             return
         for host in hosts:
-            digest = peer.OutlineDigest(self._membership.round, shard.set, shard.rank, stamp, slot.digest)
+            digest = peer.OutlineDigest(self._membership.round, shard.training, shard.rank, stamp, slot.digest)
             self._membership.send(host, digest)
 
     def on_link(self, host: str) -> None:
@@ -190,7 +190,7 @@ class Outlines:
         here = self._membership
         if message.round != here.round or here.live is None or message.stamp.epoch != here.epoch:
             return
-        key = message.set, message.rank
+        key = message.training, message.rank
         versions = self._kept.get(key, [])
         if isinstance(message, peer.OutlineDigest):
             for number, known in enumerate(versions):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from gemini_hpc.core.numbers import SetName, Version
+from gemini_hpc.core.numbers import TrainingName, Version
 from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.files import replace_file
 from gemini_hpc.wire.bounds import Strict
@@ -25,8 +25,8 @@ NAME = "pledges"
 class Wish(msgspec.Struct, frozen=True, order=True):
     """A request to keep this version of a training, or the first later version possible, under a name."""
 
-    set: SetName
-    name: SetName
+    training: TrainingName
+    name: TrainingName
     version: Version
 
 

@@ -35,17 +35,17 @@ class Rejections:
         """Return all rejections that this agent knows of."""
         return self._pledges.now.rejections
 
-    def of_set(self, name: str) -> list[Rejection]:
+    def of_training(self, name: str) -> list[Rejection]:
         """Return the rejections of a training, sorted by version."""
-        return sorted(found for found in self.all if found.set == name)
+        return sorted(found for found in self.all if found.training == name)
 
     def fresh(self, name: str) -> bool:
         """Return whether the training may begin anew if no version is left."""
-        return any(found.fresh for found in self.of_set(name))
+        return any(found.fresh for found in self.of_training(name))
 
     def sentences(self, name: str) -> tuple[str, ...]:
         """Return a sentence for the user about each rejection of a training."""
-        return tuple(found.sentence for found in self.of_set(name))
+        return tuple(found.sentence for found in self.of_training(name))
 
     def reject(self, training: Training, epoch: int, reason: str, *, fresh: bool) -> str:
         """Reject the loaded version and its descendants. Return the reason for a refusal, or "".
@@ -60,7 +60,7 @@ class Rejections:
         """
         name, chosen = training.name, training.chosen
         assert chosen is not None
-        before = self.of_set(name)
+        before = self.of_training(name)
         high = Stamp(epoch, _NEWEST)
         if not any(found.high == high for found in before):  # else another rank of this node has already rejected it
             if len(before) >= MOST and not fresh:
@@ -73,11 +73,11 @@ class Rejections:
 
     def learn(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Record more rejections on disk. Return all that are known now."""
-        known = {(r.set, r.low, r.high): r for r in self.all}
+        known = {(r.training, r.low, r.high): r for r in self.all}
         for rejection in found:
-            known.setdefault((rejection.set, rejection.low, rejection.high), rejection)
+            known.setdefault((rejection.training, rejection.low, rejection.high), rejection)
         for wide in [r for r in known.values() if r.low == (0, 0)]:  # covers all older rejections
-            for key in [k for k, r in known.items() if r.set == wide.set and r.high < wide.high]:
+            for key in [k for k, r in known.items() if r.training == wide.training and r.high < wide.high]:
                 del known[key]
         pledges = self._pledges
         if not pledges.put(msgspec.structs.replace(pledges.now, rejections=tuple(known.values())[-_KEPT:])):

@@ -20,7 +20,7 @@ class Fill:
         stamp: Its stamp.
         index: Index of the slot.
         before: The slot's previous contents.
-        there: Byte ranges filled, once `over` is set.
+        present: Byte ranges filled, once `over` is set.
         over: Set when the rank has stopped writing.
     """
 
@@ -29,5 +29,5 @@ class Fill:
     stamp: Stamp
     index: int
     before: Slot
-    there: tuple[Range, ...] = ()
+    present: tuple[Range, ...] = ()
     over: asyncio.Event = field(default_factory=asyncio.Event)

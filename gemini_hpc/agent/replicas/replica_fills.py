@@ -39,12 +39,12 @@ def begin_fill(
     return index
 
 
-def end(client: LocalClient, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
+def end(client: LocalClient, shard: Shard, version: int, present: tuple[Range, ...]) -> bool:
     """Record that the rank has filled these bytes and writes no more. Return False if it had no permission."""
     fill = shard.fill
     if fill is None or fill.client is not client or fill.version != version or fill.over.is_set():
         return False
-    fill.there = there
+    fill.present = present
     _end_fill(shard, fill)
     return True
 

@@ -32,7 +32,7 @@ class Within(NamedTuple):
 
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
-    set: numbers.SetName
+    training: numbers.TrainingName
     restart: numbers.Restart
     round: numbers.Round
     epoch: numbers.Epoch
@@ -73,7 +73,7 @@ class SealNotes:
         found: dict[str, Stamp] = {}
         for line in self._lines():
             if line is not None and (line.restart, line.round, line.epoch) == within:
-                found[line.set] = line.sealed
+                found[line.training] = line.sealed
         return found
 
     def moved(self) -> None:
@@ -111,7 +111,7 @@ class SealNotes:
     def _put(self, name: str, line: bytes) -> None:
         if self._fd is None:
             there = self._lines()
-            self._places = {old.set: number for number, old in enumerate(there) if old is not None}
+            self._places = {old.training: number for number, old in enumerate(there) if old is not None}
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
         place = self._places.get(name)

@@ -24,7 +24,7 @@ class SlotWrites:
     def __init__(
         self,
         membership: Membership,
-        sets: Trainings,
+        trainings: Trainings,
         log: Log,
         spawn: Spawn,
         pool: DigestPool,
@@ -34,13 +34,13 @@ class SlotWrites:
 
         Args:
             membership: This agent's view of the job.
-            sets: Trainings of this agent.
+            trainings: Trainings of this agent.
             log: Event log.
             spawn: Starts a background task.
             pool: Threads that make the digests.
             completed: Called with the shard and index of each slot that becomes complete.
         """
-        self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
+        self._membership, self._trainings, self._log, self._spawn = membership, trainings, log, spawn
         self._pool, self._completed = pool, completed
 
     def begin_write(self, training: Training, shard: Shard, version: int) -> int:
@@ -59,8 +59,8 @@ class SlotWrites:
             reading.found.cancel()
             shard.readings[index] = None
         shard.since[index] = clock.time()
-        self._sets.drop_load_copies(training)  # a rank saves only after every rank has loaded
-        self._sets.recount(shard.set)
+        self._trainings.drop_load_copies(training)  # a rank saves only after every rank has loaded
+        self._trainings.recount(shard.training)
         return index
 
     def begin_again(self, training: Training, shard: Shard, version: int) -> int:
@@ -81,12 +81,12 @@ class SlotWrites:
         Without the record, two groups of ranks could save alternate versions forever and none would be sealed.
         """
         shard.pair.pass_over(Stamp(self._membership.epoch, version))
-        self._sets.recount(shard.set)
+        self._trainings.recount(shard.training)
 
     def void(self, shard: Shard, index: int) -> None:
         """Void a slot that will not be completed."""
         shard.pair.void(index)
-        self._sets.recount(shard.set)
+        self._trainings.recount(shard.training)
 
     def read(self, shard: Shard, index: int, used: int) -> PendingDigest:
         """Return the reading of the leading `used` bytes of a slot in progress, made once in the background.
@@ -149,5 +149,5 @@ class SlotWrites:
                 version=stamp.version,
                 detail=f"shard {shard.rank}: the copy's digest differs after the transfer",
             )
-        self._sets.recount(shard.set)
+        self._trainings.recount(shard.training)
         return found == wanted

@@ -60,7 +60,7 @@ class Shard:
         readings: Digests, by slot, of the slots that a process here fills.
     """
 
-    set: str
+    training: str
     rank: int
     world: int
     home: int
@@ -87,7 +87,7 @@ class Shard:
         if slot.state != "complete" or slot.stamp is None or slot.digest is None:
             return None
         return Copy(
-            set=self.set,
+            training=self.training,
             rank=self.rank,
             world=self.world,
             home=self.home,
@@ -140,38 +140,38 @@ class Store:
         """Return all shards and parity."""
         return [*self.shards.values(), *self.parities.values(), *self.ancestors]
 
-    def get(self, set_name: str, rank: int) -> Shard | None:
+    def get(self, training_name: str, rank: int) -> Shard | None:
         """Return the current shard of a rank, or None."""
-        return self.shards.get((set_name, rank))
+        return self.shards.get((training_name, rank))
 
-    def of_set(self, set_name: str) -> list[Shard]:
+    def of_training(self, training_name: str) -> list[Shard]:
         """Return all current shards of a training."""
-        return [s for s in self.shards.values() if s.set == set_name]
+        return [s for s in self.shards.values() if s.training == training_name]
 
-    def parities_of_set(self, set_name: str) -> list[Shard]:
+    def parities_of_training(self, training_name: str) -> list[Shard]:
         """Return all current parity of a training."""
-        return [s for s in self.parities.values() if s.set == set_name]
+        return [s for s in self.parities.values() if s.training == training_name]
 
-    def find(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
+    def find(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
         """Return the shard and slot index of exactly this version, complete or in progress."""
         for shard in self:
-            if shard.set == set_name and shard.rank == rank:
+            if shard.training == training_name and shard.rank == rank:
                 index = shard.pair.find(stamp)
                 if index is not None:
                     return shard, index
         return None
 
-    def find_parity(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
+    def find_parity(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
         """Return the parity and slot index of exactly this version beside that rank's shard."""
         for shard in self.every():
-            if shard.parity is not None and shard.set == set_name and shard.rank == rank:
+            if shard.parity is not None and shard.training == training_name and shard.rank == rank:
                 index = shard.pair.find(stamp)
                 if index is not None:
                     return shard, index
         return None
 
     async def make(
-        self, set_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
+        self, training_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
     ) -> Shard:
         """Create the two slots of a shard, and take their pages unless they are handed back.
 
@@ -181,21 +181,21 @@ class Store:
         Raises:
             NoMemory: The memory does not suffice.
         """
-        async with self._making[False, (set_name, rank)]:
-            old = self.shards.get((set_name, rank))
-            name, what = f"gemini:{set_name}:{rank}", f"shard of rank {rank}"
+        async with self._making[False, (training_name, rank)]:
+            old = self.shards.get((training_name, rank))
+            name, what = f"gemini:{training_name}:{rank}", f"shard of rank {rank}"
             if old is not None and old.bytes == size_bytes and old.world == world:
                 await self._complete(old, name, what)
                 old.home = home
                 return old
             memory = await self._slots(name, what, size_bytes, reserve=reserve)
-            shard = Shard(set_name, rank, world, home, size_bytes, memory)
+            shard = Shard(training_name, rank, world, home, size_bytes, memory)
             self.put(shard)
             return shard
 
     async def make_parity(
         self,
-        set_name: str,
+        training_name: str,
         rank: int,
         world: int,
         home: int,
@@ -206,7 +206,7 @@ class Store:
         """Reserve and create the two slots of the parity beside a shard, like `make`.
 
         Args:
-            set_name: Name of the training.
+            training_name: Name of the training.
             rank: Rank whose shard the parity is beside.
             world: Number of shards of the training.
             home: Node rank of that shard's home.
@@ -218,17 +218,17 @@ class Store:
             NoMemory: The memory does not suffice.
         """
         wanted = Parity(dict(of), blocks)
-        async with self._making[True, (set_name, rank)]:
-            old = self.parities.get((set_name, rank))
-            name, what = f"gemini:{set_name}:parity {rank}", f"parity beside the shard of rank {rank}"
+        async with self._making[True, (training_name, rank)]:
+            old = self.parities.get((training_name, rank))
+            name, what = f"gemini:{training_name}:parity {rank}", f"parity beside the shard of rank {rank}"
             same = old is not None and (old.bytes, old.world) == (size_bytes, world)
             if same and old is not None and old.parity is not None and old.parity.is_like(wanted):
                 await self._complete(old, name, what)
                 old.home = home
                 return old
             memory = await self._slots(name, what, size_bytes)
-            self.put(Shard(set_name, rank, world, home, size_bytes, memory, parity=wanted))
-            return self.parities[set_name, rank]
+            self.put(Shard(training_name, rank, world, home, size_bytes, memory, parity=wanted))
+            return self.parities[training_name, rank]
 
     def trim(self, shard: Shard, sealed: Stamp, abandoned: frozenset[Stamp]) -> None:
         """Free the slots that a closed training does not need any more.
@@ -295,21 +295,23 @@ class Store:
             raise
         return memory
 
-    async def adopt(self, set_name: str, rank: int, world: int, home: int, size_bytes: int, first: Memfd) -> Shard:
+    async def adopt(
+        self, training_name: str, rank: int, world: int, home: int, size_bytes: int, first: Memfd
+    ) -> Shard:
         """Create a shard around existing memory, which becomes the first of its two slots.
 
         Raises:
             NoMemory: The memory does not suffice. The existing memory is closed then.
         """
         second: Memfd | None = None
-        async with self._making[False, (set_name, rank)]:
+        async with self._making[False, (training_name, rank)]:
             try:
                 self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=True)
             except NoMemory:
                 first.close()
                 raise
             try:
-                second = Memfd(f"gemini:{set_name}:{rank}:1", size_bytes, slot=True)
+                second = Memfd(f"gemini:{training_name}:{rank}:1", size_bytes, slot=True)
                 await self._take(second)
             except BaseException as exc:
                 for memory in (first, second):
@@ -319,15 +321,15 @@ class Store:
                 if isinstance(exc, (NoMemory, OSError)):
                     raise NoMemory(f"shard of rank {rank}: {exc}") from None
                 raise
-            shard = Shard(set_name, rank, world, home, size_bytes, [first, second])
+            shard = Shard(training_name, rank, world, home, size_bytes, [first, second])
             self.put(shard)
             return shard
 
     def give_away(self, shard: Shard, index: int) -> int:
         """Release a shard. Return a descriptor of one slot's memory for its new owner."""
         fd = os.dup(shard.memory[index].fd)
-        if self.shards.get((shard.set, shard.rank)) is shard:
-            del self.shards[shard.set, shard.rank]
+        if self.shards.get((shard.training, shard.rank)) is shard:
+            del self.shards[shard.training, shard.rank]
         else:
             self.ancestors.remove(shard)
         self._close(shard)
@@ -335,7 +337,7 @@ class Store:
 
     def put(self, shard: Shard) -> None:
         """Add a shard. A shard of the same name becomes an ancestor."""
-        key, held = (shard.set, shard.rank), self._like(shard)
+        key, held = (shard.training, shard.rank), self._like(shard)
         old = held.get(key)
         if old is not None:
             if old.pair.complete_stamps():
@@ -347,17 +349,19 @@ class Store:
     def _like(self, shard: Shard) -> dict[Key, Shard]:
         return self.shards if shard.parity is None else self.parities
 
-    def parity_of(self, set_name: str, rank: int, round_number: int) -> Shard | None:
+    def parity_of(self, training_name: str, rank: int, round_number: int) -> Shard | None:
         """Return the parity here that covers this rank's shard, or None.
 
         Parity registered in this round comes first. Parity of another round may stem from ranks on other nodes.
         """
-        found = [p for p in self.parities.values() if p.set == set_name and p.parity and rank in p.parity.homes]
+        found = [
+            p for p in self.parities.values() if p.training == training_name and p.parity and rank in p.parity.homes
+        ]
         return max(found, key=lambda p: p.registered_round == round_number, default=None)
 
     def drop(self, shard: Shard) -> None:
         """Free a shard that is not needed: a failed copy, or a copy of a closed training."""
-        key, held = (shard.set, shard.rank), self._like(shard)
+        key, held = (shard.training, shard.rank), self._like(shard)
         if held.get(key) is shard:
             del held[key]
             self._close(shard)
@@ -371,15 +375,15 @@ class Store:
                 memory.close()
                 self.budget.give(shard.bytes)
 
-    def drop_stale(self, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
+    def drop_stale(self, training_name: str, round_number: int, world: int, sealed: Stamp) -> None:
         """Free ancestors and unregistered shards after a seal in this round.
 
         A shard stays if a rank of a training of this size has registered it. A shard copied from live state stays
         until a newer version is sealed. That copy may be the last one of its shard, also of the version that the last
         votes of the dead have sealed.
         """
-        for shard in [s for s in self.ancestors if s.set == set_name]:
-            heir = self._like(shard).get((set_name, shard.rank))
+        for shard in [s for s in self.ancestors if s.training == training_name]:
+            heir = self._like(shard).get((training_name, shard.rank))
             # A late seal may name a version that only the ancestor has. The heir's versions may never be sealed.
             if heir is None or sealed in heir.pair.complete_stamps():
                 self.ancestors.remove(shard)
@@ -389,7 +393,7 @@ class Store:
                 shard.rescued_round == round_number
                 and any(slot.stamp is not None and slot.stamp >= sealed for slot in shard.pair.slots)
             )
-            if shard.set == set_name and not (stays and shard.world == world):
+            if shard.training == training_name and not (stays and shard.world == world):
                 del self._like(shard)[key]
                 self._close(shard)
 

@@ -75,7 +75,7 @@ class Training:
         """Return a read-only descriptor of the control page for a trainer."""
         return self._memory.read_only_fd()
 
-    def plan(self, plan: peer.SetPlan | None, round_number: int) -> None:
+    def plan(self, plan: peer.PlannedTraining | None, round_number: int) -> None:
         """Reset this training to the plan of a round."""
         self.sealing = None
         self.present.clear()

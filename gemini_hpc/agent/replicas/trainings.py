@@ -45,16 +45,16 @@ class Trainings:
         """
         self._node, self._membership, self._store, self._notes = node, membership, store, notes
         self._on_sealed, self._log = on_sealed, log
-        self._sets: dict[str, Training] = {}
+        self._trainings: dict[str, Training] = {}
         self._recounts: set[str] = set()
         self._held = 0
 
     def __iter__(self) -> Iterator[Training]:
-        return iter(list(self._sets.values()))
+        return iter(list(self._trainings.values()))
 
     def get(self, name: str) -> Training | None:
         """Return the training of this name, or None."""
-        return self._sets.get(name)
+        return self._trainings.get(name)
 
     @property
     def begun(self) -> int:
@@ -63,13 +63,13 @@ class Trainings:
 
     def may_have(self, name: str) -> bool:
         """Return whether a training of this name exists or may be created."""
-        return name in self._sets or (len(self._sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
+        return name in self._trainings or (len(self._trainings) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
 
     def named(self, name: str) -> Training:
         """Return the training of this name, created at first use."""
-        training = self._sets.get(name)
+        training = self._trainings.get(name)
         if training is None:
-            training = self._sets[name] = Training(name)
+            training = self._trainings[name] = Training(name)
             training.page.set_held(self._held)
             incarnation = self._membership.live
             if incarnation is not None:
@@ -88,11 +88,11 @@ class Trainings:
 
     def plan(self, plan: peer.PlanDown) -> None:
         """Reset every training to the plan of a round."""
-        planned = {s.name: s for s in plan.sets}
+        planned = {s.name: s for s in plan.trainings}
         for closed in plan.closed:
-            if closed.set not in planned:
-                self.remove(closed.set)
-        for name in planned.keys() | self._sets.keys():
+            if closed.training not in planned:
+                self.remove(closed.training)
+        for name in planned.keys() | self._trainings.keys():
             training = self.named(name)
             self.drop_load_copies(training)
             training.plan(planned.get(name), plan.round)
@@ -118,7 +118,7 @@ class Trainings:
 
     def remove(self, name: str) -> None:
         """Remove a training that is not needed any more."""
-        training = self._sets.pop(name, None)
+        training = self._trainings.pop(name, None)
         if training is not None:
             self.drop_load_copies(training)
             training.close()
@@ -155,11 +155,11 @@ class Trainings:
 
     def _recount(self, name: str) -> None:
         self._recounts.discard(name)
-        training, number = self._sets.get(name), self._membership.round
+        training, number = self._trainings.get(name), self._membership.round
         if training is None or training.sealing is None:
             return
         # half a pair would vote as if it had passed over the version in its other slot
-        shards = [*self._store.of_set(name), *self._store.parities_of_set(name)]
+        shards = [*self._store.of_training(name), *self._store.parities_of_training(name)]
         here = [s for s in shards if s.registered_round == number and s.world == training.world]
         present = [s for s in here if not s.half_back]
         kind, world = REGISTERED, training.world
@@ -217,9 +217,9 @@ class Trainings:
     def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.DecisionDown) -> None:
         """Handle a child's vote or the parent's decision."""
         rounds = incarnation.rounds
-        if message.round != rounds.round or not incarnation.live or not self.may_have(message.set):
+        if message.round != rounds.round or not incarnation.live or not self.may_have(message.training):
             return
-        sealing = self.named(message.set).sealing
+        sealing = self.named(message.training).sealing
         if sealing is None:
             return
         if isinstance(message, peer.VoteUp):
@@ -273,10 +273,10 @@ class Trainings:
             training.page.set_state(state)
 
 
-def _word_down(number: int, set_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
+def _word_down(number: int, training_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
     sealed = word.sealed
     abandoned = tuple(sorted(word.abandoned))
-    return peer.DecisionDown(number, set_name, sealed, abandoned, degraded, word.void, word.why[:1000])
+    return peer.DecisionDown(number, training_name, sealed, abandoned, degraded, word.void, word.why[:1000])
 
 
 def void(_: object) -> None:

@@ -40,11 +40,11 @@ _NOTHING = SubtreeVote(SILENT, 0, 0)
 _decoder = Strict(msgspec.msgpack.Decoder(Vote))
 
 
-def to_wire(round_number: int, set_name: str, ballot: SubtreeVote) -> peer.VoteUp:
+def to_wire(round_number: int, training_name: str, ballot: SubtreeVote) -> peer.VoteUp:
     """Return the message for a ballot."""
     raw = msgspec.Raw(msgspec.msgpack.encode(ballot.vote))
     return peer.VoteUp(
-        round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw, ballot.reports
+        round_number, training_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw, ballot.reports
     )
 
 

@@ -81,7 +81,7 @@ class FlushRequests:
         if not self._membership.detached:
             reason = "the job has started again meanwhile"
         try:  # the tier itself shows the outcome, also to agents that did not lead
-            there = {m.set: m.stamp for m in await self._saver.stored((), _TIER_S)}
+            there = {m.training: m.stamp for m in await self._saver.stored((), _TIER_S)}
         except TierFailed as error:
             reason = str(error)
         wanted = {t.name: t.sealed for t in self._trainings if t.sealed is not None}

@@ -60,9 +60,9 @@ class NamedVersions:
         """Return the open wishes."""
         return self._pledges.now.wishes
 
-    def of_set(self, name: str) -> tuple[str, ...]:
+    def of_training(self, name: str) -> tuple[str, ...]:
         """Return the names that wishes request for a training, for `inspect`."""
-        return tuple(wish.name for wish in self.wishes if wish.set == name)
+        return tuple(wish.name for wish in self.wishes if wish.training == name)
 
     def given(self, name: str) -> tuple[tuple[str, Stamp], ...]:
         """Return the newest names that versions of a training have, as far as this agent knows."""
@@ -71,7 +71,9 @@ class NamedVersions:
 
     def due(self, name: str, stamp: Stamp) -> dict[str, int]:
         """Return the names for this version of a training, each with the version that was requested."""
-        return {wish.name: wish.version for wish in self.wishes if wish.set == name and wish.version <= stamp.version}
+        return {
+            wish.name: wish.version for wish in self.wishes if wish.training == name and wish.version <= stamp.version
+        }
 
     # ---- wishes ----------------------------------------------------------------------------------------
 
@@ -85,13 +87,13 @@ class NamedVersions:
         known = self._known(wish)
         if known is not None and known != wish.version:
             return f"version {known} already has this name, and a name cannot be given twice"
-        if self._given.get((wish.set, wish.name)) == (wish.version, None):
+        if self._given.get((wish.training, wish.name)) == (wish.version, None):
             return "another version already has this name, and a name cannot be given twice"
         if known is None:
-            if sum(other.set == wish.set for other in self.wishes) >= MAX_WISHES:
+            if sum(other.training == wish.training for other in self.wishes) >= MAX_WISHES:
                 return f"{MAX_WISHES} versions already wait to be kept"
             self._add_wish(wish)
-            self._log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
+            self._log("keeping", version=wish.version, detail=f"{wish.training}: {wish.name}")
             self._send_wishes()
         return ""
 
@@ -100,19 +102,19 @@ class NamedVersions:
         given = self._has(wish)
         if given is not None and given[1] is not None:
             return given[0]
-        return next((o.version for o in self.wishes if (o.set, o.name) == (wish.set, wish.name)), None)
+        return next((o.version for o in self.wishes if (o.training, o.name) == (wish.training, wish.name)), None)
 
     def _has(self, wish: Wish) -> tuple[int, Stamp | None] | None:
         """Return the outcome for a name, or None. The name of a rejected version may be given once more."""
-        given = self._given.get((wish.set, wish.name))
+        given = self._given.get((wish.training, wish.name))
         if given is None or given[1] is None:
             return given
-        return None if self._rejections.covers(wish.set, given[1]) else given
+        return None if self._rejections.covers(wish.training, given[1]) else given
 
     def _add_wish(self, wish: Wish) -> None:
         if wish in self.wishes:
             return
-        others = [o for o in self.wishes if (o.set, o.name) != (wish.set, wish.name)]
+        others = [o for o in self.wishes if (o.training, o.name) != (wish.training, wish.name)]
         self._put((*others, wish))
 
     def _put(self, wishes: tuple[Wish, ...]) -> None:
@@ -132,7 +134,7 @@ class NamedVersions:
             return
         rounds = incarnation.rounds
         for wish in self.wishes:
-            message = peer.KeepWish(rounds.round, wish.set, wish.name, wish.version)
+            message = peer.KeepWish(rounds.round, wish.training, wish.name, wish.version)
             if rounds.parent is not None:
                 incarnation.send(rounds.parent, message)
             else:
@@ -156,20 +158,20 @@ class NamedVersions:
 
     def _wanted(self, incarnation: Incarnation, message: peer.KeepWish) -> None:
         """Take a wish that the root has."""
-        self._given.pop((message.set, message.name), None)
-        self._add_wish(Wish(message.set, message.name, message.version))
+        self._given.pop((message.training, message.name), None)
+        self._add_wish(Wish(message.training, message.name, message.version))
         incarnation.send_down(message)
 
     def _on_wish(self, incarnation: Incarnation, child: str, message: peer.KeepWish) -> None:
-        wish = Wish(message.set, message.name, message.version)
+        wish = Wish(message.training, message.name, message.version)
         given = self._has(wish)
         known = self._known(wish)
         if given is not None and (given[1] is not None or given[0] == wish.version):
             stamp = given[1] if given[0] == wish.version else None
-            incarnation.send(child, peer.KeepDone(message.round, wish.set, wish.name, wish.version, stamp))
+            incarnation.send(child, peer.KeepDone(message.round, wish.training, wish.name, wish.version, stamp))
         elif known is not None and known != wish.version:
-            incarnation.send(child, peer.KeepWish(message.round, wish.set, wish.name, known))
-        elif known is None and sum(other.set == wish.set for other in self.wishes) < 2 * MAX_WISHES:
+            incarnation.send(child, peer.KeepWish(message.round, wish.training, wish.name, known))
+        elif known is None and sum(other.training == wish.training for other in self.wishes) < 2 * MAX_WISHES:
             self._add_wish(wish)
             self._send_wishes()
 
@@ -185,7 +187,7 @@ class NamedVersions:
         """
         number = self._membership.round
         for wish in self.wishes:
-            if wish.set != name or wish.name not in names:
+            if wish.training != name or wish.name not in names:
                 continue
             asked, has = names[wish.name]
             mine = has if asked == wish.version else None
@@ -198,11 +200,11 @@ class NamedVersions:
                 self._log("kept", version=has[1], detail=f"{name}: {wish.name}{late}")
 
     def _done(self, message: peer.KeepDone) -> None:
-        key = message.set, message.name
+        key = message.training, message.name
         self._given.pop(key, None)
         self._given[key] = message.version, message.stamp
         while len(self._given) > _KNOWN:
             del self._given[next(iter(self._given))]
-        self._put(tuple(w for w in self.wishes if (w.set, w.name, w.version) != (*key, message.version)))
+        self._put(tuple(w for w in self.wishes if (w.training, w.name, w.version) != (*key, message.version)))
         if self._membership.incarnation is not None:
             self._membership.incarnation.send_down(message)

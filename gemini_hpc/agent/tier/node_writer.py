@@ -43,7 +43,7 @@ class WantedVersion:
         homes: Node ranks whose shards are written here. None means this node's own.
     """
 
-    set: str
+    training: str
     stamp: Stamp
     attempt: int
     homes: frozenset[int] | None = None
@@ -102,7 +102,7 @@ class NodeWriter:
             tier: Directory of the tier.
             told: Called with the outcome. A repeated order gets the outcome again.
         """
-        name = what.set
+        name = what.training
         self._drop_stale()
         files = self._files(what)
         if not files:
@@ -129,11 +129,11 @@ class NodeWriter:
         """Return the shards that this node must save, by their home."""
         found, mine = dict[int, list[Shard]](), self._mine
         if what.homes is None:
-            own = [shard for shard in self._store.of_set(what.set) if shard.home == mine]
+            own = [shard for shard in self._store.of_training(what.training) if shard.home == mine]
             return {mine: own} if own and mine is not None else {}
         for shard in self._store:  # includes ancestors of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
-            wanted = shard.set == what.set and shard.home in what.homes and shard.rank not in ranks
+            wanted = shard.training == what.training and shard.home in what.homes and shard.rank not in ranks
             if wanted and what.stamp in shard.pair.complete_stamps():
                 found.setdefault(shard.home, []).append(shard)
         return found
@@ -164,7 +164,7 @@ class NodeWriter:
             for sources in copies.values():
                 for source in sources:
                     os.close(source.fd)
-        self._told[what.set] = tuple(written), reason
+        self._told[what.training] = tuple(written), reason
         told(tuple(written), reason)
 
     async def _write(
@@ -179,7 +179,7 @@ class NodeWriter:
         order = orders.Write(
             tier,
             self._identity.job,
-            what.set,
+            what.training,
             what.stamp,
             home,
             tuple(sources),
@@ -190,7 +190,7 @@ class NodeWriter:
         )
 
         def through(count: int) -> None:
-            self._written[what.set] = before_bytes + count
+            self._written[what.training] = before_bytes + count
 
         answer = await worker_process.carry_out(order, [source.fd for source in sources], through)
         if not isinstance(answer, orders.Written):
@@ -224,7 +224,7 @@ class NodeWriter:
         for key in list(self._copies):
             name, rank = key
             task = self._saving.get(name)
-            here = any(shard.rank == rank and shard.home == mine for shard in self._store.of_set(name))
+            here = any(shard.rank == rank and shard.home == mine for shard in self._store.of_training(name))
             if not here and (task is None or task.done()):
                 self._free(key)
 
@@ -234,7 +234,7 @@ class NodeWriter:
         self._store.budget.give(memory.size_bytes)
 
     async def _memory(self, shard: Shard) -> Memfd:
-        key, budget = (shard.set, shard.rank), self._store.budget
+        key, budget = (shard.training, shard.rank), self._store.budget
         found = self._copies.get(key)
         if found is not None and found.size_bytes == shard.bytes:
             return found

@@ -151,7 +151,7 @@ class Salvage:
         sealed: list[peer.Sealed] = []
         held: list[peer.Held] = []
         for training in self._trainings:
-            shards = [shard for shard in self._store if shard.set == training.name]
+            shards = [shard for shard in self._store if shard.training == training.name]
             last, world = training.sealed, training.world
             for shard in shards:
                 stamps = shard.pair.complete_stamps()
@@ -244,7 +244,7 @@ class Salvage:
                     stored = await self._saver.stored((), effect.within_s)
                 except TierFailed as error:  # the failure has been logged already
                     return events.Looked(effect.run, None, str(error))
-                return events.Looked(effect.run, {m.set: m.stamp for m in stored})
+                return events.Looked(effect.run, {m.training: m.stamp for m in stored})
             case events.Publish():
                 return events.Published(effect.run, await self._saver.publish(effect.name, effect.gathering))
             case events.Clean():
@@ -255,12 +255,12 @@ class Salvage:
         """Write this node's part, and report to the leader as often as it asks."""
 
         def report_written(files: tuple[NodeFile, ...], reason: str) -> None:
-            done = peer.SalvageWrote(order.set, order.stamp, files, reason, order.attempt)
+            done = peer.SalvageWrote(order.training, order.stamp, files, reason, order.attempt)
             if leader == self._node:
                 self._happened(events.Heard(leader, done))
             else:
                 self._membership.send(leader, done)
 
-        what = WantedVersion(order.set, order.stamp, order.attempt, frozenset(order.homes))
+        what = WantedVersion(order.training, order.stamp, order.attempt, frozenset(order.homes))
         if not self._writer.wanted(what, self._saver.tier, report_written):
             report_written((), f"this node no longer holds version {order.stamp[1]}")

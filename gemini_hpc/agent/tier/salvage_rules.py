@@ -362,7 +362,7 @@ class SalvageRules:
         if event.stored is None:
             self.reason = event.reason
             yield from self._next(False, facts)
-        elif event.stored.get(wanted.set, Stamp(0, 0)) >= wanted.stamp:
+        elif event.stored.get(wanted.training, Stamp(0, 0)) >= wanted.stamp:
             yield from self._next(True, facts)
         else:
             yield from self._try(facts, now)
@@ -370,7 +370,7 @@ class SalvageRules:
     def _try(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Order all writers to write."""
         lead, wanted = self._lead, self._lead.queue[0]
-        name, stamp = wanted.set, wanted.stamp
+        name, stamp = wanted.training, wanted.stamp
         gone = [host for host in facts.hosts if host not in lead.have]
         yield Begun(stamp, tuple(gone))
         lead.tries += 1
@@ -380,7 +380,7 @@ class SalvageRules:
         held: dict[str, dict[int, set[int]]] = {host: {} for host in lead.have if host not in unable}
         for host, homes in held.items():
             for copy in lead.have[host].held:
-                if (copy.set, copy.stamp) == (name, wanted.stamp):
+                if (copy.training, copy.stamp) == (name, wanted.stamp):
                     homes.setdefault(copy.home, set()).add(copy.rank)
         writers, missing = salvage.writers(held, facts.noderanks, wanted.world)
         if missing:
@@ -399,14 +399,14 @@ class SalvageRules:
 
     def _known(self) -> tuple[int, int]:
         """Return the basis of a try: how many hosts have answered, and how many of them cannot write."""
-        return len(self._lead.have), len(self._lead.unable.get(self._lead.queue[0].set, ()))
+        return len(self._lead.have), len(self._lead.unable.get(self._lead.queue[0].training, ()))
 
     def _waiting(self) -> list[str]:
         return [host for host in self._lead.orders if host not in self._lead.answered]
 
     def _write(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Resend the orders, and detect lost hosts."""
-        lead, waiting, gathering = self._lead, self._waiting(), self.gathering[self._lead.queue[0].set]
+        lead, waiting, gathering = self._lead, self._waiting(), self.gathering[self._lead.queue[0].training]
         late = now - gathering.began > WRITE_S
         lost = [host for host in waiting if late or now - lead.silent.get(host, now) > LOST_S]
         if lost:
@@ -420,7 +420,7 @@ class SalvageRules:
         yield from self._reach([host for host in waiting if host != self._me], now)
 
     def _wrote(self, host: str, done: peer.SalvageWrote, facts: SalvageFacts, now: float) -> Iterator[Effect]:
-        gathering, lead = self.gathering.get(done.set), self._lead
+        gathering, lead = self.gathering.get(done.training), self._lead
         if gathering is None or (gathering.stamp, gathering.attempt) != (done.stamp, done.attempt):
             return
         if self.stage != "writing" or host not in lead.orders:
@@ -431,12 +431,12 @@ class SalvageRules:
             return
         failed = {host: reason for host, reason in lead.answered.items() if reason}
         if failed:
-            lead.unable.setdefault(done.set, set()).update(failed)
+            lead.unable.setdefault(done.training, set()).update(failed)
             reasons = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
             yield from self._tried(reasons[:SAID], facts, now)
         else:
             self.stage = "publishing"
-            yield Publish(self.run, done.set, gathering)
+            yield Publish(self.run, done.training, gathering)
 
     def _tried(self, reason: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """End a try. After a failure the training is retried without the hosts that could not write."""
@@ -450,13 +450,13 @@ class SalvageRules:
             return
         wanted = lead.queue[0]
         self.reason, self.stage = lead.first, "cleaning"
-        yield Failed(wanted.set, wanted.stamp, lead.first)
-        yield Clean(self.run, wanted.set, wanted.stamp)
+        yield Failed(wanted.training, wanted.stamp, lead.first)
+        yield Clean(self.run, wanted.training, wanted.stamp)
 
     def _next(self, saved: bool, facts: SalvageFacts) -> Iterator[Effect]:
         lead = self._lead
         lead.done.append(saved)
-        self.gathering.pop(lead.queue.pop(0).set, None)
+        self.gathering.pop(lead.queue.pop(0).training, None)
         if lead.queue:
             yield from self._find_newest()
         else:
@@ -476,13 +476,13 @@ def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp]
     """Return the newest seal of each training, preferably as reported by a host that holds it."""
     found: dict[str, tuple[peer.Sealed, bool]] = {}
     for said in have.values():
-        held = {(copy.set, copy.stamp) for copy in said.held}
+        held = {(copy.training, copy.stamp) for copy in said.held}
         for sealed in said.sealed:
-            if rejected(sealed.set, sealed.stamp):
+            if rejected(sealed.training, sealed.stamp):
                 continue
-            known, has = found.get(sealed.set), (sealed.set, sealed.stamp) in held
+            known, has = found.get(sealed.training), (sealed.training, sealed.stamp) in held
             if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):
-                found[sealed.set] = sealed, has
+                found[sealed.training] = sealed, has
     return [sealed for sealed, _ in found.values()][:MAX_SETS]
 
 

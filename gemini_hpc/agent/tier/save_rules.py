@@ -312,7 +312,7 @@ class SaveRules:
         if facts.parent is not None:
             yield events.Up(facts.parent, message)
             return
-        name, gathering = message.set, self.gathering.get(message.set)
+        name, gathering = message.training, self.gathering.get(message.training)
         if gathering is None or (gathering.stamp, gathering.attempt) != (message.stamp, message.attempt):
             return
         if self._finishing.get(name) is gathering:

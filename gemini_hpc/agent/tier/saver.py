@@ -133,7 +133,7 @@ class Saver:
             saving=None if gathering is None else gathering.stamp,
             written=self.progress(name) if gathering is not None else 0,
             problem=self.troubles.text(name) or self.problem,
-            keeping=self._keeps.of_set(name),
+            keeping=self._keeps.of_training(name),
             kept=self._keeps.given(name),
             interval_s=self._decides.interval_s(name, self._choice.interval_s, self._choice.unserved_per_day),
             interval_reason=self._choice.reason(self._decides.took_s(name)),
@@ -339,11 +339,11 @@ class Saver:
         def report_files(files: tuple[NodeFile, ...], reason: str) -> None:
             for file in (None,) if reason else files:
                 up = peer.SaveUp(
-                    message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
+                    message.round, message.training, message.stamp, self._identity.node, file, reason, message.attempt
                 )
                 self.on_report(up)
 
-        self.node.wanted(WantedVersion(message.set, message.stamp, message.attempt), self.tier, report_files)
+        self.node.wanted(WantedVersion(message.training, message.stamp, message.attempt), self.tier, report_files)
 
     # ---- the agent's end -------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Saver:
                     else:  # a newer version may belong to another incarnation
                         await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
                 for cut in await self.node.cut_short() if self.succeeded else ():
-                    await self.clean(cut.set, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
+                    await self.clean(cut.training, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
 
     def _published(self, gathering: SaveProgress) -> asyncio.Future[None]:
         """Return a future that is done when the manifest exists or will not exist."""
@@ -432,7 +432,7 @@ class Saver:
         manifests, self.directory = found.manifests, found.directory
         if found.beside:
             self._log("tier_beside", detail=found.beside)
-        self._happened(events.Stored({m.set: (m.stamp, m.time) for m in manifests}))
+        self._happened(events.Stored({m.training: (m.stamp, m.time) for m in manifests}))
         return manifests
 
     async def check_once(self) -> None:

@@ -26,21 +26,21 @@ _MOST_GAPS = 4096  # a home sends in order, so that only the chunks under way le
 class Arrival:
     """The record of which bytes are missing, and the digests of the pieces that are there. Any thread may use it."""
 
-    def __init__(self, view: memoryview, used: int, there: Sequence[Range] = ()) -> None:
+    def __init__(self, view: memoryview, used: int, present: Sequence[Range] = ()) -> None:
         """Create the record.
 
         Args:
             view: The slot.
             used: Number of bytes of the version.
-            there: Ranges that are in the slot already.
+            present: Ranges that are in the slot already.
         """
         self.pieces = Pieces(used)
         self._view = view
         self._lock = threading.Lock()
-        self._open = list(ranges.between(there, used))  # bytes that no chunk has named yet, in order
+        self._open = list(ranges.between(present, used))  # bytes that no chunk has named yet, in order
         self._missing = ranges.size(self._open)
         self._lacks = array("L", (end - start for _, start, end in self.pieces.bounds(0, self.pieces.count)))
-        for start, end in there:
+        for start, end in present:
             for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES)):
                 first, last = max(start, number * PIECE_BYTES), min(end, (number + 1) * PIECE_BYTES)
                 self._lacks[number] -= last - first
@@ -50,7 +50,7 @@ class Arrival:
         """Return the number of bytes that have not arrived, or are not hashed."""
         return self._missing
 
-    def present(self) -> list[tuple[int, int]]:
+    def present_runs(self) -> list[tuple[int, int]]:
         """Return the runs of pieces of which nothing is missing, as (first, after the last).
 
         The caller hashes these pieces. Call before bytes arrive.

@@ -52,12 +52,14 @@ class Part(NamedTuple):
 class PartReceiver:
     """The receiver of all parity parts on this node."""
 
-    def __init__(self, membership: Membership, sets: Trainings, store: Store, filling: SlotWrites, log: Log) -> None:
-        self._membership, self._sets, self._store = membership, sets, store
+    def __init__(
+        self, membership: Membership, trainings: Trainings, store: Store, filling: SlotWrites, log: Log
+    ) -> None:
+        self._membership, self._trainings, self._store = membership, trainings, store
         self._filling, self._log = filling, log
 
     def _parity_of(self, ask: peer.PushAsk) -> Shard | None:
-        return self._store.parity_of(ask.set, ask.rank, self._membership.round)
+        return self._store.parity_of(ask.training, ask.rank, self._membership.round)
 
     def expects(self, ask: peer.PushAsk) -> bool:
         """Return whether parity here covers the shard."""
@@ -113,7 +115,7 @@ class PartReceiver:
         """Return the places for this version's bytes, or the reason why they are not accepted."""
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
-            training, shard = self._sets.get(ask.set), self._parity_of(ask)
+            training, shard = self._trainings.get(ask.training), self._parity_of(ask)
             if training is None or shard is None or shard.parity is None:
                 return "the parity has been freed"
             if reason := self.refusal(ask, host):
@@ -156,7 +158,7 @@ class PartReceiver:
         room = parity.block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
         try:
             larger = await self._store.make_parity(
-                shard.set, shard.rank, shard.world, shard.home, of.blocks * room, of.homes.items(), of.blocks
+                shard.training, shard.rank, shard.world, shard.home, of.blocks * room, of.homes.items(), of.blocks
             )
         except NoMemory as exc:
             training.note = str(exc)
@@ -222,8 +224,8 @@ class PartReceiver:
         """
         now = clock.monotonic()
         for shard in self._store.parities.values():
-            beside, state = self._store.get(shard.set, shard.rank), shard.parity
-            training = self._sets.get(shard.set)
+            beside, state = self._store.get(shard.training, shard.rank), shard.parity
+            training = self._trainings.get(shard.training)
             if beside is None or state is None or training is None or training.sealing is None:
                 continue
             fill, sealed, pace = state.fill, training.sealed or Stamp(0, 0), training.pace.state()

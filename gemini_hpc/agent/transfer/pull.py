@@ -341,7 +341,7 @@ def _dialled(source: Source) -> Iterator[BlockingLink]:
 def _ask(
     link: BlockingLink, copy: Copy, source: Source, start: int, end: int, *, digests: bool = False, bare: bool = False
 ) -> None:
-    link.send(peer.PullAsk(copy.set, copy.rank, source.stamp, bool(copy.of), start, end, digests, bare))
+    link.send(peer.PullAsk(copy.training, copy.rank, source.stamp, bool(copy.of), start, end, digests, bare))
 
 
 def _head(link: BlockingLink, copy: Copy, within_s: float) -> peer.PullHead:

@@ -37,7 +37,7 @@ _REGIONS = 4  # regions of one shard or parity that are made at once
 class Former(Protocol):
     """The job's predecessor."""
 
-    async def bequest(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
+    async def handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
         """Return the memory of a copy that the predecessor's agent on this node has, unverified.
 
         Return None if the agent does not give the memory away.
@@ -55,7 +55,7 @@ class PullScheduler:
         identity: AgentIdentity,
         membership: Membership,
         store: Store,
-        sets: Trainings,
+        trainings: Trainings,
         tier: TierChoice,
         predecessor: Former,
         log: Log,
@@ -67,13 +67,13 @@ class PullScheduler:
             identity: Identity of this agent.
             membership: This agent's view of the job.
             store: Shards of this node.
-            sets: Trainings of this agent.
+            trainings: Trainings of this agent.
             tier: Choice of the job's tier.
             predecessor: Former job whose agents serve the copies that this job takes over.
             log: Event log.
             spawn: Starts a background task.
         """
-        self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
+        self._identity, self._membership, self._store, self._trainings = identity, membership, store, trainings
         self._tier, self._predecessor, self._log, self._spawn = tier, predecessor, log, spawn
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
         self._gate = asyncio.Semaphore(pull.AT_ONCE)
@@ -92,11 +92,11 @@ class PullScheduler:
         self._running.clear()
         self._stops.clear()
 
-    def overtaken(self, set_name: str, sealed: Stamp) -> None:
+    def overtaken(self, training_name: str, sealed: Stamp) -> None:
         """Stop the pulls of this training that are older than a newly sealed version. They are useless now."""
         for (name, rank), stop in self._stops.items():
             task = self._running.get((name, rank))
-            if name == set_name and task is not None and self._stamps.get((name, rank), sealed) < sealed:
+            if name == training_name and task is not None and self._stamps.get((name, rank), sealed) < sealed:
                 stop.set()
 
     def start(self, orders: list[peer.PullOrder]) -> None:
@@ -125,10 +125,10 @@ class PullScheduler:
         Raises:
             PullFailed: No source can serve the copy.
         """
-        key = (copy.set, copy.rank)
+        key = (copy.training, copy.rank)
         if key in self._running:
             return await asyncio.shield(self._running[key])
-        found = self._store.find(copy.set, copy.rank, copy.stamp)
+        found = self._store.find(copy.training, copy.rank, copy.stamp)
         if found is not None and found[0].pair.slots[found[1]].state == "complete":
             return found[0].memory[found[1]]
         if copy.rank in training.load_copies:
@@ -163,10 +163,10 @@ class PullScheduler:
         try:
             if of:
                 shard = await self._store.make_parity(
-                    copy.set, copy.rank, copy.world, copy.home, copy.bytes, of, copy.blocks
+                    copy.training, copy.rank, copy.world, copy.home, copy.bytes, of, copy.blocks
                 )
             else:
-                shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
+                shard = await self._store.make(copy.training, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
@@ -205,7 +205,7 @@ class PullScheduler:
                     found.append((source, part))
                     continue
                 find = self._store.find_parity if part.of else self._store.find
-                held = find(part.set, part.rank, part.stamp)
+                held = find(part.training, part.rank, part.stamp)
                 if held is None or held[0].pair.slots[held[1]].digest != part.digest:
                     raise pull.PullFailed(f"shard {part.rank} is not held here")
                 found.append((held[0].memory[held[1]], part))
@@ -237,22 +237,22 @@ class PullScheduler:
         shard.pair.complete(index, copy.stamp, copy.digest, copy.used, shard.moment(index))
         shard.since[index] = shard.verified[index] = clock.time()
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
-        self._sets.recount(copy.set)
+        self._trainings.recount(copy.training)
 
     async def _moved(self, copy: Copy, sources: tuple[str, ...], number: int) -> Memfd | None:
         """Take over the predecessor's copy on this node, because there is no room for another copy beside it.
 
         Return None if the predecessor has no such copy here, or does not give it away.
         """
-        heritage = self._heritage
-        origin = heritage.origin(copy.set, copy.stamp) if heritage is not None else None
-        if heritage is None or origin is None or peer.BEFORE + self._identity.node not in sources:
+        takeover = self._takeover
+        origin = takeover.origin(copy.training, copy.stamp) if takeover is not None else None
+        if takeover is None or origin is None or peer.BEFORE + self._identity.node not in sources:
             return None
-        memory = await self._predecessor.bequest(heritage.job, copy, origin)
+        memory = await self._predecessor.handover(takeover.job, copy, origin)
         if memory is None:
             return None
         try:
-            shard = await self._store.adopt(copy.set, copy.rank, copy.world, copy.home, copy.bytes, memory)
+            shard = await self._store.adopt(copy.training, copy.rank, copy.world, copy.home, copy.bytes, memory)
         except NoMemory as exc:
             raise pull.PullFailed(str(exc)) from None
         shard.resumed_round = number
@@ -275,12 +275,12 @@ class PullScheduler:
                 await self._from_tier(copy, memory)
                 self.bytes += copy.used
                 return
-            ways, heritage = list[pull.Source](), self._heritage
+            ways, takeover = list[pull.Source](), self._takeover
             for source in sources:
                 host = source.removeprefix(peer.BEFORE)
-                if host != source and heritage is not None:
-                    client = self._predecessor.client(host, "pull", heritage.job)
-                    port, stamp = heritage.ports.get(host, 0), heritage.stamps.get(copy.set, copy.stamp)
+                if host != source and takeover is not None:
+                    client = self._predecessor.client(host, "pull", takeover.job)
+                    port, stamp = takeover.ports.get(host, 0), takeover.stamps.get(copy.training, copy.stamp)
                     ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
                 elif host != me.node and (way := self._source(host, copy.stamp)) is not None:
                     ways.append(way)
@@ -294,22 +294,22 @@ class PullScheduler:
         self.bytes += copy.used
 
     @property
-    def _heritage(self) -> peer.Heritage | None:
-        """Return the heritage in this round's plan, which lists what the job takes over from another job."""
+    def _takeover(self) -> peer.Takeover | None:
+        """Return the takeover in this round's plan, which lists what the job takes over from another job."""
         incarnation = self._membership.incarnation
         plan = incarnation.rounds.plan if incarnation is not None else None
-        return plan.heritage if plan is not None else None
+        return plan.takeover if plan is not None else None
 
     async def _from_tier(self, copy: Copy, memory: Memfd) -> None:
-        heritage, job, stamp = self._heritage, self._identity.job, copy.stamp
+        takeover, job, stamp = self._takeover, self._identity.job, copy.stamp
         key: str | None = self._membership.key
-        origin = heritage.origin(copy.set, stamp) if heritage is not None else None
-        if heritage is not None and origin is not None:
-            job, key, stamp = heritage.job, None, origin
+        origin = takeover.origin(copy.training, stamp) if takeover is not None else None
+        if takeover is not None and origin is not None:
+            job, key, stamp = takeover.job, None, origin
         order = orders.Read(
             self._tier.directory,
             job,
-            copy.set,
+            copy.training,
             stamp,
             copy.rank,
             memory.fd,
@@ -321,12 +321,12 @@ class PullScheduler:
         try:
             await worker_process.carry_out(order, [memory.fd])
         except TierFailed as error:
-            self.unreadable.add((copy.set, copy.stamp))
+            self.unreadable.add((copy.training, copy.stamp))
             raise pull.PullFailed(str(error)) from None
 
     async def _guest(self, copy: Copy, sources: tuple[str, ...]) -> Memfd:
         budget = self._store.budget
-        stop = self._stops[copy.set, copy.rank] = Event()
+        stop = self._stops[copy.training, copy.rank] = Event()
         try:
             budget.take(copy.used, f"copy of shard {copy.rank} for loading")
         except NoMemory as exc:
@@ -343,13 +343,13 @@ class PullScheduler:
             if isinstance(exc, NoMemory):
                 raise pull.PullFailed(str(exc)) from None
             raise
-        self._sets.named(copy.set).load_copies[copy.rank] = memory
+        self._trainings.named(copy.training).load_copies[copy.rank] = memory
         return memory
 
 
 def _key(copy: Copy) -> tuple[str, int]:
     """Return the key of a pull. Parity gets a negative rank, because it is no rank's shard."""
-    return copy.set, -1 - copy.rank if copy.of else copy.rank
+    return copy.training, -1 - copy.rank if copy.of else copy.rank
 
 
 def _planned_port(incarnation: Incarnation, host: str) -> int:

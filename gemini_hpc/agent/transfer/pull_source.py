@@ -70,7 +70,7 @@ class _Serving:
             ask = self._first
             while self._answer(link, ask):
                 ask = link.receive(peer.PullAsk)
-                if (ask.set, ask.rank, ask.stamp, ask.parity) != self._key:
+                if (ask.training, ask.rank, ask.stamp, ask.parity) != self._key:
                     return
         finally:
             self.close()
@@ -78,7 +78,7 @@ class _Serving:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return self._first.set, self._first.rank, self._first.stamp, self._first.parity
+        return self._first.training, self._first.rank, self._first.stamp, self._first.parity
 
     def _answer(self, link: BlockingLink, ask: peer.PullAsk) -> bool:
         """Send what is wanted. Return False after a refusal."""

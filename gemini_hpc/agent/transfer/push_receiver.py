@@ -60,7 +60,7 @@ class _Taken:
     index: int
     stamp: Stamp
     view: memoryview
-    there: tuple[Range, ...] = ()  # these bytes need not be sent
+    present: tuple[Range, ...] = ()  # these bytes need not be sent
     filled: bool = False  # a rank here has filled some of them
     again: int = 0  # number of bytes that came twice, as they were damaged
 
@@ -104,11 +104,13 @@ class _Push(_Stripe):
 class PushReceiver:
     """The pushes to this node."""
 
-    def __init__(self, membership: Membership, sets: Trainings, store: Store, filling: SlotWrites, log: Log) -> None:
-        self._membership, self._sets, self._store = membership, sets, store
+    def __init__(
+        self, membership: Membership, trainings: Trainings, store: Store, filling: SlotWrites, log: Log
+    ) -> None:
+        self._membership, self._trainings, self._store = membership, trainings, store
         self._filling, self._log = filling, log
         self._pool = store.pool
-        self._parts = PartReceiver(membership, sets, store, filling, log)
+        self._parts = PartReceiver(membership, trainings, store, filling, log)
         self._pushes: dict[Key, _Push] = {}
         self.bytes = 0
 
@@ -149,7 +151,7 @@ class PushReceiver:
         if not isinstance(ask, peer.PushAsk):
             raise LinkClosed(f"wanted PushAsk, got {type(ask).__name__}")
         push = _Push(ask=ask, host=link.session.peer_host, instance=link.session.peer_instance)
-        key, reason = (ask.set, ask.rank), self._refusal(push)
+        key, reason = (ask.training, ask.rank), self._refusal(push)
         while not reason and (older := self._pushes.get(key)) is not None:
             older.stop()
             await older.over.wait()
@@ -180,7 +182,7 @@ class PushReceiver:
         Raises:
             LinkClosed: The connection is refused, violates the protocol, or ends early.
         """
-        push, session = self._pushes.get((ask.set, ask.rank)), link.session
+        push, session = self._pushes.get((ask.training, ask.rank)), link.session
         reason = ""
         if push is None or push.stopped or push.name != ask.push:
             reason = "there is no such push"
@@ -208,7 +210,7 @@ class PushReceiver:
     def _refusal(self, push: _Push) -> str:
         """Return why no bytes are accepted from this push now, or "" if they are."""
         ask, here, incarnation = push.ask, self._membership, self._membership.training
-        training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
+        training, shard = self._trainings.get(ask.training), self._store.get(ask.training, ask.rank)
         if push.stopped or incarnation is None or training is None:
             return "this node has no part in a running training"
         if ask.epoch != here.epoch or ask.round != here.round:
@@ -271,7 +273,7 @@ class PushReceiver:
         try:
             start, end = part.wanted
             rest = ((0, start), (end, head.used))
-            link.send(peer.PushAnswer(there=tuple((a, b) for a, b in rest if a < b), part=True))
+            link.send(peer.PushAnswer(present=tuple((a, b) for a, b in rest if a < b), part=True))
             found = self._parts.take(link, part, SILENCE_S)
             done = link.receive(peer.PushDone)
             if not is_digest(done.digest) or not is_digest(done.part):
@@ -291,11 +293,11 @@ class PushReceiver:
             LinkClosed: The sender violates the protocol or closes the connection.
             OSError: The connection fails.
         """
-        arrival = Arrival(taken.view, used, taken.there)
+        arrival = Arrival(taken.view, used, taken.present)
         memory, pieces = taken.shard.memory[taken.index], arrival.pieces
-        beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in arrival.present()]
+        beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in arrival.present_runs()]
         push.arrival = arrival  # before any byte can come
-        link.send(peer.PushAnswer(there=taken.there))
+        link.send(peer.PushAnswer(present=taken.present))
         lead = Connection(arrival, link, SILENCE_S)
         done = self._receive_chunks(lead, link)
         for reading in beside:
@@ -380,7 +382,7 @@ class PushReceiver:
         while True:
             if reason := self._refusal(push):
                 return reason
-            training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
+            training, shard = self._trainings.get(ask.training), self._store.get(ask.training, ask.rank)
             assert training is not None and shard is not None
             if head.bytes != shard.bytes:
                 if reason := await self._grow(training, shard, head.bytes):
@@ -392,12 +394,12 @@ class PushReceiver:
                 break
             if reason := self._refusal(push):
                 return reason
-            if fill is not None and self._store.get(ask.set, ask.rank) is shard:
+            if fill is not None and self._store.get(ask.training, ask.rank) is shard:
                 shard.pair.slots[fill.index].busy = True
                 # a failed fill may have overwritten kept bytes
-                have = [*fill.there, *self._kept(head, fill.before)] if fill.there else []
+                have = [*fill.present, *self._kept(head, fill.before)] if fill.present else []
                 view = shard.memory[fill.index].view()
-                return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
+                return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.present))
             before = list(shard.pair.slots)
             try:
                 index = self._filling.begin_write(training, shard, head.version)
@@ -413,9 +415,9 @@ class PushReceiver:
                 await asyncio.sleep(_RETRY_S)
                 continue
             shard.pair.slots[index].busy = True
-            there = self._within(self._kept(head, before[index]), head)
+            present = self._within(self._kept(head, before[index]), head)
             return _Taken(
-                shard, index, Stamp(self._membership.epoch, head.version), shard.memory[index].view(), there
+                shard, index, Stamp(self._membership.epoch, head.version), shard.memory[index].view(), present
             )
         self._log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
         return reason
@@ -426,8 +428,8 @@ class PushReceiver:
         return head.kept if had and head.kept and head.kept[-1][1] <= before.bytes_used else ()
 
     @staticmethod
-    def _within(there: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
-        found = ranges.largest(ranges.merged(there))
+    def _within(present: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
+        found = ranges.largest(ranges.merged(present))
         return () if ranges.fault(found, head.used) else tuple(found)
 
     async def _grow(self, training: Training, shard: Shard, size_bytes: int) -> str:
@@ -437,14 +439,14 @@ class PushReceiver:
         """
         number = self._membership.round
         try:
-            larger = await self._store.make(shard.set, shard.rank, shard.world, shard.home, size_bytes)
+            larger = await self._store.make(shard.training, shard.rank, shard.world, shard.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             return str(exc)
         if self._membership.round == number:  # else no rank has registered it in the new round
             larger.registered_round, larger.pushed = number, True
             training.page.set_grown(training.page.grown + 1)
-            self._sets.recount(shard.set)
+            self._trainings.recount(shard.training)
         return ""
 
     async def _end(self, push: _Push, taken: _Taken, claimed: Committed | None, found: str) -> bool:
@@ -466,7 +468,7 @@ class PushReceiver:
         if claimed is None:
             self._filling.void(taken.shard, taken.index)
             return False
-        self.bytes += claimed.used_bytes - ranges.size(taken.there) + taken.again
+        self.bytes += claimed.used_bytes - ranges.size(taken.present) + taken.again
         counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
         if counts and taken.again:
             detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"

@@ -74,13 +74,21 @@ class PushSender:
 
         An older channel for the same shard and holder ends.
         """
-        key = (shard.set, shard.rank, host)
+        key = (shard.training, shard.rank, host)
         if (older := self._channels.get(key)) is not None:
             older.stop()
         page = grant_page.make()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = self._channels[key] = Channel(
-            self._membership, self._store, self._filling, client, shard.set, shard.rank, host, mine, GrantReader(page)
+            self._membership,
+            self._store,
+            self._filling,
+            client,
+            shard.training,
+            shard.rank,
+            host,
+            mine,
+            GrantReader(page),
         )
         self._spawn(self._carry(key, channel))
         return [theirs.detach(), page]
@@ -119,7 +127,7 @@ class Channel:
         store: Store,
         filling: SlotWrites,
         client: LocalClient,
-        set_name: str,
+        training_name: str,
         rank: int,
         host: str,
         sock: socket.socket,
@@ -127,7 +135,7 @@ class Channel:
     ) -> None:
         self._membership, self._store, self._filling = membership, store, filling
         self._loop = asyncio.get_running_loop()
-        self.client, self.set, self.rank, self.host = client, set_name, rank, host
+        self.client, self.training, self.rank, self.host = client, training_name, rank, host
         self._sock, self._page = sock, page
         self._lock = threading.Lock()  # guards the fields from here to _stopped
         self._link: Stripes | None = None  # None also after its reader has seen its end
@@ -379,7 +387,7 @@ class Channel:
         Raises:
             PushLost: The version cannot be sent, or the holder cannot be reached.
         """
-        shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
+        shard, incarnation = self._store.get(self.training, self.rank), self._membership.training
         if shard is None or incarnation is None:
             raise PushLost("this node has no part in a running training")
         epoch = self._membership.epoch
@@ -398,7 +406,7 @@ class Channel:
         except ValueError as exc:
             raise PushLost(str(exc)) from None
         if self._link is None:
-            ask = peer.PushAsk(self.set, self.rank, epoch, incarnation.rounds.round)
+            ask = peer.PushAsk(self.training, self.rank, epoch, incarnation.rounds.round)
             links = await self._dial(incarnation.mesh, ask)
         return head, slot, reading, links
 
@@ -415,7 +423,7 @@ class Channel:
         try:
             answer = await self._join(mesh, ask, links, 0)
             count = min(answer.stripes, stripes.share(sum(not shard.pushed for shard in self._store)))
-            asks = {k: peer.PushStripe(self.set, self.rank, answer.push, k) for k in range(1, count)}
+            asks = {k: peer.PushStripe(self.training, self.rank, answer.push, k) for k in range(1, count)}
             async with asyncio.TaskGroup() as joining:  # none of them goes on after a failure
                 for k, more in asks.items():
                     joining.create_task(self._join(mesh, more, links, k))
@@ -509,14 +517,14 @@ class Channel:
         elif isinstance(message, peer.PushAnswer) and message.reason:
             self._reply(local.Refused(f"{self.host}: {message.reason}"))
         elif isinstance(message, peer.PushAnswer):
-            if reason := ranges.fault(message.there, self._used):
+            if reason := ranges.fault(message.present, self._used):
                 raise PushLost(reason)
             self._part = Digest() if message.part else None
-            self._there.extend(message.there)
+            self._there.extend(message.present)
             with self._lock:
                 self._taken = True
-                self._total = self._used - ranges.size(message.there)  # the sending thread waits for this
-            self._reply(local.Taken(message.there) if message.there or message.part else local.Ok())
+                self._total = self._used - ranges.size(message.present)  # the sending thread waits for this
+            self._reply(local.PresentRanges(message.present) if message.present or message.part else local.Ok())
 
     def _acknowledge(self, arrived: int) -> None:
         """Tell the rank that so many bytes of the version have arrived, and when."""

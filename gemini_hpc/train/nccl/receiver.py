@@ -83,7 +83,7 @@ class Receiver(TensorShardOwner):
             self._inbox.receive(slot.bytes[: head.used_bytes])
             digest = self._inbox.digest()
         except Exception:  # errors of the copy into the slot included
-            self._request(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
+            self._request(local.Abort(training=self._me.training, rank=self.rank, version=head.version, slot=index))
             raise
         self._landed(head, index, slot, digest)
 
@@ -91,7 +91,7 @@ class Receiver(TensorShardOwner):
         slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)
         if self._request(
             local.Landed(
-                set=self._me.set,
+                training=self._me.training,
                 rank=self.rank,
                 version=head.version,
                 slot=index,
@@ -133,7 +133,9 @@ class Receiver(TensorShardOwner):
                 self._enlarge(head.total_bytes)
             while True:
                 behind = bool(self.landed) and self._gate.sealed < (self._me.epoch, self.landed)
-                reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self.rank, version=head.version))
+                reply, _ = self._client.request(
+                    local.BeginVersion(training=self._me.training, rank=self.rank, version=head.version)
+                )
                 if isinstance(reply, local.Begun) and 0 <= reply.slot < 2:
                     self.release(self._gate.sealed)
                     return reply.slot

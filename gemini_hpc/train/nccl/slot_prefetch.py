@@ -260,7 +260,9 @@ class SlotPrefetch:
         """
         keeper = self._keepers[rank]
         page, memory = self._client.page, keeper.shard
-        reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version + 1))
+        reply, _ = self._client.request(
+            local.BeginVersion(training=self._me.training, rank=rank, version=version + 1)
+        )
         if memory is None or not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             return  # the agent is past this version already
         if memory is not keeper.shard:
@@ -360,7 +362,7 @@ class SlotPrefetch:
         word = (page.sealed, page.abandoned) if page is not None else None
         if word == shard.asked[0] and clock.monotonic() - shard.asked[1] < _LATER_S:
             return True
-        reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version))
+        reply, _ = self._client.request(local.BeginVersion(training=self._me.training, rank=rank, version=version))
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             shard.asked = word, clock.monotonic()
             return True
@@ -383,7 +385,7 @@ class SlotPrefetch:
             AgentLost: If the agent is gone.
             AgentRefused: If the agent refuses.
         """
-        self._client.request(local.Abort(set=self._me.set, rank=rank, version=version, slot=index))
+        self._client.request(local.Abort(training=self._me.training, rank=rank, version=version, slot=index))
 
     def _free(self, shard: _PrefetchedShard, version: int) -> bool:
         """Return whether a request takes no slot away from a version still in transfer."""

@@ -235,7 +235,9 @@ class StreamedReceiver(Receiver):
         self._inbox.receive(rest)
         digest = self._inbox.digest()
         if not desk.arrived(self.rank, grant):
-            self._request(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=grant.index))
+            self._request(
+                local.Abort(training=self._me.training, rank=self.rank, version=head.version, slot=grant.index)
+            )
             self._say("skipped", head.version, f"shard of rank {self.rank}: it did not arrive over NCCL")
             return self._move_on(head.version)
         slot = grant.slot

@@ -67,7 +67,7 @@ class StripeParity:
     def _wish(self, passed: int = 0) -> local.Register:
         me = self._me
         return local.Register(
-            set=me.set,
+            training=me.training,
             rank=me.rank,
             world=me.world,
             home=me.node_rank,

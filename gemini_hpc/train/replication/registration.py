@@ -13,7 +13,7 @@ from gemini_hpc.wire import local
 class RankIdentity:
     """The identity of a rank for its agent."""
 
-    set: str
+    training: str
     rank: int
     world: int
     node_rank: int
@@ -38,7 +38,7 @@ def register(
         AgentRefused: The agent refuses, or answers with other slots than those wanted.
     """
     reply, fds = client.request(
-        local.Register(set=me.set, rank=rank, world=me.world, home=home, bytes=total_bytes, pushed=pushed),
+        local.Register(training=me.training, rank=rank, world=me.world, home=home, bytes=total_bytes, pushed=pushed),
         timeout_s=120.0,
     )
     if not isinstance(reply, local.Slots) or reply.bytes != (total_bytes or reply.bytes):

@@ -43,19 +43,25 @@ class Replica:
     """
 
     def __init__(
-        self, set_name: str, client: AgentClient, keeper: Reserved, epoch: int, differs: Callable[[str], None]
+        self, training_name: str, client: AgentClient, keeper: Reserved, epoch: int, differs: Callable[[str], None]
     ) -> None:
         """Create the replica.
 
         Args:
-            set_name: Name of the training.
+            training_name: Name of the training.
             client: The connection to the agent.
             keeper: The shard's memory on this node.
             epoch: Epoch of this rank.
             differs: Called with the reason when this rank stops filling the shard for good.
         """
         self._pin: Callable[[TensorShard], None] | None = None
-        self._set, self._client, self._keeper, self._epoch, self._differs = set_name, client, keeper, epoch, differs
+        self._training_name, self._client, self._keeper, self._epoch, self._differs = (
+            training_name,
+            client,
+            keeper,
+            epoch,
+            differs,
+        )
         self._own: Mapping[str, Own] = {}
         self._since = 0
         self._given_up = False
@@ -91,7 +97,7 @@ class Replica:
         if self._given_up or not self._own or not self._planned(capture):
             return False
         grants = self._keeper.grants
-        message = local.Fill(set=self._set, rank=self._keeper.rank, version=job.version)
+        message = local.Fill(training=self._training_name, rank=self._keeper.rank, version=job.version)
         try:
             reply, _ = self._client.request(message)
         except AgentLost:
@@ -130,8 +136,10 @@ class Replica:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        there = tuple(self._places) if unchanged and writing.whole else ()
-        message = local.Filled(set=self._set, rank=self._keeper.rank, version=job.version, there=there)
+        present = tuple(self._places) if unchanged and writing.whole else ()
+        message = local.Filled(
+            training=self._training_name, rank=self._keeper.rank, version=job.version, present=present
+        )
         try:
             self._client.request(message)
         except (AgentLost, AgentRefused):

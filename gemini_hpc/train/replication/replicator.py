@@ -93,8 +93,8 @@ class Replicator(TensorShardOwner):
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # ranges of the slot unchanged since version _base
         self._replicas: Sequence[Replica] = ()
-        self._own, self._sketches = plan.own, bool(plan.live)
-        self._capture.watches_all = self._sketches
+        self._own, self._sends_outlines = plan.own, bool(plan.live)
+        self._capture.watches_all = self._sends_outlines
         self._begun = self._before = 0  # the last version begun, and the one before
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
@@ -103,7 +103,7 @@ class Replicator(TensorShardOwner):
         self._replicas = replicas
         for replica in replicas:
             replica.pins(self.pin if self._pins is not None else None)
-        self._capture.watches_all = bool(replicas) or self._sketches
+        self._capture.watches_all = bool(replicas) or self._sends_outlines
 
     def pin(self, shard: TensorShard) -> None:
         """Pin a shard's slots for copies from a device.
@@ -181,7 +181,7 @@ class Replicator(TensorShardOwner):
         for replica in self._replicas:
             replica.adopt_plan(plan.own, plan.since)
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
-        self._sketches = bool(plan.live)
+        self._sends_outlines = bool(plan.live)
         for slot in self.shard.slots:
             slot.has_manifest = False
 
@@ -203,9 +203,9 @@ class Replicator(TensorShardOwner):
             return self._skip(job, str(error))
         if slot is None:
             return None
-        sketched = self._sketches and job.gaps is None and slot.has_manifest
-        if sketched:
-            self._sketch(job, slot_index, slot)
+        has_outline = self._sends_outlines and job.gaps is None and slot.has_manifest
+        if has_outline:
+            self._report_outline(job, slot_index, slot)
         if job.ready is None:  # no device: a device's copies run beside everything else
             self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         if not job.start():
@@ -241,12 +241,12 @@ class Replicator(TensorShardOwner):
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
         slot.put(layout.small_offset, job.small)
-        if self._sketches and not sketched:
-            self._sketch(job, slot_index, slot)
+        if self._sends_outlines and not has_outline:
+            self._report_outline(job, slot_index, slot)
         slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world, job.moment))
         return self._commit(job, slot_index, slot, began)
 
-    def _sketch(self, job: CaptureJob, slot_index: int, slot: TensorSlot) -> None:
+    def _report_outline(self, job: CaptureJob, slot_index: int, slot: TensorSlot) -> None:
         """Send the agent the version's directory and small state, of which only the tensors are missing.
 
         Nodes that have the tensors as well need them, should all holders die before this version is complete.
@@ -254,8 +254,8 @@ class Replicator(TensorShardOwner):
         layout = self._layout
         slot.put(layout.small_offset, job.small)
         self._client.post(
-            local.Sketched(
-                set=self._me.set,
+            local.OutlineWritten(
+                training=self._me.training,
                 rank=self._me.rank,
                 version=job.version,
                 slot=slot_index,
@@ -299,7 +299,7 @@ class Replicator(TensorShardOwner):
         try:
             self._client.request(
                 local.Landed(
-                    set=self._me.set,
+                    training=self._me.training,
                     rank=self._me.rank,
                     version=job.version,
                     slot=slot_index,
@@ -322,7 +322,9 @@ class Replicator(TensorShardOwner):
             self._grow(len(job.small))
         elif self._layout.total != self.shard.total_bytes:
             self._enlarge(self._layout)
-        reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self._me.rank, version=job.version))
+        reply, _ = self._client.request(
+            local.BeginVersion(training=self._me.training, rank=self._me.rank, version=job.version)
+        )
         if isinstance(reply, local.Refused):
             self._skip(job, reply.reason)
             return 0, None
@@ -360,7 +362,7 @@ class Replicator(TensorShardOwner):
     def _abort(self, job: CaptureJob, slot_index: int) -> None:
         with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it
             self._client.request(
-                local.Abort(set=self._me.set, rank=self._me.rank, version=job.version, slot=slot_index)
+                local.Abort(training=self._me.training, rank=self._me.rank, version=job.version, slot=slot_index)
             )
 
     def _drop(self, rank: int, error: LinkBroken, version: int) -> None:
@@ -389,7 +391,7 @@ class Replicator(TensorShardOwner):
         pacer = self._pacer
         for replica, rank, box in self._offer(version, used):
             assert isinstance(box, GrantOutbox)
-            total = used - size_of(box.there)
+            total = used - size_of(box.present)
             self.counters.kept_bytes += used - total
             try:
                 pacer.deliver(replica, total, box)

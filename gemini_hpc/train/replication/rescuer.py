@@ -66,7 +66,7 @@ class Rescuer:
         self._nodes = nodes
         if self._sock is not None:
             with suppress(AgentLost, AgentRefused):
-                self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=nodes))
+                self._client.request(local.LiveOn(training=self._me.training, rank=self._me.rank, nodes=nodes))
 
     def close(self, timeout_s: float) -> bool:
         """Stop the thread. Return whether it has ended within `timeout_s` seconds."""
@@ -82,8 +82,8 @@ class Rescuer:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=self._nodes))
-                reply, fds = self._client.request(local.OpenRescue(set=self._me.set, rank=self._me.rank))
+                self._client.request(local.LiveOn(training=self._me.training, rank=self._me.rank, nodes=self._nodes))
+                reply, fds = self._client.request(local.OpenRescue(training=self._me.training, rank=self._me.rank))
             except AgentRefused:
                 return  # an agent without rescue, or of another round
             except AgentLost:

@@ -55,9 +55,9 @@ def profile_key(model: str, hosts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def kept(set: str, rank: int, key: str, data: bytes) -> local.Keep | None:
+def kept(training: str, rank: int, key: str, data: bytes) -> local.CacheBytes | None:
     """Return a message for `AgentClient.post`; None for more bytes than an agent keeps."""
-    return local.Keep(set, rank, key, data) if len(data) <= local.MAX_KEPT_BYTES else None
+    return local.CacheBytes(training, rank, key, data) if len(data) <= local.MAX_KEPT_BYTES else None
 
 
 def traffic(

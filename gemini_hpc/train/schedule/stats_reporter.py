@@ -43,16 +43,16 @@ class StatsReporter:
     Only `recall` waits for the agent.
     """
 
-    def __init__(self, client: AgentClient, set_name: str, rank: int, key: str) -> None:
+    def __init__(self, client: AgentClient, training_name: str, rank: int, key: str) -> None:
         """Create a reporter.
 
         Args:
             client: Connection to the agent.
-            set_name: Name of the training.
+            training_name: Name of the training.
             rank: The rank.
             key: Key of the profile, see `stats_messages.profile_key`.
         """
-        self._client, self._set, self._rank, self._key = client, set_name, rank, key
+        self._client, self._training_name, self._rank, self._key = client, training_name, rank, key
         self._told_at = self._drawn_at = -1e9
         self._drawn: Pictured | None = None
 
@@ -65,7 +65,7 @@ class StatsReporter:
         at = clock.monotonic()
         if now or at - self._told_at > TELL_EVERY_S:
             self._told_at = at
-            self._client.post(local.Traffic(self._set, self._rank, state()))
+            self._client.post(local.Traffic(self._training_name, self._rank, state()))
 
     def send_event(self, name: str, version: int, why: str) -> None:
         """Send an entry for the job's event log."""
@@ -96,17 +96,17 @@ class StatsReporter:
             waits=waits,
             spans=[(s.start_s, s.end_s) for s in profile.spans] if profile is not None else [],
         )
-        self._client.post(local.Timeline(self._set, self._rank, state))
+        self._client.post(local.Timeline(self._training_name, self._rank, state))
 
     def send_profile(self, kept: CachedProfile) -> None:
         """Send the profile to the agent, which keeps it for the next incarnation."""
-        message = stats_messages.kept(self._set, self._rank, self._key, msgspec.msgpack.encode(kept))
+        message = stats_messages.kept(self._training_name, self._rank, self._key, msgspec.msgpack.encode(kept))
         if message is not None:
             self._client.post(message)
 
     def recall(self) -> CachedProfile | None:
         """Ask the agent for the profile of an earlier incarnation of the training; None if there is none."""
-        data = self._client.recall(self._set, self._rank, self._key)
+        data = self._client.recall(self._training_name, self._rank, self._key)
         if data is None:
             return None
         try:

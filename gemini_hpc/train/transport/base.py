@@ -42,8 +42,8 @@ class Head(NamedTuple):
         sizes: Sizes of the chunks in order, where a link announces them; their sum is `sent_bytes`.
         apart: (offset, length) of a stretch of the bytes that travels another way, not over this link. The chunks are
             the bytes before and behind the stretch.
-        base: An earlier version since which the ranges `kept` are unchanged (see `GrantOutbox.there`); 0 for no such
-            version.
+        base: An earlier version since which the ranges `kept` are unchanged (see `GrantOutbox.present`); 0 for no
+            such version.
         kept: The ranges that are unchanged since version `base`.
     """
 
@@ -91,11 +91,11 @@ class GrantOutbox(Outbox):
     `finish` grants all that is left.
 
     Attributes:
-        there: Ranges of the last offered version that the other end has. Only the bytes between these ranges are
+        present: Ranges of the last offered version that the other end has. Only the bytes between these ranges are
             sent, and counted.
     """
 
-    there: tuple[Range, ...] = ()
+    present: tuple[Range, ...] = ()
 
     @abstractmethod
     def grant(self, grant: Grant) -> None:

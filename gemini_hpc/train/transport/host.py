@@ -62,10 +62,10 @@ class _HostOutbox(GrantOutbox):
     def _accepted(self, offer: local.PushOffer) -> bool:
         self._open.page.withdraw()
         reply = self._ask(offer)
-        self.there = reply.there if isinstance(reply, local.Taken) else ()
-        if reason := ranges.fault(self.there, offer.used):
+        self.present = reply.present if isinstance(reply, local.PresentRanges) else ()
+        if reason := ranges.fault(self.present, offer.used):
             raise self._lost(reason)
-        return isinstance(reply, (local.Ok, local.Taken))
+        return isinstance(reply, (local.Ok, local.PresentRanges))
 
     def grant(self, grant: Grant) -> None:
         channel = self._open
@@ -178,7 +178,7 @@ class HostTransport:
     def __init__(
         self,
         client: AgentClient,
-        set_name: str,
+        training_name: str,
         rank: int,
         homes: Sequence[int],
         within: dist.ProcessGroup | None = None,
@@ -187,12 +187,12 @@ class HostTransport:
 
         Args:
             client: The connection to this node's agent.
-            set_name: Name of the training.
+            training_name: Name of the training.
             rank: This training rank.
             homes: Node rank of each training rank.
             within: Process group of the training's ranks; None for all ranks.
         """
-        self._client, self._set, self._me, self._homes = client, set_name, rank, homes
+        self._client, self._training_name, self._me, self._homes = client, training_name, rank, homes
         self._boxes: list[_HostOutbox] = []
         self.group = own_group(within, _CONTROL_TIMEOUT)
         self.interrupted = False
@@ -209,7 +209,7 @@ class HostTransport:
         """
         if self.interrupted:
             raise LinkBroken("interrupted")
-        message = local.OpenPush(set=self._set, rank=self._me, holder=self._homes[rank])
+        message = local.OpenPush(training=self._training_name, rank=self._me, holder=self._homes[rank])
         try:
             _, fds = self._client.request(message)
         except (AgentLost, AgentRefused) as error:

@@ -22,10 +22,10 @@ from gemini_hpc.wire.local_server import Reply
 _ANSWER_S = 5.0
 
 
-def give(m: local.Bequeath, store: Store, barred: Callable[[], str], log: Log) -> Reply:
+def give(m: local.TakeOver, store: Store, barred: Callable[[], str], log: Log) -> Reply:
     """Give away a copy's memory, if the copy is here and this job no longer needs it."""
     stamp = Stamp(m.epoch, m.version)
-    found = store.find(m.set, m.rank, stamp)
+    found = store.find(m.training, m.rank, stamp)
     if why := barred():
         return local.Error(why), []
     copy = found[0].record(found[1]) if found is not None else None
@@ -50,7 +50,7 @@ def ask(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
         OSError: The agent cannot be reached.
         ValueError: The agent refuses, belongs to another user, or gives a wrong answer.
     """
-    wanted = local.Bequeath(copy.set, copy.rank, heir, stamp.epoch, stamp.version, copy.digest)
+    wanted = local.TakeOver(copy.training, copy.rank, heir, stamp.epoch, stamp.version, copy.digest)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(_ANSWER_S)
         sock.connect(path)
