@@ -141,7 +141,7 @@ class _Rank:
             while (job := self._jobs.get()) is not None:
                 version, ready = job
                 self.copies.bring(ready, self.pairs)
-                self.pacer.begin(version)
+                self.pacer.begin_version(version)
                 if self._waiting:
                     self.pacer.wait_for()
                 self._spread()

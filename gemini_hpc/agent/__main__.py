@@ -117,7 +117,7 @@ def _take_keys(uid: int) -> None:
     from gemini_hpc.wire import credentials, site_key
 
     try:
-        site_key.take(spawn.HANDED, uid)
+        site_key.choose_scheme(spawn.HANDED, uid)
     except credentials.CredentialError as exc:
         raise ValueError(str(exc)) from None
 

@@ -693,7 +693,7 @@ class Agent:
         if isinstance(request, local.TakeOver):
             for fd in fds:
                 os.close(fd)
-            return handover.give(request, self.store, self._retention.barred, self._log)
+            return handover.give_copy(request, self.store, self._retention.barred, self._log)
         if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest, local.LaunchRequest)):
             for fd in fds:
                 os.close(fd)

@@ -22,7 +22,7 @@ from gemini_hpc.wire.local_server import Reply
 _ANSWER_S = 5.0
 
 
-def give(m: local.TakeOver, store: Store, barred: Callable[[], str], log: Log) -> Reply:
+def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: Log) -> Reply:
     """Give away a copy's memory, if the copy is here and this job no longer needs it."""
     stamp = Stamp(m.epoch, m.version)
     found = store.find(m.training, m.rank, stamp)

@@ -51,15 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         _make_directory(args.directory)
         agent = _start(args, keyed.read_key(args.key_file, os.geteuid()))
     except (StartError, keyed.KeyFileError, OSError) as exc:
-        _tell(args.node, FAILED, f"{exc}")
+        _report_node(args.node, FAILED, f"{exc}")
         return 1
     process = os.pidfd_open(agent)
     try:
-        _tell(args.node, *_attach(args, process))
+        _report_node(args.node, *_attach(args, process))
         code = _wait(reader, process)
         _end(args, process, code)
     except (StartError, ask_agent.ListenerError) as exc:
-        _tell(args.node, FAILED, f"{exc}{_last_words(args.directory)}")
+        _report_node(args.node, FAILED, f"{exc}{_last_words(args.directory)}")
         return 1
     finally:
         with suppress(ProcessLookupError):
@@ -84,7 +84,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _tell(node: str, state: str, text: str = "") -> None:
+def _report_node(node: str, state: str, text: str = "") -> None:
     lines.put(sys.stdout, f"{node} {state} {text.splitlines()[0] if text else ''}".rstrip() + "\n")
 
 

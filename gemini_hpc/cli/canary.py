@@ -185,7 +185,7 @@ def _canary(site: SiteJobs, partition: str, program: str, show: demo.Show) -> No
         finally:
             show.title("bringing the node back")
             undone = guard.undo()
-        _tell(reference, run, document, show)
+        _show_timeline(reference, run, document, show)
         if not undone:
             raise demo.DemoFailed(f"{victim} is not back")
     finally:
@@ -217,7 +217,9 @@ def _inspect(run: demo.TrainingRun) -> dict[str, Any]:
     return found
 
 
-def _tell(reference: demo.TrainingRun, run: demo.TrainingRun, document: dict[str, Any], show: demo.Show) -> None:
+def _show_timeline(
+    reference: demo.TrainingRun, run: demo.TrainingRun, document: dict[str, Any], show: demo.Show
+) -> None:
     first = min(line["time"] for line in run.lines() if line.get("restart") == 1 and "step" in line)
     story = demo.timeline(document, run.cut_at[0], 1, first)
     show.say("Timeline (seconds after the node was taken away):")

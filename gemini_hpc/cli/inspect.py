@@ -79,7 +79,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
     if args.watch is None:
         print(text(), flush=True)
     else:
-        live_view.follow(text, args.watch, plain=args.json)
+        live_view.show_live(text, args.watch, plain=args.json)
 
 
 class _AnswerSource:

@@ -23,7 +23,7 @@ _STYLES = {
 }
 
 
-def follow(text: Callable[[], str], every_s: float, *, plain: bool = False) -> None:
+def show_live(text: Callable[[], str], every_s: float, *, plain: bool = False) -> None:
     """Show what `text` returns every `every_s` seconds. Return when the user presses Ctrl-C.
 
     Args:

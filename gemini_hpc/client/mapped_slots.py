@@ -94,7 +94,7 @@ class SlotMappings:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
-    def begin(self, slots: Sequence[MappedSlot]) -> None:
+    def start(self, slots: Sequence[MappedSlot]) -> None:
         """Start a thread for each of these slots."""
         for slot in slots:
             thread = threading.Thread(target=slot.populate, name="gemini-mapping", daemon=True)

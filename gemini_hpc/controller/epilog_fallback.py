@@ -133,7 +133,7 @@ async def _hold_job(settings: Settings, args: argparse.Namespace, members: list[
             os.write(ready, b"p")
 
     rescue.say = report_event
-    outcome = await rescue.follow(HOLD_S - 5.0, leave_held=True)
+    outcome = await rescue.steer(HOLD_S - 5.0, leave_held=True)
     _log(f"job={args.job} outcome={outcome}")
 
 

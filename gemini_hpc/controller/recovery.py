@@ -608,7 +608,7 @@ class Recovery:
 
     async def finish(self, helper: Requeue) -> None:
         """Steer the requeue to its end and close the journal's entry."""
-        outcome = await helper.follow()
+        outcome = await helper.steer()
         self.note("close", "after", outcome=outcome)
         log.info("job=%s restart=%d outcome=%s", self._track.raw_id, self.restart, outcome)
         if outcome != "running":

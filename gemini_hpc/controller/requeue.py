@@ -142,7 +142,7 @@ class Requeue:
 
     # ---- following the job -----------------------------------------------------------------------------
 
-    async def follow(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
+    async def steer(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
         """Steer until the job runs again, has ended, or is given up. Return the outcome.
 
         No reservation is held then, except with `leave_held`.
@@ -258,7 +258,7 @@ class Requeue:
             self._once("requeued", "", f"PENDING {job.reason}".strip())
         if not self._goes_ahead:
             if why := self.hold():
-                return await self._hold(job, why)
+                return await self._hold_job(job, why)
             self._goes_ahead = True
         waited = now - self._pending_since
         if held(job.reason) and waited > HELD_GRACE_S:
@@ -286,7 +286,7 @@ class Requeue:
         self._nudge_at = clock.time() + NUDGE_AFTER_S
         self._once("start_set", "", ms(began))
 
-    async def _hold(self, job: Job, why: str) -> str:
+    async def _hold_job(self, job: Job, why: str) -> str:
         self.note("hold", "before")
         await self.slurm.hold_job(job, why)
         self.holds(job.restarts)
@@ -344,14 +344,14 @@ class Requeue:
         while True:
             began = clock.monotonic()
             try:
-                await self._look()
+                await self._poll()
             except SlurmUnreachable:
                 pass
             except SlurmError as exc:
                 self._once("refused", "", str(exc))
             await asyncio.sleep(max(SURVEY_S, len(self.survivors.names) / 500 - (clock.monotonic() - began)))
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         ask = clock.monotonic() - self._asked_at >= ASK_S or not self._nodes
         if ask:
             self._nodes = await self.slurm.nodes()

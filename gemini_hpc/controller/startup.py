@@ -66,7 +66,7 @@ def become(settings: Settings) -> None:
             raise ServiceError(f"run the controller as {user.pw_name} (uid {uid}) or root, not as uid {os.geteuid()}")
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
         return
-    _give(settings.state_dir, uid, gid)
+    _make_owned_directory(settings.state_dir, uid, gid)
     if uid == 0:
         return
     os.initgroups(user.pw_name, gid)
@@ -90,7 +90,7 @@ def _take_key(settings: Settings, uid: int) -> None:
         raise ServiceError(f"{exc}; it must be root's or {settings.slurm_user}'s, and readable here") from None
 
 
-def _give(path: str, uid: int, gid: int) -> None:
+def _make_owned_directory(path: str, uid: int, gid: int) -> None:
     """Make `path` a directory that belongs to SlurmUser.
 
     Its parent may belong to SlurmUser, too, who could have put a link or another user's directory there. So root

@@ -244,17 +244,17 @@ class Checkpointer:
         began, apart_s = clock.monotonic(), 0.0
         begun: dict[int, int] = {}
         with self._guarded():
-            if self._settle(interval.patience_s):
+            if self._finish_previous(interval.patience_s):
                 settled = clock.monotonic()
                 kept = bool(self._kept) or self._register()
                 apart_s = clock.monotonic() - settled  # memory is taken once in a launch, not for each version
-                begun = self._begin() if kept else {}
+                begun = self._begin_slots() if kept else {}
         # Compare all ranks first: if one rank acted alone, the others would wait for it forever.
         came = clock.monotonic()
         calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost, need=interval.need())
         met = clock.monotonic()
         interval.met(met - came)
-        interval.take([call.need for call in calls], session.version)
+        interval.adopt_needs([call.need for call in calls], session.version)
         lost = next((call.lost for call in calls if call.lost), "")
         if lost and not session.verdict.reject():  # else this rank has reported it already
             session.say_once(f"this program is no longer protected: {lost}")
@@ -333,7 +333,7 @@ class Checkpointer:
         assert shard is not None
         return shard
 
-    def _begin(self) -> dict[int, int]:
+    def _begin_slots(self) -> dict[int, int]:
         """Return slots for this version of all shards kept here, or none if any slot is refused."""
         session = self._session
         assert session.client is not None
@@ -408,7 +408,7 @@ class Checkpointer:
             return False
         return True
 
-    def _settle(self, patience_s: float | None = None) -> bool:
+    def _finish_previous(self, patience_s: float | None = None) -> bool:
         """Finish the previous version's exchange, then wait for its seal for a limited time.
 
         Args:
@@ -510,7 +510,7 @@ class Checkpointer:
             return
         if self._session.protected:
             with suppress(Exception):
-                self._settle()
+                self._finish_previous()
         with self._wake:
             self._closed = True
             self._wake.notify_all()

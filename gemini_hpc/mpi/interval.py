@@ -116,7 +116,7 @@ class SaveInterval:
         wish = self._pace.wish(self.j, self.j, self.sealed_s, self.own_s, 0)
         return Need(wish.j, self._met_s)
 
-    def take(self, needs: Sequence[Need], version: int) -> None:
+    def adopt_needs(self, needs: Sequence[Need], version: int) -> None:
         """Follow the needs of all ranks from this version on, as all ranks do.
 
         Args:
@@ -129,10 +129,10 @@ class SaveInterval:
         self._met.append(min(need.met_s for need in needs))
         if all(need.j > 0 for need in needs):
             self.j = max(need.j for need in needs)
-            self._tell(next(rank for rank, need in enumerate(needs) if need.j == self.j))
+            self._report_interval(next(rank for rank, need in enumerate(needs) if need.j == self.j))
         self._next = version + self.j
 
-    def _tell(self, because: int) -> None:
+    def _report_interval(self, because: int) -> None:
         if not self._settled:
             self._settled = True
             waited_s = self._budget.first_waited_s

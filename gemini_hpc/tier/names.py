@@ -73,7 +73,7 @@ def of_training(directory: str) -> dict[str, tuple[int, Stamp]]:
     return found
 
 
-def give(where: str, names: Mapping[str, int]) -> None:
+def keep_version(where: str, names: Mapping[str, int]) -> None:
     """Keep the version in this directory permanently, and add names to those it has.
 
     Raises OSError, and ValueError if the version would have too many names.

@@ -137,7 +137,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
             given = _given(above.path, stamp, order.names)
             mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
             if mine or retention.for_good(serial, order.keep_every):
-                names.give(made.path, mine)
+                names.keep_version(made.path, mine)
             with publish.replaced(made.path, version.MANIFEST) as path, open(path, "xb") as file:
                 file.write(version.pack(manifest))
             job_directory.sync(above.path)
@@ -165,7 +165,7 @@ def _name(order: orders.Name) -> orders.Answer:
         if version.read(above, stamp) is None:
             raise TierError(f"{above.where}/{version.name(stamp)}: no longer there, or no longer whole")
         given = _given(above.path, stamp, order.names)
-        names.give(where, {name: asked for name, (asked, has) in given.items() if has == stamp})
+        names.keep_version(where, {name: asked for name, (asked, has) in given.items() if has == stamp})
         return orders.Finished(names=given, directory=job.where)
 
 

@@ -334,7 +334,7 @@ class SaveEngine:
     def _adopt_plan(self, plan: Plan) -> None:
         """Follow another plan, from the next version on."""
         assert self.replicator is not None
-        self.replicator.follow(plan)
+        self.replicator.adopt_plan(plan)
         self._live_on(plan)
         if self.controller is not None:
             self.controller.resize(self._copy_bytes(plan), self._profile_key(plan))
@@ -368,7 +368,7 @@ class SaveEngine:
             if not shard.pushed:
                 slots = shard.in_turn()
                 first = len(slots) if on_device else 1  # a device copies to pinned slots only
-                mappings.begin(slots[:first])
+                mappings.start(slots[:first])
                 later.extend(slots[first:])
             return shard
 

@@ -71,7 +71,7 @@ def pack_key(job: int, key: bytes) -> bytes:
     return _KEY.pack(job, key)
 
 
-def take(fd: int, uid: int) -> None:
+def choose_scheme(fd: int, uid: int) -> None:
     """Choose the agent's scheme by the keys in a pipe, and close the pipe.
 
     Args:

@@ -18,7 +18,7 @@ from tests.forking import Request, serve
 
 def flip(at: int) -> None:
     """Change a bit of the byte at this place of a slot when it first arrives, as bad memory of a switch would."""
-    take, done = arrival.Connection._take, [False]
+    take, done = arrival.Connection._hash_next, [False]
 
     def flipped(me: arrival.Connection, data: memoryview) -> None:
         if not done[0] and me._at <= at < me._at + len(data):
@@ -26,7 +26,7 @@ def flip(at: int) -> None:
             done[0] = True
         take(me, data)
 
-    arrival.Connection._take = flipped  # type: ignore[method-assign]
+    arrival.Connection._hash_next = flipped  # type: ignore[method-assign]
 
 
 def start(request: Request) -> None:

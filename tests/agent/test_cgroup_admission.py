@@ -152,7 +152,7 @@ def inside(directory: Path, work: Callable[[], int]) -> int:
 def said(budget: Budget, wanted_bytes: int) -> str:
     """Why that cannot be taken, or ""."""
     try:
-        budget.take(wanted_bytes, "shard")
+        budget.reserve(wanted_bytes, "shard")
     except NoMemory as exc:
         return str(exc)
     return ""
@@ -183,7 +183,7 @@ def test_a_job_has_its_share_and_no_more(two: tuple[Path, Path, Settings]) -> No
             return 1
         if "the job's share of the node (2 of 3 CPUs) is 64 MiB of its cap of 96 MiB" not in said(budget, 65 * MIB):
             return 2
-        budget.take(64 * MIB, "shard")
+        budget.reserve(64 * MIB, "shard")
         memory = Memfd("gemini:test", 64 * MIB)
         memory.reserve(budget.left_bytes)
         return 3 if budget.left_bytes() else 42
@@ -270,7 +270,7 @@ def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
             (top / "cgroup.procs").write_text("0")
             budget = Budget(Settings(memory_floor_bytes=0))
             try:
-                budget.take(190 * MIB, "shard")
+                budget.reserve(190 * MIB, "shard")
             except NoMemory as exc:
                 status = 2 if "MiB left" in str(exc) else 3
             memory = Memfd("gemini:test", 190 * MIB)

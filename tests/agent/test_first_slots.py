@@ -81,7 +81,7 @@ def test_shards_of_a_node_are_taken_at_the_same_time(monkeypatch: pytest.MonkeyP
     async def register() -> None:
         await asyncio.gather(*(store.make("default", rank, 4, 0, 8 * MIB) for rank in range(4)))
 
-    monkeypatch.setattr(Memfd, "take", take)
+    monkeypatch.setattr(Memfd, "take_pages", take)
     asyncio.run(register())
     assert len(most) == 8 and max(most) == 4
     store.clear()
@@ -90,7 +90,7 @@ def test_shards_of_a_node_are_taken_at_the_same_time(monkeypatch: pytest.MonkeyP
 def test_mapping_keeps_what_is_there() -> None:
     """A slot may be received into, or hold a copy, while its pages are mapped."""
     memory = Memfd("gemini:test", 4 * MIB)
-    memory.take(lambda: 1 << 40)
+    memory.take_pages(lambda: 1 << 40)
     os.pwrite(memory.fd, b"what is there", 3 * MIB)
     memory.populate()
     with memory.view() as view:
@@ -147,8 +147,8 @@ def test_slots_are_mapped_beside_one_another_and_beside_the_caller() -> None:
         done.append(number)
 
     mappings = SlotMappings()
-    mappings.begin([cast(Any, SimpleNamespace(populate=partial(populate, 0)))])
-    mappings.begin([cast(Any, SimpleNamespace(populate=partial(populate, 1)))])
+    mappings.start([cast(Any, SimpleNamespace(populate=partial(populate, 0)))])
+    mappings.start([cast(Any, SimpleNamespace(populate=partial(populate, 1)))])
     begun.wait(10)
     go_on.set()
     mappings.wait()

@@ -58,7 +58,7 @@ def test_whoever_sends_to_it_is_free_as_soon_as_it_counts_as_dead() -> None:
     sending = asyncio.run(channel(mesh, agents))
     with rank, agents, far, FileIO(fd) as slot:
         sending._file, sending._used = slot, SIZE
-        sending._take([BlockingLink(near, LinkSession(b"k" * 32, b"k" * 32, 0, "n2", "i", 0, "push", 7))])
+        sending._use_links([BlockingLink(near, LinkSession(b"k" * 32, b"k" * 32, 0, "n2", "i", 0, "push", 7))])
         thread = threading.Thread(target=send)
         thread.start()
         thread.join(0.3)

@@ -56,7 +56,7 @@ def test_nobody_waits_with_bytes_that_are_not_acknowledged(link: Link, now: list
     told.wait()
     assert link.sent == [5] and link.waits[-2:] == [0, None]
     told.wait()
-    told.tell()
+    told.acknowledge()
     assert link.sent == [5], "nothing is said twice"
 
 

@@ -83,7 +83,7 @@ def test_all_bytes_arrive_and_all_are_acknowledged(
     for thread in threads:
         thread.start()
     sending = Stripes([near for near, _ in pairs], "test")
-    sending.begin()
+    sending.restart_counts()
     for start, end in ((0, 100), (100, 9 * PIECE_BYTES), (9 * PIECE_BYTES, USED)):
         sending.send(slot, start, end - start)
     total = 0
@@ -118,7 +118,7 @@ def test_a_lost_connection_ends_all_and_the_rank_learns_it(
     with rank, agents:
         rank.settimeout(5)
         sending._file, sending._used = slot, USED
-        sending._take([near for near, _ in pairs])
+        sending._use_links([near for near, _ in pairs])
         sending._send(100)
         assert pairs[0][1].receive(peer.PushChunk) == peer.PushChunk(0, 100)
         pairs[2][1].shut()

@@ -18,7 +18,7 @@ import itertools, sys
 from gemini_hpc.cli import live_view
 {before}
 counted = itertools.count()
-live_view.follow(lambda: f"job 7: protected {{next(counted)}}", 0.05)
+live_view.show_live(lambda: f"job 7: protected {{next(counted)}}", 0.05)
 print("ended well")
 """
 
@@ -57,5 +57,5 @@ def test_a_terminal(tmp_path: Path, before: str) -> None:
 def test_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     texts = iter(("one", "two"))
     with pytest.raises(StopIteration):
-        live_view.follow(lambda: next(texts), 0.0)
+        live_view.show_live(lambda: next(texts), 0.0)
     assert capsys.readouterr().out == "one\ntwo\n"

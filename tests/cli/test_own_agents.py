@@ -282,4 +282,4 @@ def test_a_job_whose_memory_is_short_is_told_what_raises_it() -> None:
     with pytest.raises(
         NoMemory, match=r"may take 10 MiB \(50% of the job's memory\); more memory .* \(--mem\) raises it"
     ):
-        budget.take(20 << 20, "training default, rank 0")
+        budget.reserve(20 << 20, "training default, rank 0")

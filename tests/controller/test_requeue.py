@@ -139,7 +139,7 @@ def steer(
     async def work() -> str:
         made = make(slurm, said, fence)
         await made.reserve(slurm.current, await slurm.nodes(), wanted)
-        return await made.follow(limit_s)
+        return await made.steer(limit_s)
 
     return asyncio.run(work()), said
 
@@ -176,7 +176,7 @@ def test_the_running_job_is_known_before_its_recovery_is_over() -> None:
         made = make(slurm, [])
         made.seen = lambda job: seen.append(job.state)
         await made.reserve(slurm.current, await slurm.nodes(), 3)
-        assert await made.follow(5.0) == "running"
+        assert await made.steer(5.0) == "running"
 
     asyncio.run(work())
     assert seen[-1] == "RUNNING"
@@ -213,7 +213,7 @@ def test_a_job_whose_recoveries_lead_nowhere_is_held(monkeypatch: pytest.MonkeyP
         made = make(slurm, said)
         made.hold, made.holds = lambda: "5 recoveries in a row sealed nothing at all", before.append
         await made.reserve(slurm.current, await slurm.nodes(), 3)
-        assert await made.follow(5.0) == "held"
+        assert await made.steer(5.0) == "held"
 
     asyncio.run(work())
     assert slurm.done[-1] == "delete" and "hold 5 recoveries in a row sealed nothing at all" in slurm.done
@@ -283,7 +283,7 @@ def test_an_epilogs_hold_leaves_no_pin_behind(state: str) -> None:
     async def work() -> str:
         made = make(slurm, [])
         await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.follow(0.4, leave_held=True)
+        return await made.steer(0.4, leave_held=True)
 
     assert asyncio.run(work()) == "given up" and "pin n1,n3 held" in slurm.done
     assert slurm.current.req_nodes == ("n3",), "the user's own request is back"
@@ -320,7 +320,7 @@ def test_what_a_lost_node_has_ended_is_sent_back_once(
         made = make(slurm, said)
         made.may_requeue, made.finished, made.goes_on = True, lambda: finished, lambda: goes_on
         await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.follow(5.0)
+        return await made.steer(5.0)
 
     slurm.requeue = send_back  # type: ignore[method-assign]
     assert asyncio.run(work()) == ("running" if back else state)
@@ -335,7 +335,7 @@ def test_a_script_that_goes_on_after_its_training_is_let_go_on() -> None:
     async def work() -> str:
         made = make(slurm, said)
         made.may_requeue, made.finished = True, lambda: True
-        return await made.follow(5.0)
+        return await made.steer(5.0)
 
     assert asyncio.run(work()) == "goes on" and said == ["goes_on"]
 
@@ -454,7 +454,7 @@ def test_survivors_are_taken_back_out_of_another_recoverys_reservation() -> None
         made.held.survivors_of = lambda name: {"n6"} if name == "gemini_2_abc" else None
         await made.reserve(slurm.current, await slurm.nodes(), 3)
         assert slurm.done[:2] == ["change n5,n6", "reserve n1,n3,n4"]
-        return await made.follow(5.0)
+        return await made.steer(5.0)
 
     assert asyncio.run(work()) == "running" and "taken_back" in said
     assert slurm.held == {"gemini_2_abc": ["n5", "n6"]} and "pin n1,n3 held" in slurm.done
@@ -468,7 +468,7 @@ def test_what_is_another_recoverys_survivor_too_stays_with_it() -> None:
         made = make(slurm, [])
         made.held.survivors_of = lambda name: {"n1"}
         await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.follow(5.0)
+        return await made.steer(5.0)
 
     assert asyncio.run(work()) == "running"
     assert slurm.held == {"gemini_2_abc": ["n1", "n5"]} and "pin n3 held" in slurm.done
@@ -482,7 +482,7 @@ def test_nodes_of_other_owners_protected_jobs_are_no_candidates() -> None:
         made = make(slurm, [])
         made.held.protected = lambda: {"n4", "n5"}
         await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.follow(5.0)
+        return await made.steer(5.0)
 
     assert asyncio.run(work()) == "running" and slurm.done[0] == "reserve n1,n3"
 

@@ -61,7 +61,7 @@ class Ranks:
             needs = [rank.need() for rank in self.all]
             for rank, (_, own_s, sealed_s, met_s) in zip(self.all, costs, strict=True):
                 rank.met(met_s)
-                rank.take(needs, self.version)
+                rank.adopt_needs(needs, self.version)
                 rank.spend(own_s)
                 rank.cost(own_s)
                 if sealed_s:

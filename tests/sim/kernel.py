@@ -44,7 +44,7 @@ class Process:
         self.held: deque[asyncio.Handle] = deque()
         self.threads: list[greenlet.greenlet] = []
         self.context = contextvars.copy_context()
-        self.context.run(_PROCESS.training, self)
+        self.context.run(_PROCESS.set, self)
         self.dies_in = -1  # callbacks; -1: not so soon
         self.user_id: int | None = None  # None: as `system` has it
 

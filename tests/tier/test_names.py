@@ -83,7 +83,7 @@ def test_a_link_in_its_place_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text('{"a": 1}')
     (where / version.KEPT).symlink_to(tmp_path / "elsewhere")
     assert names.of_version(str(where)) == {}
-    names.give(str(where), {"b": 5})
+    names.keep_version(str(where), {"b": 5})
     assert names.of_version(str(where)) == {"b": 5}
     assert (tmp_path / "elsewhere").read_text() == '{"a": 1}'
 

@@ -162,7 +162,7 @@ def test_what_a_file_system_that_fails_does_not_show_is_not_gone(
         save(tmp_path, Stamp(1, number))
     above = tmp_path / "gemini-9/default"
     for kept in (1, 2):
-        names.give(str(above / version.name(Stamp(1, kept))), {f"best-{kept}": kept})
+        names.keep_version(str(above / version.name(Stamp(1, kept))), {f"best-{kept}": kept})
     with monkeypatch.context() as patch:
         _fails(patch, "lstat", name)
         with pytest.raises(OSError, match="Input/output"):
@@ -192,14 +192,14 @@ def test_what_is_half_removed_is_no_version_and_goes_the_next_time(
 def test_names_that_cannot_be_read_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, Stamp(1, 1))
     where = str(tmp_path / "gemini-9/default" / version.name(Stamp(1, 1)))
-    names.give(where, {"best": 1})
+    names.keep_version(where, {"best": 1})
     with monkeypatch.context() as patch:
         _fails(patch, "open", version.KEPT)
         with pytest.raises(OSError, match="Input/output"):
-            names.give(where, {"other": 1})
+            names.keep_version(where, {"other": 1})
         with pytest.raises(OSError, match="Input/output"):
             names.of_training(os.path.dirname(where))
-    names.give(where, {"other": 1})
+    names.keep_version(where, {"other": 1})
     assert names.of_version(where) == {"best": 1, "other": 1}
 
 

@@ -88,7 +88,7 @@ class Training:
         """As the replicator does it, over a link of B bytes a second."""
         device, pacer = self.device, self.pacer
         device.until(self.begun[version].query)  # the copy into the own slot
-        pacer.begin(version)
+        pacer.begin_version(version)
         if self.waits:
             pacer.wait_for()
         link = self.link
@@ -200,7 +200,7 @@ def test_what_is_left_goes_when_the_device_has_come_to_the_optimizer(training: T
 def test_who_waits_is_patient_until_the_device_has_come(training: Training) -> None:
     training.run(2)
     training.pacer.deferred = True
-    training.pacer.begin(training.version)
+    training.pacer.begin_version(training.version)
     training.pacer.wait_for()
     training.device.wait(0.1)
     assert training.pacer.arrived_at == training.pacer.progress_at == training.device.now

@@ -82,7 +82,7 @@ values = st.recursive(
         st.tuples(inner, inner),
         st.dictionaries(hashable, inner, max_size=4),
         st.dictionaries(hashable, inner, max_size=4).map(collections.OrderedDict),
-        st.trainings(hashable, max_size=4),
+        st.sets(hashable, max_size=4),
         st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 3)),
     ),
     max_leaves=20,

@@ -82,7 +82,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         made.traffic = played
         made.timetable = Timetable((FIRST, SECOND), (chunks,), 1, 10.0, B, ALPHA)
         made.iteration(7)
-        made.begin(7)
+        made.begin_version(7)
         return made
 
     return pacer
@@ -256,7 +256,7 @@ def test_without_a_plan_the_link_is_probed_first(make: Make) -> None:
     played = Played([(0.0, 0.01)])
     pacer, link = make(played), Link(played)
     pacer.timetable, pacer.chunk_bytes = None, 1 << 20
-    pacer.begin(8)
+    pacer.begin_version(8)
     link.begin(4 << 20)
     pacer.deliver(0, 4 << 20, link)
     assert [grant.until for grant in link.grants] == [PROBE_BYTES], "the rest may go at once"
@@ -341,7 +341,7 @@ def _profiled(make: Make, played: Played, *steps: float) -> Pacer:
     for version, at in enumerate(steps, 8):
         played.now = at
         pacer.iteration(version)
-    pacer.begin(8 + len(steps))
+    pacer.begin_version(8 + len(steps))
     return pacer
 
 

@@ -109,7 +109,7 @@ def test_no_thread_is_left_in_memory_when_the_agent_refuses(monkeypatch: pytest.
     rank = Reserving(monkeypatch, on_device=False)
 
     def other() -> None:
-        threading.Timer(0.1, rank.slots[0].go_on.training).start()
+        threading.Timer(0.1, rank.slots[0].go_on.set).start()
         raise AgentRefused("not enough memory")
 
     rank.other = other

@@ -158,7 +158,7 @@ def test_the_agent_takes_its_keys_from_the_pipe(key_file: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, site_key.pack(SETTINGS, ALICE, [JOB, 8]))
     os.close(writer)
-    site_key.take(reader, ALICE)
+    site_key.choose_scheme(reader, ALICE)
     for job in (JOB, 8):
         assert credentials.decode(made(agent(job), job=job)).payload == b"x"
     assert refusal(CredentialError, credentials.decode, made(agent(9), job=9))
@@ -169,8 +169,8 @@ def test_pipes_without_keys(packed: bytes) -> None:
     reader, writer = os.pipe()
     os.write(writer, packed)
     os.close(writer)
-    assert "that are no keys" in refusal(CredentialError, site_key.take, reader, ALICE)
-    assert "no key" in refusal(CredentialError, site_key.take, reader, ALICE)
+    assert "that are no keys" in refusal(CredentialError, site_key.choose_scheme, reader, ALICE)
+    assert "no key" in refusal(CredentialError, site_key.choose_scheme, reader, ALICE)
 
 
 @needs_root

@@ -93,7 +93,7 @@ class DigestPool:
                 reading.over.cancel()
             else:
                 self._waiting[urgency].append(reading)
-                self._begin()
+                self._start_threads()
                 self._changed.notify_all()
         return reading.over
 
@@ -112,7 +112,7 @@ class DigestPool:
         for thread in self._threads:
             thread.join()
 
-    def _begin(self) -> None:
+    def _start_threads(self) -> None:
         while len(self._threads) < self.size:
             number = len(self._threads)
             thread = threading.Thread(target=self._run, args=(number,), name=f"gemini-digest-{number}", daemon=True)
@@ -124,7 +124,7 @@ class DigestPool:
     def _run(self, me: int) -> None:
         priority.lower()
         hasher = xxhash.xxh3_128()
-        while (task := self._take()) is not None:
+        while (task := self._next_pieces()) is not None:
             reading, first = task
             count = 0
             for number, start, end in reading.pieces.bounds(first, min(reading.last, first + _BATCH)):
@@ -137,7 +137,7 @@ class DigestPool:
             self._spent_s[me] = time.thread_time()
             self._put(reading, count)
 
-    def _take(self) -> tuple[_Reading, int] | None:
+    def _next_pieces(self) -> tuple[_Reading, int] | None:
         """Return the next pieces of the most urgent reading, or None if the pool is closed."""
         with self._changed:
             while True:

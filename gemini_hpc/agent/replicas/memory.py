@@ -57,10 +57,10 @@ class Memfd:
         Raises:
             NoMemory: The memory does not suffice.
         """
-        self.take(left_bytes)
+        self.take_pages(left_bytes)
         self.populate()
 
-    def take(self, left_bytes: Callable[[], int]) -> None:
+    def take_pages(self, left_bytes: Callable[[], int]) -> None:
         """Take all pages now (blocking, about 0.4 s a GiB).
 
         The pages are allocated and charged, so later writes cannot fail. The first write to a page clears and maps
@@ -203,7 +203,7 @@ class Budget:
         left = self._room.left_bytes()
         return max(0, free if left is None else min(free, left[0]))
 
-    def take(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
+    def reserve(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
         """Count a reservation.
 
         Args:
@@ -245,7 +245,7 @@ class Budget:
             "or GPUs of the node, or --exclusive, raise it"
         )
 
-    def give(self, given_bytes: int) -> None:
+    def release(self, given_bytes: int) -> None:
         """Return a freed reservation to the budget."""
         self.taken_bytes -= given_bytes
 

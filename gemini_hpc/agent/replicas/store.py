@@ -242,7 +242,7 @@ class Store:
             if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed or slot.stamp in abandoned):
                 shard.pair.void(index)
                 shard.memory[index].close()
-                self.budget.give(shard.bytes)
+                self.budget.release(shard.bytes)
 
     async def _complete(self, shard: Shard, name: str, what: str) -> None:
         """Take memory again for a trimmed slot.
@@ -259,37 +259,37 @@ class Store:
                 finally:
                     slot.busy = False
 
-    async def _take(self, memory: Memfd) -> None:
+    async def _take_pages(self, memory: Memfd) -> None:
         """Take all pages, beside those of other shards: a node has many, and one processor takes 2 to 3 GB a second.
 
         Raises:
             NoMemory: The memory does not suffice.
         """
         async with self._taking:
-            await asyncio.to_thread(memory.take, self.budget.left_bytes)
+            await asyncio.to_thread(memory.take_pages, self.budget.left_bytes)
 
     async def _slot(self, name: str, what: str, size_bytes: int) -> Memfd:
-        self.budget.take(size_bytes, what)
+        self.budget.reserve(size_bytes, what)
         memory = Memfd(name, size_bytes, slot=True)
         try:
-            await self._take(memory)
+            await self._take_pages(memory)
         except BaseException:
             memory.close()
-            self.budget.give(size_bytes)
+            self.budget.release(size_bytes)
             raise
         return memory
 
     async def _slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:
-        self.budget.take(2 * size_bytes, what, present=not reserve)
+        self.budget.reserve(2 * size_bytes, what, present=not reserve)
         memory: list[Memfd] = []
         try:
             memory += (Memfd(f"{name}:{index}", size_bytes, slot=True) for index in range(2))
             if reserve:
-                await asyncio.gather(*(self._take(m) for m in memory))
+                await asyncio.gather(*(self._take_pages(m) for m in memory))
         except BaseException as exc:
             for m in memory:
                 m.close()
-            self.budget.give(2 * size_bytes)
+            self.budget.release(2 * size_bytes)
             if isinstance(exc, (NoMemory, OSError)):
                 raise NoMemory(f"{what}: {exc}") from None
             raise
@@ -306,18 +306,18 @@ class Store:
         second: Memfd | None = None
         async with self._making[False, (training_name, rank)]:
             try:
-                self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=True)
+                self.budget.reserve(2 * size_bytes, f"shard of rank {rank}", present=True)
             except NoMemory:
                 first.close()
                 raise
             try:
                 second = Memfd(f"gemini:{training_name}:{rank}:1", size_bytes, slot=True)
-                await self._take(second)
+                await self._take_pages(second)
             except BaseException as exc:
                 for memory in (first, second):
                     if memory is not None:
                         memory.close()
-                self.budget.give(2 * size_bytes)
+                self.budget.release(2 * size_bytes)
                 if isinstance(exc, (NoMemory, OSError)):
                     raise NoMemory(f"shard of rank {rank}: {exc}") from None
                 raise
@@ -373,7 +373,7 @@ class Store:
         for memory in shard.memory:
             if memory.fd >= 0:  # a negative descriptor: the slot was trimmed
                 memory.close()
-                self.budget.give(shard.bytes)
+                self.budget.release(shard.bytes)
 
     def drop_stale(self, training_name: str, round_number: int, world: int, sealed: Stamp) -> None:
         """Free ancestors and unregistered shards after a seal in this round.

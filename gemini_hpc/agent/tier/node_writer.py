@@ -231,7 +231,7 @@ class NodeWriter:
     def _free(self, key: tuple[str, int]) -> None:
         memory = self._copies.pop(key)
         memory.close()
-        self._store.budget.give(memory.size_bytes)
+        self._store.budget.release(memory.size_bytes)
 
     async def _memory(self, shard: Shard) -> Memfd:
         key, budget = (shard.training, shard.rank), self._store.budget
@@ -240,13 +240,13 @@ class NodeWriter:
             return found
         if found is not None:
             self._free(key)
-        budget.take(shard.bytes, f"a third copy of the shard of rank {shard.rank}, for the tier")
+        budget.reserve(shard.bytes, f"a third copy of the shard of rank {shard.rank}, for the tier")
         memory = Memfd(f"gemini:tier:{shard.rank}", shard.bytes)
         try:
             await asyncio.to_thread(memory.reserve, budget.left_bytes)
         except BaseException:
             memory.close()
-            budget.give(shard.bytes)
+            budget.release(shard.bytes)
             raise
         self._copies[key] = memory
         return memory

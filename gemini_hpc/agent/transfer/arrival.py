@@ -116,9 +116,9 @@ class Connection:
         """Wait for the next message."""
         self._receipts.wait()
 
-    def tell(self) -> None:
+    def acknowledge(self) -> None:
         """Acknowledge what has arrived."""
-        self._receipts.tell()
+        self._receipts.acknowledge()
 
     def receive(self, chunk: peer.PushChunk) -> None:
         """Receive the bytes behind a chunk's header.
@@ -128,10 +128,10 @@ class Connection:
         """
         with self.arrival.claim(chunk.offset, chunk.length) as part:
             self._at = chunk.offset
-            self._link.fill(part, self._silence_s, self._take)
+            self._link.fill(part, self._silence_s, self._hash_next)
         self._receipts.add(chunk.length)
 
-    def _take(self, data: memoryview) -> None:
+    def _hash_next(self, data: memoryview) -> None:
         """Hash the next bytes."""
         done = 0
         while done < len(data):

@@ -78,7 +78,7 @@ class PartReceiver:
     # ---- in the push's thread --------------------------------------------------------------------------
 
     @staticmethod
-    def take(link: BlockingLink, part: Part, silence_s: float) -> str:
+    def receive_part(link: BlockingLink, part: Part, silence_s: float) -> str:
         """Receive a member's bytes, up to the message behind them, and fold them in. Return their digest.
 
         Raises:
@@ -106,12 +106,12 @@ class PartReceiver:
                     at += len(data)
             receipts.add(stop - start)
         receipts.wait()
-        receipts.tell()
+        receipts.acknowledge()
         return hasher.hexdigest()
 
     # ---- on the loop -----------------------------------------------------------------------------------
 
-    async def begin(self, ask: peer.PushAsk, host: str, head: peer.PushHead) -> Part | str:
+    async def begin_part(self, ask: peer.PushAsk, host: str, head: peer.PushHead) -> Part | str:
         """Return the places for this version's bytes, or the reason why they are not accepted."""
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:

@@ -118,9 +118,9 @@ class _Fetch:
         finally:
             self._over = True
         hosts = tuple(self._sources[index].host for index in sorted(set(self._from)))
-        return Pulled(hosts, self._told(), self._came)
+        return Pulled(hosts, self._failure_text(), self._came)
 
-    def _told(self) -> str:
+    def _failure_text(self) -> str:
         return "; ".join(f"{self._sources[index].host}: {reason}" for index, reason in self._failures.items())
 
     def _usable(self) -> list[int]:
@@ -130,7 +130,7 @@ class _Fetch:
         """Pull all missing pieces. A connection that still dials on return will bring nothing."""
         with self._changed:
             while self._under_way or (self._missing and not self._stop.is_set()):
-                self._begin()
+                self._open_connections()
                 if self._missing and not any(self._busy):
                     break
                 self._changed.wait(_STOP_S)
@@ -138,9 +138,9 @@ class _Fetch:
             if self._stop.is_set():
                 raise PullFailed("cancelled by a new recovery round")
             if self._missing:
-                raise PullFailed(self._told() or "no node holds the copy")
+                raise PullFailed(self._failure_text() or "no node holds the copy")
 
-    def _begin(self) -> None:
+    def _open_connections(self) -> None:
         """Open as many connections as there is work for: one to a source, and more once the source has answered."""
         while len(self._missing) > self._dialling and sum(self._busy) < self._most and not self._stop.is_set():
             ways = [index for index in self._usable() if not self._busy[index] or index in self._answered]
@@ -164,7 +164,7 @@ class _Fetch:
                 self._failures[index] = "the digest does not match: damaged copy"
             except _FAILURES as exc:
                 self._failures[index] = str(exc) or type(exc).__name__
-        raise PullFailed(self._told())
+        raise PullFailed(self._failure_text())
 
     def _suspect(self) -> None:
         """Count the wrong pieces as missing. Their sources do not serve them again, unless no other can."""

@@ -328,7 +328,7 @@ class PullScheduler:
         budget = self._store.budget
         stop = self._stops[copy.training, copy.rank] = Event()
         try:
-            budget.take(copy.used, f"copy of shard {copy.rank} for loading")
+            budget.reserve(copy.used, f"copy of shard {copy.rank} for loading")
         except NoMemory as exc:
             raise pull.PullFailed(str(exc)) from None
         memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
@@ -339,7 +339,7 @@ class PullScheduler:
                 raise pull.PullFailed("cancelled by a new recovery round")
         except BaseException as exc:
             memory.close()
-            budget.give(copy.used)
+            budget.release(copy.used)
             if isinstance(exc, NoMemory):
                 raise pull.PullFailed(str(exc)) from None
             raise

@@ -248,7 +248,7 @@ class PushReceiver:
             if self._parts.expects(push.ask):
                 self._receive_part(push, link, head, on_loop)
                 continue
-            taken = on_loop(self._begin(push, head))
+            taken = on_loop(self._begin_version(push, head))
             if isinstance(taken, str):
                 link.send(peer.PushAnswer(taken))
                 continue
@@ -274,7 +274,7 @@ class PushReceiver:
             start, end = part.wanted
             rest = ((0, start), (end, head.used))
             link.send(peer.PushAnswer(present=tuple((a, b) for a, b in rest if a < b), part=True))
-            found = self._parts.take(link, part, SILENCE_S)
+            found = self._parts.receive_part(link, part, SILENCE_S)
             done = link.receive(peer.PushDone)
             if not is_digest(done.digest) or not is_digest(done.part):
                 raise LinkClosed("not a digest")
@@ -330,7 +330,7 @@ class PushReceiver:
             lead.wait()  # a chunk is sent only when the training leaves bandwidth for it
             message = link.receive_any()
             if isinstance(message, peer.PushDone):
-                lead.tell()
+                lead.acknowledge()
                 if not is_digest(message.digest) or lead.arrival.missing:
                     raise LinkClosed(f"not a digest, or {lead.arrival.missing} bytes are missing")
                 return message
@@ -366,9 +366,9 @@ class PushReceiver:
 
     async def _begin_part(self, push: _Push, head: peer.PushHead) -> Part | str:
         _check(head)
-        return self._refusal(push) or await self._parts.begin(push.ask, push.host, head)
+        return self._refusal(push) or await self._parts.begin_part(push.ask, push.host, head)
 
-    async def _begin(self, push: _Push, head: peer.PushHead) -> _Taken | str:
+    async def _begin_version(self, push: _Push, head: peer.PushHead) -> _Taken | str:
         """Return a slot for this version, or the reason why there is none.
 
         Raises:

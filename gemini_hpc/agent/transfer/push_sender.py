@@ -175,7 +175,7 @@ class Channel:
     def run(self) -> None:
         """Carry versions until the training rank closes the channel, or a version is lost."""
         try:
-            while data := self._hear():
+            while data := self._receive_request():
                 request = local.push_decoder.decode(data)
                 if isinstance(request, local.PushOffer):
                     self._offer(request)
@@ -190,7 +190,7 @@ class Channel:
             self._sock.close()
             self._page.close()
 
-    def _hear(self) -> bytes:
+    def _receive_request(self) -> bytes:
         """Return the rank's next message; b"" at the end. What the rank grants is sent before."""
         while True:
             try:
@@ -245,10 +245,10 @@ class Channel:
             self._reply(local.Refused(f"{self.host}: {exc}"))
             return
         if links:
-            self._take(links)
+            self._use_links(links)
         self._used = head.used
         link = self._expect(peer.PushAnswer)
-        link.begin()
+        link.restart_counts()
         link.lead.send(head)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
@@ -292,7 +292,7 @@ class Channel:
             raise PushLost("the end of a version that the holder has not taken")
         while left := self._left():
             self._send(left)
-        link.settle()
+        link.wait_acknowledged()
         digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.hexdigest() if self._part is not None else ""
@@ -324,7 +324,7 @@ class Channel:
         for number in numbers:
             for _, start, end in pieces.bounds(number, number + 1):
                 link.send(self._file, start, end - start)
-        link.settle()
+        link.wait_acknowledged()
 
     def _expect(self, awaited: _Kinds | int) -> Stripes:
         """Return the connections, on which a message or bytes now go.
@@ -466,7 +466,7 @@ class Channel:
 
     # ---- from the connection to the channel ------------------------------------------------------------
 
-    def _take(self, links: list[BlockingLink]) -> None:
+    def _use_links(self, links: list[BlockingLink]) -> None:
         self._forget_link()
         for one in links:
             one.bound(SILENCE_S)
@@ -483,7 +483,7 @@ class Channel:
         try:
             while True:
                 if not (ready := link.lead.ready(link.links, _LOOK_S)):
-                    self._look()
+                    self._check_holder()
                 for one in ready:
                     message = one.receive_any()
                     if isinstance(message, peer.PushAck):
@@ -536,7 +536,7 @@ class Channel:
                 self._page.add(Spell(self._sent - self._spell_from, self._spell_at, now))
                 self._spell_from = self._sent
 
-    def _look(self) -> None:
+    def _check_holder(self) -> None:
         """Check that the holder may still answer.
 
         Raises:

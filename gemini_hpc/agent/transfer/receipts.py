@@ -26,15 +26,15 @@ class Receipts:
             self._since = now
         self._arrived += count
         if self._arrived - self._told >= _MOST_BYTES or now - self._since >= _MOST_S:
-            self.tell()
+            self.acknowledge()
 
     def wait(self) -> None:
         """Wait for the next message. If none is there yet, all bytes are acknowledged before."""
         if self._arrived != self._told and not self._link.wait(0):
-            self.tell()
+            self.acknowledge()
         self._link.wait(None)
 
-    def tell(self) -> None:
+    def acknowledge(self) -> None:
         """Acknowledge all bytes that have arrived.
 
         Raises:

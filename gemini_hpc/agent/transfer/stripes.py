@@ -83,7 +83,7 @@ class Stripes:
         """Return the connection that carries the messages."""
         return self.links[0]
 
-    def begin(self) -> None:
+    def restart_counts(self) -> None:
         """Count from 0 again, for the next version. All bytes sent have been acknowledged."""
         with self._changed:
             self._sent, self._arrived = [0] * len(self.links), [0] * len(self.links)
@@ -101,7 +101,7 @@ class Stripes:
         while (chunk := self._next(0)) is not None:
             self._put(self.lead, chunk)
 
-    def settle(self) -> None:
+    def wait_acknowledged(self) -> None:
         """Wait until all bytes sent are acknowledged.
 
         Raises:

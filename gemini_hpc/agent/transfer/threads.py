@@ -27,11 +27,11 @@ async def beside(name: str, work: Callable[[], R], *, urgent: bool = False) -> R
     loop = asyncio.get_running_loop()
     over: asyncio.Future[R] = loop.create_future()
 
-    def tell(result: R) -> None:
+    def set_result_once(result: R) -> None:
         if not over.done():
             over.set_result(result)
 
-    def tell_failure(failure: Exception) -> None:
+    def set_failure_once(failure: Exception) -> None:
         if not over.done():
             over.set_exception(failure)
 
@@ -42,9 +42,9 @@ async def beside(name: str, work: Callable[[], R], *, urgent: bool = False) -> R
             try:
                 result = work()
             except Exception as exc:
-                loop.call_soon_threadsafe(tell_failure, exc)
+                loop.call_soon_threadsafe(set_failure_once, exc)
             else:
-                loop.call_soon_threadsafe(tell, result)
+                loop.call_soon_threadsafe(set_result_once, result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await over

@@ -78,10 +78,10 @@ class StreamedReplicator(Replicator):
             except LinkBroken as error:
                 self._drop(rank, error, version)
 
-    def _begin(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
+    def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
         granted = self._driver.desk.granted(self._me.rank, job.version)
         if granted is None or self.shard is None or len(job.small) > self._layout.small_capacity:
-            begun = super()._begin(job)
+            begun = super()._begin_version(job)
             self._driver.small_capacity = self._layout.small_capacity
             return begun
         slot = self.shard.slots[granted]

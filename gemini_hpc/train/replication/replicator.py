@@ -136,7 +136,7 @@ class Replicator(TensorShardOwner):
         self._current = job
         self._jobs.put(job)
 
-    def follow(self, plan: Plan) -> None:
+    def adopt_plan(self, plan: Plan) -> None:
         """Adopt a plan for all later jobs. Its slots are no smaller. The training calls this."""
         plan.capture.watches_all = bool(self._replicas) or bool(plan.live)
         self._jobs.put(plan)
@@ -198,7 +198,7 @@ class Replicator(TensorShardOwner):
         if self._max_repeated > 1 and self._last_saved:
             self._gate.wait(self._last_saved, lambda: job.cancelled or job.urgent)
         try:
-            slot_index, slot = self._begin(job)
+            slot_index, slot = self._begin_version(job)
         except (AgentLost, AgentRefused) as error:
             return self._skip(job, str(error))
         if slot is None:
@@ -280,7 +280,7 @@ class Replicator(TensorShardOwner):
     def _commit(self, job: CaptureJob, slot_index: int, slot: TensorSlot, began: float) -> None:
         """Bring the complete own slot to the other holders and report the copy to the agent."""
         used = self._layout.small_offset + len(job.small)
-        self._pacer.begin(job.version)
+        self._pacer.begin_version(job.version)
         if self._gate.degraded or job.urgent:  # nobody waits, or it is urgent: send at once
             self._pacer.hurry()
         elif job.hurried:
@@ -315,7 +315,7 @@ class Replicator(TensorShardOwner):
         self._pacer.moved()
         return None
 
-    def _begin(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
+    def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
         assert self.shard is not None
         self._catch_up()
         if len(job.small) > self._layout.small_capacity:

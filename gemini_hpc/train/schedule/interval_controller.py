@@ -194,7 +194,7 @@ class IntervalController:
         self.unsealed = 0  # versions that were in transfer when the training had to go on
         if (collectives is not None and self._sends) or monitor.on_device:
             pacer.traffic = monitor
-        self._follow()
+        self._apply_stage()
 
     # ---- queries of the checkpointer -------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class IntervalController:
                 else "the frequency of versions does not change any more"
             )
             self._say(f"rank {self._rank}: {lost}: {reason}")
-        self._follow()
+        self._apply_stage()
 
     def _step(self, version: int, under_way: bool) -> None:
         trace = self._monitor.mark() if self._pacer.traffic is not None else None
@@ -370,7 +370,7 @@ class IntervalController:
             self._since = self._next_word = version
         if not self._sends and self._scheme != self._wanted_scheme:
             self._scheme = self._wanted_scheme
-            self._follow()
+            self._apply_stage()
         if not self._planned and self._scheme in _PLANNED:
             self._begun_at = clock.monotonic()
             self._follow_pace(version)
@@ -379,7 +379,7 @@ class IntervalController:
             return
         try:
             if self._collectives.sitting:
-                self._hear(version, waited_s)
+                self._process_round(version, waited_s)
         except CollectivesBroken as error:
             self._give_up(str(error))
             return
@@ -395,7 +395,7 @@ class IntervalController:
         self._waited_for = False
         if self._scheme != self._wanted_scheme:
             self._scheme = self._wanted_scheme
-            self._follow()
+            self._apply_stage()
         try:
             self._ask(version)
         except CollectivesBroken as error:
@@ -418,7 +418,7 @@ class IntervalController:
                 self._take_pace(wish.j, wish.s, version)
         elif due and self._cost.seconds and not self._traffic.every:
             wish = self._pace.wish(agreed.j, agreed.s, 0.0, self._cost.whole_s, 0)
-            self._tell(wish.j, self._pace.usual_s, in_force=wish.j == agreed.j)
+            self._report_interval(wish.j, self._pace.usual_s, in_force=wish.j == agreed.j)
 
     def _take_pace(self, j: int, s: int, version: int) -> None:
         """Follow j and s from this version on, as all ranks do."""
@@ -427,7 +427,7 @@ class IntervalController:
             self._history.append((self._agreed.base, j, s))
         self._stage = "steady"
         self._end_first()
-        self._tell(j, self._pace.usual_s)
+        self._report_interval(j, self._pace.usual_s)
 
     def _end_first(self) -> None:
         """End the phase of the first versions, because a frequency is known that keeps the ceiling.
@@ -454,7 +454,7 @@ class IntervalController:
         if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would exceed the ceiling
             self._hasty = self._agreed.s
         self._change(max(1, 2 * self._hasty), max(1, self._hasty), version)
-        self._follow()
+        self._apply_stage()
 
     def _haste(self) -> int:
         """Return the iterations that a version takes, where profiling must not wait for versions; else 0."""
@@ -471,7 +471,7 @@ class IntervalController:
         if iterations > self._hasty:
             self._hasty = iterations
             self._change(2 * iterations, iterations, version)
-            self._follow()
+            self._apply_stage()
 
     def _soon(self) -> int:
         """Return the number of iterations to the next round while profiling.
@@ -540,7 +540,7 @@ class IntervalController:
             self._planner.lag_s = self._latency.lag_s(allowed_s)
             wanted = self._wish(fresh=drifted)
             if drifted:
-                self._follow()
+                self._apply_stage()
             self._round([1 if self._renew else 0, *wanted])
 
     def _wish(self, *, fresh: bool) -> tuple[int, int]:
@@ -554,7 +554,7 @@ class IntervalController:
         self._compared += 1
         self._collectives.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
 
-    def _hear(self, version: int, waited_s: float) -> None:
+    def _process_round(self, version: int, waited_s: float) -> None:
         """Process the round that was started at the version before."""
         collectives = self._collectives
         assert collectives is not None
@@ -598,14 +598,14 @@ class IntervalController:
             if not enough:
                 self._hasten(words[3], version)
         elif self._stage == "agree":
-            self._settle(words[0], words[1], version)
+            self._adopt_interval(words[0], words[1], version)
         elif words[0]:
             if self._renew:
                 self._reporter.send_event("profiled_again", version, self._renew)
             self._renew = ""
             self._again(PROFILED_AGAIN, version)
         elif (words[1] // _RANKS, words[2]) != (self._agreed.j, self._agreed.s):
-            self._settle(words[1], words[2], version)
+            self._adopt_interval(words[1], words[2], version)
         else:
             self._next_word = version + self._word_every()
 
@@ -628,7 +628,7 @@ class IntervalController:
 
     # ---- the plan --------------------------------------------------------------------------------------
 
-    def _settle(self, wish: int, s: int, version: int) -> None:
+    def _adopt_interval(self, wish: int, s: int, version: int) -> None:
         """Adopt j and s of all ranks, in stage `steady`.
 
         Args:
@@ -645,13 +645,13 @@ class IntervalController:
         self._overhead.adopt_plan(self._planner.profile, self._planner.controller)
         self._renew = ""
         self._record_from, self._next_word = version, version + self._word_every()
-        self._follow()
-        self._tell(j, self._planner.profile.iteration_s if self._planner.profile is not None else 0.0)
+        self._apply_stage()
+        self._report_interval(j, self._planner.profile.iteration_s if self._planner.profile is not None else 0.0)
         keepsake = self._planner.keepsake()
         if keepsake is not None:
             self._reporter.send_profile(keepsake)
 
-    def _follow(self) -> None:
+    def _apply_stage(self) -> None:
         """Set monitor, pacer and driver by stage and scheme, from the next version on."""
         pacer, monitor = self._pacer, self._monitor
         if self._planned or (not self._sends and monitor.on_device):
@@ -710,7 +710,7 @@ class IntervalController:
         why = "the network has too little idle time for a copy in each iteration"
         return why, "a faster network between the agents, or parity in place of whole copies"
 
-    def _tell(self, j: int, usual_s: float, *, in_force: bool = True) -> None:
+    def _report_interval(self, j: int, usual_s: float, *, in_force: bool = True) -> None:
         """Tell the user which versions are not saved, or should not be.
 
         Args:

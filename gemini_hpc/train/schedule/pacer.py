@@ -259,7 +259,7 @@ class Pacer:
                 self._hurry.wait(min(_LOOK_S, max(0.0, begins - self._clock())))
                 return
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         """Prepare to send the chunks of this version."""
         self._version, self._table, self.spilled_bytes = version, self.timetable, 0
         self.moved()
@@ -308,7 +308,7 @@ class Pacer:
                 break
             until = sent + wait.size
             flow.grant(Grant(until, wait.before, wait.rate))
-            self._hold(wait, flow, until, total)
+            self._wait_granted(wait, flow, until, total)
             flow.withdraw()
             self._record(replica, flow)
         traffic = self.traffic
@@ -335,7 +335,7 @@ class Pacer:
         least = min(most, max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE))
         while not self._due():
             flow.check()
-            wait = self._look(replica, at, least, most, flow.sent - flow.arrived)
+            wait = self._next_wait(replica, at, least, most, flow.sent - flow.arrived)
             if wait.seconds <= 0:
                 return wait
             if wait.after < 0 or self.traffic is None or wait.crowded:
@@ -344,7 +344,7 @@ class Pacer:
                 self.traffic.wait_span(wait.after, _SOON_S if self._asked else _SPAN_S)
         return None
 
-    def _hold(self, wait: _Wait, flow: Flow, until: int, total: int) -> None:
+    def _wait_granted(self, wait: _Wait, flow: Flow, until: int, total: int) -> None:
         """Wait until the bytes of a grant have arrived, or may go no longer. The last ones only have to be sent."""
         traffic, number, late_s = self.traffic, self._now, 0.0
         while not self._due() and self._now == number:
@@ -371,7 +371,7 @@ class Pacer:
         """
         while not self._due():
             backlog = backlog_bytes()
-            wait = self._look(replica, at, size, size, backlog)
+            wait = self._next_wait(replica, at, size, size, backlog)
             if wait.seconds <= 0:
                 return
             self._crowded = wait.crowded
@@ -423,7 +423,7 @@ class Pacer:
         gated = place.passed_at is not None
         return (self._now - place.behind - self._version, place.launched, gated), place.passed_at or 0.0
 
-    def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
+    def _next_wait(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
         if table is None:
             # the probe disturbs nothing, and measures alpha only where no other rank's copies are in flight

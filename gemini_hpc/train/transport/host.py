@@ -78,7 +78,7 @@ class _HostOutbox(GrantOutbox):
     def check(self) -> None:
         channel = self._open
         if channel.readable():  # no answer is due: an error, or the end
-            self._hear(channel)
+            self._receive_reply(channel)
 
     @property
     def sent(self) -> int:
@@ -142,12 +142,12 @@ class _HostOutbox(GrantOutbox):
         while True:
             asked_at = clock.monotonic()
             try:
-                return self._hear(channel)
+                return self._receive_reply(channel)
             except TimeoutError:
                 if channel.page.moved_at < asked_at:
                     raise self._lost("the agent does not answer") from None
 
-    def _hear(self, channel: _Channel) -> local.Reply:
+    def _receive_reply(self, channel: _Channel) -> local.Reply:
         try:
             data = channel.sock.recv(local.MAX_PACKET_BYTES)
             if not data:
