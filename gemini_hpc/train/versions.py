@@ -19,7 +19,7 @@ from gemini_hpc.train.state.stillness import Stillness
 from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local, nothing_deferred
 from gemini_hpc.train.uncaptured import Uncaptured
 
-_TOGETHER = 4  # while nothing is sealed and versions are skipped, save one of this many
+_TOGETHER = 4  # iterations: while nothing is sealed and versions are skipped, save one version in so many
 
 
 class Versions:
@@ -257,13 +257,15 @@ class Versions:
     def _too_early(self) -> bool:
         """Return whether this version is skipped because the previous one is still being sent."""
         session, engine, late, job = self._session, self._engine, self._gate.late, self._gate.job
+        assert engine.controller is not None
         left = job is None or job.left.is_set()
         crowded = engine.under_way and (session.gate.degraded or not left or late)
-        if not (crowded or (self._crowded and session.gate.degraded and session.version % _TOGETHER)):
+        waits = self._crowded and not engine.controller.saves_one_in(_TOGETHER, session.version)
+        if not (crowded or (session.gate.degraded and waits)):
             return False
         # all ranks must come to skip the same versions, or none is ever sealed again
         self._crowded = True
-        quiet_s = engine.controller.quiet_s(session.seal_timeout_s) if engine.controller is not None else 0.0
+        quiet_s = engine.controller.quiet_s(session.seal_timeout_s)
         if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
             session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
         session.note("skipped", session.version, "the version before this one is still on its way")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -64,11 +65,14 @@ def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Referen
     host = job.hosts()[0]
     pids = job.cluster.exec(host, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
     job.cluster.exec(host, ["kill", "-9", max(pids, key=int)])
-    job.reach(25)
+    job.wait("seal", lambda: "protected again" in job.output(), 20)
+    sealed = int(re.findall(r"protected again, version (\d+) is sealed", job.output())[0])
     job.cluster.power_off(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
-    assert job.repeated() <= 1 and "resumed at version 2" in job.output(), job.output()
+    (resumed,) = map(int, re.findall(r"resumed at version (\d+) from memory", job.output()))
+    # the waits for the dead agent have made versions rarer for a while: the ceiling holds in failures, too
+    assert resumed >= sealed and job.repeated() <= 12, job.output()
 
 
 def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Reference) -> None:

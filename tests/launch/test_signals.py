@@ -21,7 +21,7 @@ LAUNCHER = """
 import os, select, signal, sys
 from gemini_hpc.launch.signals import SENT, Signals
 signals = Signals()
-signals.begin()
+signals.install_handlers()
 rank = os.fork()
 if rank == 0:
     signals.close()
@@ -101,7 +101,7 @@ def test_a_launcher_that_ends_keeps_its_status() -> None:
         "import atexit, os, signal\n"
         "from gemini_hpc.launch.signals import Signals\n"
         "signals = Signals()\n"
-        "signals.begin()\n"
+        "signals.install_handlers()\n"
         "class Last:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
         "        kill(pid, 15)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 
 from gemini_hpc.core.wait_budget import FIRST_S, MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
-from gemini_hpc.train.schedule.interval_controller import IntervalController
+from gemini_hpc.train.schedule.interval_controller import Agreed, IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.traffic import Traffic
@@ -365,3 +366,15 @@ def test_nothing_waits_for_the_optimizer_before_a_version_is_sealed(time: Time) 
             training.seal()
     finally:
         training.controller.close()
+
+
+@pytest.mark.parametrize("j", [1, 2, 3, 4, 5, 12])
+@pytest.mark.parametrize("base", range(13))
+def test_of_thinned_versions_one_in_four_iterations_is_saved(time: Time, j: int, base: int) -> None:
+    """Whatever the interval is: else versions that are skipped together would never be sealed again."""
+    training = Sending(time)
+    training.controller._agreed = Agreed(j, 1, base)
+    saved = [version for version in range(base, base + 60) if training.controller.saves(version)]
+    thinned = [version for version in saved if training.controller.saves_one_in(4, version)]
+    gaps = {after - before for before, after in pairwise(thinned)}
+    assert thinned[0] == base and gaps == {-(-4 // j) * j}

@@ -329,7 +329,7 @@ class Replicator(TensorShardOwner):
             self._skip(job, reply.reason)
             return 0, None
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
-            raise AgentRefused(f"the agent answered Begin with {reply}")
+            raise AgentRefused(f"the agent answered BeginVersion with {reply}")
         self.release(self._gate.sealed)
         self._before, self._begun = self._begun, job.version
         if self._pins is not None:

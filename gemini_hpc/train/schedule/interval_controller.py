@@ -213,6 +213,14 @@ class IntervalController:
             return False
         return not self._paced or self._agreed.saves(version)
 
+    def saves_one_in(self, iterations: int, version: int) -> bool:
+        """Return whether to save this version of those that are saved, where one in so many iterations is enough.
+
+        All ranks agree on it.
+        """
+        agreed = self._agreed if self._paced else Agreed()
+        return (version - agreed.base) // agreed.j % -(-iterations // agreed.j) == 0
+
     def due(self, version: int) -> bool:
         """Return whether this version must be sealed before the next optimizer step.
 
