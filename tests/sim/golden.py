@@ -21,7 +21,8 @@ from .apart import Told, apart, with_equal_hashes
 
 DIRECTORY = Path(__file__).with_name("golden")
 COMMAND = "python -m tests.sim.golden"
-_WORK = re.compile(r"rank \d+(?: of (\S+))? (step|sealed) (\d+) ?")
+_WORK = re.compile(r"rank \d+(?: of (\S+))? (step|sealed|outlined) (\d+) ?")
+_PLACE = re.compile(r"/tmp/gemini-sim-[^/ ]*")
 
 
 class Story(NamedTuple):
@@ -44,22 +45,31 @@ STORIES: dict[str, Story] = {
     "no-kill": _site("no-kill", "The same under --no-kill, where Slurm counts the job as COMPLETED."),
     "fails": _site("fails", "The script fails by itself, and no node is lost. The controller does nothing."),
     "ends-early": _site("ends-early", "A node dies and the script ends before an agent has noticed it."),
-    "hangs": _site("hangs", "A node's kernel lives, and its slurmd and its agent do not answer."),
-    "cut-off": _site("cut-off", "The network of a node is cut. It is fenced, and may come back."),
-    "survivor-cut": _site("survivor-cut", "While the job waits, a survivor is cut off as well."),
-    "second": _site("second", "A second node dies while the job is being requeued."),
-    "reboot": _site("reboot", "A node reboots, and its memory is gone before anybody has missed it."),
+    "hangs": _site("hangs", "All processes of a node stop for a while. Its kernel lives, so it is never fenced."),
+    "cut-off": _site("cut-off", "A node is cut off from the controller's host, not from its peers."),
+    "survivor-cut": _site(
+        "survivor-cut", "A survivor is cut off from the controller's host while the job is on its way back."
+    ),
+    "second": _site("second", "A survivor loses power while the job is on its way back."),
+    "reboot": _site("reboot", "A node loses power and boots within seconds. Its memory is gone."),
     "controller-killed": _site("controller-killed", "The controller dies in the middle of a recovery."),
     "slurmctld-killed": _site("slurmctld-killed", "slurmctld dies in the middle of a recovery."),
     "backup": _site("backup", "The host of controller and slurmctld dies, and the backup host takes over."),
     "no-controller": _site("no-controller", "No controller runs. The epilog's fallback requeues the job."),
     "observes": _site("observes", 'Under mode = "observe" the controller records what it withholds.'),
-    "kept-versions": _tier("kept", "A version that the user wants to keep reaches the tier and stays there."),
-    "rejected-versions": _tier("rejected", "The user rejects versions. The job resumes from an older one."),
+    "cancels": _site("cancels", "The user cancels the job while it is being recovered. It stays cancelled."),
+    "drained-dies": _site("drained-dies", "A node that the administrator has drained loses power."),
     "salvage": _tier("node_lost", "A job does not come back after a loss. Its survivors save it to the tier."),
-    "spare": Story("Jobs with spares of their own lose nodes and processes.", partial(campaign.run_spared, 5)),
-    "live-replicas": Story("Ranks that are replicas of each other lose holders.", partial(campaign.run_live, 4)),
-    "parity": Story("Nodes that keep parity lose a member of a group.", partial(campaign.run_xor, 2)),
+    "spare": Story(
+        "A job with spares: a rank stops, and two parts of the network do not reach each other.",
+        partial(campaign.run_spared, 5),
+    ),
+    "live-replicas": Story(
+        "Three nodes lose power. Shards without a holder are copied from living ranks.", partial(campaign.run_live, 4)
+    ),
+    "parity": Story(
+        "A node of a parity group loses power, and another one's agent dies.", partial(campaign.run_xor, 2)
+    ),
 }
 
 
@@ -79,14 +89,16 @@ def _lines(text: str) -> Iterator[str]:
         work = _WORK.fullmatch(event)
         if work is not None and work[1] in (launch or work[1], None):
             at, launch = float(time), work[1] or ""
-            steps, sealed = (max(steps, int(work[3])), sealed) if work[2] == "step" else (steps, int(work[3]))
+            steps = max(steps, int(work[3])) if work[2] == "step" else steps
+            sealed = max(sealed, int(work[3])) if work[2] == "sealed" else sealed
             continue
         if steps or sealed:
             where = f" of {launch}" if launch else ""
-            yield f"{at:8.1f}  the ranks{where} train: step {steps or sealed}, sealed {sealed}"
+            done = [f"step {steps}"] * (steps > 0) + [f"sealed {sealed}"] * (sealed > 0)
+            yield f"{at:8.1f}  the ranks{where} train: {', '.join(done)}"
             steps = sealed = 0
         launch = ""
-        yield f"{float(time):8.1f}  {event}"
+        yield f"{float(time):8.1f}  {_PLACE.sub('/tmp', event)}"
 
 
 def differences(name: str) -> str:
