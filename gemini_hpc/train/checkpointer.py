@@ -67,7 +67,7 @@ class Checkpointer:
         hold_s: Seconds that a rank waits after a communication error, until the agents decide whether a node has
             died. A rank also waits so long before an optimizer step that could not be recovered, while a node is
             known to be dead.
-        audit: Compare digests at every Nth version, to find tensors that change unnoticed. 0 means never.
+        audit: Compare digests at every Nth saved version, to find tensors that change unnoticed. 0 means never.
         ownership: "split" divides replicated state among the ranks, "full" keeps a whole copy on each rank.
         start: Source that `resume()` loads if this job has no version yet. The source is a directory of the
             persistent tier (of another job, on any number of ranks), a checkpoint of torch.distributed.checkpoint, or

@@ -243,7 +243,7 @@ class Versions:
             )
             self._gate.forgone = session.version
             return
-        audit = bool(self._audit) and session.version % self._audit == 0
+        audit = bool(self._audit) and capture.compared % self._audit == 0
         job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
         job.moment = moment
         self._gate.late = self._crowded = False

@@ -87,6 +87,22 @@ def test_tensors_take_turns() -> None:
     assert read == [[1.0, 7.0], [3.0, 9.0], [5.0], [1.0, 7.0]]
 
 
+def test_turns_go_on_where_only_every_second_version_is_saved() -> None:
+    """Turns by the version's number would leave half of the tensors out for ever."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    made, _, area = capture_of(model, optimizer)
+    turns = []
+    for version in (2, 4, 6):
+        job = made.snapshot(version, b"", audit=False)
+        made.copy(job, 0, area)
+        assert made.changed(job, 0, area) == []
+        turns.append(job.turn)
+    assert turns == [0, 1, 2]
+
+
 def test_where_most_parameters_were_swapped_all_of_them_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "PARAMETERS", 2)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))

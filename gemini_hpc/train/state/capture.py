@@ -102,9 +102,9 @@ class Bound:
             if trained or token != source.token:
                 source.token, source.since = token, version
 
-    def samples(self, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return a few elements of the parameters, and of the optimizer tensors, whose turn it is in this version."""
-        return self._parameters.of(version).read(), self._others.of(version).read()
+    def samples(self, turn: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return a few elements of the parameters, and of the optimizer tensors, whose turn it is."""
+        return self._parameters.of(turn).read(), self._others.of(turn).read()
 
     def other(self, job: CaptureJob, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of tensors whose copies have other elements than the job's samples.
@@ -121,7 +121,7 @@ class Bound:
         if known is None or known[0] != where:
             pairs = zip(self._pieces, self._flats, strict=True)
             known = self._targets[index] = where, [few(copies[number], flat=flat) for number, flat in pairs]
-        parameters, others = self._parameters.of(job.version), self._others.of(job.version)
+        parameters, others = self._parameters.of(job.turn), self._others.of(job.turn)
         found = parameters.differing(job.samples[0], known[1])
         if 2 * len(found) > parameters.count:
             found = [number for number, source in enumerate(self._owners) if source.parameter]
@@ -148,6 +148,7 @@ class CaptureJob:
     leaves: Sequence[Leaf] = ()  # all leaves of this rank, also those that other ranks keep
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the leaves by key, as at step()
     unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had already
+    turn: int = 0  # what is compared by turns: versions that are not saved have no turn
     all_counts: Sequence[int] | None = None  # version counters of the leaves at step(); None: not needed
     gaps: Gaps | None = None  # in the small state, until they are filled
     ready: Event | None = None  # with state on a device: the device's position at step()
@@ -232,6 +233,7 @@ class Capture:
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self.eager_since: dict[str, str] = {}
         self.watches_all = False
+        self.compared = 0  # copies compared with their tensors
         self.lock = threading.Lock()
         self._leaves: Sequence[Leaf] | None = None  # bound last
         self._late: list[Leaf] = []
@@ -327,10 +329,12 @@ class Capture:
             lifted, seen = self.lifted.snapshot(version)
             views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
-            samples = bound.samples(version)
+            turn = self.compared
+            samples = bound.samples(turn)
         job = CaptureJob(
             version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps
         )
+        job.turn = turn
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
             job.memory = self._memory_of(job.leaves)
@@ -527,6 +531,7 @@ class Capture:
                 if _digest(targets[number : number + count]) != digest:
                     bad.append(source.key)
                 number += count
+        self.compared += 1
         return bad
 
     def _stale(self, job: CaptureJob, targets: Sequence[torch.Tensor]) -> list[str]:
@@ -537,7 +542,7 @@ class Capture:
         """
         if not job.unchanged or self._copies is not None:
             return []
-        turn = job.version % _TURNS
+        turn = job.turn % _TURNS
         owners = [source for source in self._all for _ in source.boxes]
         pairs = enumerate(self.pieces(job))
         return [

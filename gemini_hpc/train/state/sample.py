@@ -99,7 +99,7 @@ class Places:
 
 
 class Turns:
-    """The places sampled for each version, where tensors take turns."""
+    """The places sampled, where tensors take turns."""
 
     def __init__(self, fews: Sequence[torch.Tensor], members: Sequence[int], most: int) -> None:
         """Deal the members into turns.
@@ -113,9 +113,9 @@ class Turns:
         self._every = max(1, -(-len(members) // most))
         self._made: dict[int, Places] = {}
 
-    def of(self, version: int) -> Places:
-        """Return the places of this version."""
-        turn = version % self._every
+    def of(self, turn: int) -> Places:
+        """Return the places of this turn."""
+        turn %= self._every
         if turn not in self._made:
             self._made[turn] = Places(self._fews, self._members[turn :: self._every])
         return self._made[turn]
