@@ -41,7 +41,7 @@ class VersionManifest(msgspec.Struct, frozen=True):
     """
 
     job: Job
-    training: TrainingName
+    training: TrainingName = msgspec.field(name="set")  # its name in files of format 2
     stamp: Stamp
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     time: Time

@@ -70,7 +70,7 @@ def test_a_manifest_names_its_training_by_the_key_of_earlier_releases() -> None:
     files = [{"name": "node-0000.h5", "bytes": 9000, "shards": [shard]}]
     stored = {
         "job": 9,
-        "training": "critic",
+        "set": "critic",
         "stamp": [1, 5],
         "world": 1,
         "time": 1e9,
@@ -79,7 +79,7 @@ def test_a_manifest_names_its_training_by_the_key_of_earlier_releases() -> None:
     }
     manifest = version.parse(json.dumps(stored).encode())
     assert manifest.training == "critic"
-    assert json.loads(version.pack(manifest))["training"] == "critic"
+    assert json.loads(version.pack(manifest))["set"] == "critic"
 
 
 def test_a_version_is_whole_with_its_manifest(tmp_path: Path) -> None:
