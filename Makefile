@@ -122,7 +122,7 @@ lint: $(VENV)/.python ## ruff, mypy and codespell, as any user
 	@$(PY) -m codespell_lib . .github/*
 
 # The package is taken from this directory: nothing is installed.
-check: lint ## within 90 s, as any user: lint, and the tests that need no root, no cluster and little time
+check: lint ## in two minutes, as any user: lint, and the tests that need no root, no cluster and little time
 	@PYTHONPATH=$(CURDIR) $(PY) -m tests.stages quick
 	@[ -z "$(SEEDS)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --seeds $(SEEDS)
 
