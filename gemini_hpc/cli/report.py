@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings
-from gemini_hpc.core.numbers import SET_NAME
+from gemini_hpc.core.numbers import TRAINING_NAME
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -141,6 +141,6 @@ def _file_name(name: str, number: int) -> str:
 
     The training's name is its owner's choice, reported by an agent, and must not introduce a path.
     """
-    if SET_NAME.fullmatch(name):
+    if TRAINING_NAME.fullmatch(name):
         return name
     return f"set{number}"

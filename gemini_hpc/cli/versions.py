@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 def collect(path: str) -> list[dict[str, Any]]:
     """Return all whole versions below a job's or a training's directory. Raises ValueError, OSError."""
-    from gemini_hpc.core.numbers import SET_NAME
+    from gemini_hpc.core.numbers import TRAINING_NAME
     from gemini_hpc.tier import names, version
 
     if not os.path.isdir(path):
         raise ValueError(f"{path}: no such directory")
-    below = [f"{path}/{entry}" for entry in sorted(os.listdir(path)) if SET_NAME.fullmatch(entry)]
+    below = [f"{path}/{entry}" for entry in sorted(os.listdir(path)) if TRAINING_NAME.fullmatch(entry)]
     found = []
     for directory in [path] if version.stamps(path) else below:
         for manifest in version.whole(directory) if os.path.isdir(directory) else ():

@@ -13,11 +13,11 @@ import msgspec
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # names that users choose
 PLACES = 9999
 # name of a training, also part of paths; with its place in the job's sequence (`core.sequence`)
-SET_NAME = re.compile(rf"{NAME.pattern}(\+[1-9][0-9]{{0,3}}\.[1-9][0-9]{{0,3}})?")
+TRAINING_NAME = re.compile(rf"{NAME.pattern}(\+[1-9][0-9]{{0,3}}\.[1-9][0-9]{{0,3}})?")
 VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word (`control_page.pack_seal`)
 MAX_RANKS = 1 << 20
 
-TrainingName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
+TrainingName = Annotated[str, msgspec.Meta(pattern=rf"\A{TRAINING_NAME.pattern}\Z")]
 StepName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # name of one launch of a training
 Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 JobKey = Annotated[

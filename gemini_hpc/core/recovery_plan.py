@@ -381,7 +381,7 @@ def _plan_set(
                 f"training {name!r}: version {stamp} is left: its ranks do not mean the same moment with it"
             )
     if not choosable:
-        return _lost_set(name, stamps, sealed, context)
+        return _lost_training(name, stamps, sealed, context)
     chosen, world = max(choosable)
     if any(stamp == chosen and other != world for stamp, other in stamps):
         warnings.append(
@@ -485,7 +485,7 @@ def _sources(home_host: str, keepers: list[str], turn: int) -> tuple[str, ...]:
     return (*first, *others[start:], *others[:start])
 
 
-def _lost_set(
+def _lost_training(
     name: str,
     stamps: dict[tuple[Stamp, int], dict[int, _Held]],
     sealed: set[Stamp],

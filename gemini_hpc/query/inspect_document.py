@@ -45,7 +45,7 @@ from gemini_hpc.wire.traffic import TrafficState
 SCHEMA = 1
 PARTLY = "partly protected"
 PENDING = "pending"  # the job waits for its first start
-MAX_SETS, MAX_SHARDS = 256, 1 << 17
+MAX_TRAININGS, MAX_SHARDS = 256, 1 << 17
 RECOVERY_STARTS = ("detected", "taken_over")
 RECOVERY_GAP_S = 900.0
 _DEEDS = frozenset(("taken_over", "confirmed", "down", "sent_back", "requeued", "running", "goes_on", "without"))
@@ -138,7 +138,7 @@ def _after(leader: InspectPart | None) -> Document | None:
     """Return the job from which this one continues, None if it was not submitted to continue one."""
     if leader is None or not leader.after:
         return None
-    taken = [{"name": name, "version": list(stamp)} for name, stamp in leader.taken[:MAX_SETS]]
+    taken = [{"name": name, "version": list(stamp)} for name, stamp in leader.taken[:MAX_TRAININGS]]
     return {"job": leader.after, "took_over": taken, "lost": leader.not_taken[:500]}
 
 
@@ -165,7 +165,7 @@ def _shown(parts: Sequence[InspectPart]) -> list[str]:
     shown: list[str] = []
     left = MAX_SHARDS
     for name in sorted(worlds):
-        if worlds[name] <= left and len(shown) < MAX_SETS:
+        if worlds[name] <= left and len(shown) < MAX_TRAININGS:
             left -= worlds[name]
             shown.append(name)
     return shown

@@ -15,7 +15,7 @@ from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, RecordAsk
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 SCHEMA = 1
-MAX_SETS = 16
+MAX_TRAININGS = 16
 LOSSES = ("detected",)  # events of a node that is silent to its peers
 RESUMES = ("resumed",)
 _MOST_MARKS = 200
@@ -58,7 +58,7 @@ def choose(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> 
         if ranks:
             worst = max(sorted(ranks), key=lambda r: _overhead(ranks[r][1]))
             wanted.append((ranks[worst][0], RecordAsk(found, worst)))
-    return wanted[:MAX_SETS]
+    return wanted[:MAX_TRAININGS]
 
 
 def _overhead(state: TrafficState) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import SET_NAME, Bytes, ClusterName, Count, Job, JobKey, TrainingName, Version
+from gemini_hpc.core.numbers import TRAINING_NAME, Bytes, ClusterName, Count, Job, JobKey, TrainingName, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.job_directory import Mark
 from gemini_hpc.tier.names import Names
@@ -19,7 +19,7 @@ from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Digest, NodeFile, Rejection
 
 Tier = Annotated[str, msgspec.Meta(pattern=r"\A/[^\x00]{0,4095}\Z")]
-SetOrAll = Annotated[str, msgspec.Meta(pattern=rf"\A({SET_NAME.pattern})?\Z")]
+TrainingOrAll = Annotated[str, msgspec.Meta(pattern=rf"\A({TRAINING_NAME.pattern})?\Z")]
 LFS = "/usr/bin/lfs"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
@@ -42,7 +42,7 @@ class Order(_Whose, frozen=True, tag_field="op"):
 
     tier: Tier
     job: Job
-    training: SetOrAll
+    training: TrainingOrAll
 
     @property
     def mark(self) -> Mark:

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import MAX_RANKS, SET_NAME, ClusterName, Job, JobKey, Time, TrainingName
+from gemini_hpc.core.numbers import MAX_RANKS, TRAINING_NAME, ClusterName, Job, JobKey, Time, TrainingName
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.owned import Directory, NotOurs
 from gemini_hpc.wire.bounds import Strict
@@ -194,4 +194,4 @@ def trainings(job_directory: str) -> list[str]:
         names = os.listdir(job_directory)
     except FileNotFoundError:
         return []
-    return sorted(entry for entry in names if SET_NAME.fullmatch(entry))
+    return sorted(entry for entry in names if TRAINING_NAME.fullmatch(entry))

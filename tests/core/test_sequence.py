@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.numbers import SET_NAME
+from gemini_hpc.core.numbers import TRAINING_NAME
 from gemini_hpc.core.sequence import MAX_KEPT, Closed, Closing, Place, merged, step_of
 
 
@@ -21,13 +21,13 @@ def part(ranks: tuple[int, ...], *, series: str = "a", epoch: int = 1, version: 
 @given(st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z"), st.integers(1, 9999), st.integers(1, 9999))
 def test_a_place_has_one_name(name: str, step: int, nth: int) -> None:
     place = Place(name, step, nth)
-    assert Place.of(place.training_name) == place and SET_NAME.fullmatch(place.training_name)
+    assert Place.of(place.training_name) == place and TRAINING_NAME.fullmatch(place.training_name)
     assert (place.training_name == name) == (step == nth == 1)
 
 
 @pytest.mark.parametrize("name", ["a+", "a+1", "a+0.1", "a+1.0", "a+01.1", "a+1.2.3", "+1.2", "a+1.12345"])
 def test_no_other_sets(name: str) -> None:
-    assert not SET_NAME.fullmatch(name)
+    assert not TRAINING_NAME.fullmatch(name)
 
 
 def test_closed_by_all_ranks_of_one_launch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -67,12 +68,14 @@ def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Referen
     job.cluster.exec(host, ["kill", "-9", max(pids, key=int)])
     job.wait("seal", lambda: "protected again" in job.output(), 20)
     sealed = int(re.findall(r"protected again, version (\d+) is sealed", job.output())[0])
+    # the waits for the dead agent have made versions rarer for a while: the ceiling holds in failures, too
+    shown = job.cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout
+    (promised,) = (training["traffic"]["repeated"] for training in json.loads(shown)["trainings"])
     job.cluster.power_off(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
     (resumed,) = map(int, re.findall(r"resumed at version (\d+) from memory", job.output()))
-    # the waits for the dead agent have made versions rarer for a while: the ceiling holds in failures, too
-    assert resumed >= sealed and job.repeated() <= 12, job.output()
+    assert resumed >= sealed and job.repeated() <= promised, (promised, job.output())
 
 
 def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""What is done at every Nth version counts the saved ones: each j-th is saved, and j may share a factor with N."""
+"""Count saved versions, never their numbers: each j-th is saved, and j may share a factor with any other period."""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from waiting import until
 
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.inspect_schema import HeldSlot
 
@@ -208,6 +210,17 @@ def test_a_closed_training_goes_on(steps: Steps, undisturbed: list[str]) -> None
     assert steps.begun[-1][1] in (STEPS + 2, STEPS + 3), (steps.begun, steps.errors)
     assert steps.errors[0].count("gemini-hpc") == 1 and "protected since step" in steps.errors[0], steps.errors
     assert steps.digests[0] == undisturbed[0]
+
+
+@pytest.mark.parametrize(("version", "end"), [(6, "it has its end again"), (5, "version 5 is its newest copy")])
+def test_a_resume_says_whether_it_has_the_end(version: int, end: str) -> None:
+    """The last version may have had no time to be sealed before close()."""
+    said: list[str] = []
+    session: Any = SimpleNamespace(
+        welcome=SimpleNamespace(closed=6), version=version, _what="training", name="default", say_once=said.append
+    )
+    RankSession.tell_closed(session)
+    assert len(said) == 1 and f"was closed at version 6 by an earlier start: {end}. A script" in said[0]
 
 
 def test_what_has_gone_is_never_begun_anew(steps: Steps) -> None:

@@ -259,7 +259,7 @@ def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
 
 
 def wait_for_the_last(ckpt: gemini.Checkpointer) -> None:
-    """Wait until no version is on its way, so that none in its way is a reason to skip the next. Bounded, too."""
+    """Wait until no version is on its way: on a busy machine the next one is skipped otherwise. Bounded, too."""
     client, engine, deadline = ckpt._session.client, ckpt._engine, time.monotonic() + 20
     while client is not None and not client.lost and engine.replicator is not None and time.monotonic() < deadline:
         if not engine.under_way and client.page.sealed[1] >= engine.replicator._last_saved:

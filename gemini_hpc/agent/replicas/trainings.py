@@ -13,12 +13,12 @@ from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Voting, from_wire, to_wire
-from gemini_hpc.core.numbers import SET_NAME
+from gemini_hpc.core.numbers import TRAINING_NAME
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.wire import control_page, peer
 
-MAX_SETS = 64
+MAX_TRAININGS = 64
 
 
 class Trainings:
@@ -63,7 +63,9 @@ class Trainings:
 
     def may_have(self, name: str) -> bool:
         """Return whether a training of this name exists or may be created."""
-        return name in self._trainings or (len(self._trainings) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
+        return name in self._trainings or (
+            len(self._trainings) < MAX_TRAININGS and TRAINING_NAME.fullmatch(name) is not None
+        )
 
     def named(self, name: str) -> Training:
         """Return the training of this name, created at first use."""

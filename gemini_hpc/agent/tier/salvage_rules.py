@@ -59,7 +59,7 @@ LOST_S = 10.0  # a writer that is unreachable, or a leader that is silent, for t
 WRITE_S = 3600.0  # all writers finish within this time
 GAP_S, LONGEST_GAP_S = 60.0, 900.0  # gap between tries, doubled up to the longest gap
 TRIES = 3  # tries for one training, and passes over the list in search of a leader
-MAX_SETS = 64
+MAX_TRAININGS = 64
 _SHOWN = 8  # ranks or hosts shown in a sentence
 SAID = 400
 
@@ -483,7 +483,7 @@ def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp]
             known, has = found.get(sealed.training), (sealed.training, sealed.stamp) in held
             if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):
                 found[sealed.training] = sealed, has
-    return [sealed for sealed, _ in found.values()][:MAX_SETS]
+    return [sealed for sealed, _ in found.values()][:MAX_TRAININGS]
 
 
 def listed(hosts: Collection[str]) -> str:
