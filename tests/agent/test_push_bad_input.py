@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -20,8 +21,10 @@ from train.agents import RealJob, RealNode
 from waiting import until
 
 from gemini_hpc.agent.replicas import replica_fills
+from gemini_hpc.agent.replicas.replica_fill import Fill
+from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.core.digest import digest
-from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.slots import Slot, Stamp
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.grant_page import Grant, GrantWriter
@@ -728,6 +731,33 @@ def test_a_rank_that_fills_no_more_is_not_awaited(monkeypatch: pytest.MonkeyPatc
     shard = Mock(unlike=f"{local.UNLIKE} rank 0 has")
     shard.fill.version = 7
     assert asyncio.run(asyncio.wait_for(replica_fills.awaited(shard, 8), 5.0)) is None
+
+
+def test_what_a_rank_has_filled_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has closed its checkpointer, or was killed, before the shard's home sends the rest of that version."""
+    monkeypatch.setattr(replica_fills, "WAIT_S", 60.0)
+    client, other = cast(Any, object()), cast(Any, object())
+    memory = [cast(Any, None)] * 2
+    shard = Shard("default", 0, 2, 1, SIZE, memory)
+    shard.pair.begin_version(Stamp(1, 7), None, frozenset(), voted=frozenset())
+    shard.fill = Fill(client, 7, Stamp(1, 7), 0, Slot(), ((0, 10),))
+    assert replica_fills.gone(other, [shard]) == [] and not shard.fill.is_last
+    shard.fill.over.set()
+    assert replica_fills.gone(client, [shard]) == []
+    assert asyncio.run(replica_fills.awaited(shard, 7)) is shard.fill, "else the version is refused: it is begun here"
+    assert asyncio.run(asyncio.wait_for(replica_fills.awaited(shard, 8), 5.0)) is None
+
+
+def test_a_rank_that_dies_while_it_fills_leaves_the_slot_to_the_push() -> None:
+    client = cast(Any, Mock(lives=lambda: False))
+    shard = Shard("default", 0, 2, 1, SIZE, [cast(Any, None)] * 2)
+    shard.pair.begin_version(Stamp(1, 7), None, frozenset(), voted=frozenset())
+    shard.pair.slots[0].busy = True
+    shard.fill = Fill(client, 7, Stamp(1, 7), 0, Slot())
+    assert replica_fills.gone(client, [shard]) == [shard]
+    asyncio.run(replica_fills.ended(client, [shard]))
+    fill = asyncio.run(replica_fills.awaited(shard, 7))
+    assert isinstance(fill, Fill) and not fill.present and not shard.pair.slots[0].busy
 
 
 def test_a_rank_that_is_still_filling_is_waited_for_and_not_written_over(site: Site) -> None:

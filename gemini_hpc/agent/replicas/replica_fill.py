@@ -22,6 +22,7 @@ class Fill:
         before: The slot's previous contents.
         present: Byte ranges filled, once `over` is set.
         over: Set when the rank has stopped writing.
+        is_last: The rank has gone, and fills no later version.
     """
 
     client: LocalClient
@@ -31,3 +32,4 @@ class Fill:
     before: Slot
     present: tuple[Range, ...] = ()
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    is_last: bool = False

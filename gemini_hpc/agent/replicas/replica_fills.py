@@ -50,13 +50,15 @@ def end(client: LocalClient, shard: Shard, version: int, present: tuple[Range, .
 
 
 def gone(client: LocalClient, shards: list[Shard]) -> list[Shard]:
-    """Handle the end of a process's connection. Return the shards whose slots the process may still be writing to."""
+    """Handle the end of a process's connection. Return the shards whose slots the process may still be writing to.
+
+    What the process has filled stays: the shard's home may send the rest of that version only now.
+    """
     writing = []
     for shard in shards:
         if shard.fill is not None and shard.fill.client is client:
-            if shard.fill.over.is_set():
-                shard.fill = None
-            else:
+            shard.fill.is_last = True
+            if not shard.fill.over.is_set():
                 writing.append(shard)
     return writing
 
@@ -64,24 +66,23 @@ def gone(client: LocalClient, shards: list[Shard]) -> list[Shard]:
 async def ended(client: LocalClient, shards: list[Shard]) -> None:
     """Wait until the process writes no more: it has ended, or the time for any write has passed."""
     deadline = clock.monotonic() + _WRITES_S
-    while client.lives() and clock.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
+    fills = [(shard, shard.fill) for shard in shards if shard.fill is not None and shard.fill.client is client]
+    while client.lives() and clock.monotonic() < deadline and not all(fill.over.is_set() for _, fill in fills):
         await asyncio.sleep(_LATE_LOOK_S)
-    for shard in shards:
-        release(shard, client)
+    for shard, fill in fills:
+        _end_fill(shard, fill)
 
 
-def release(shard: Shard, client: LocalClient | None = None) -> None:
-    """End the fill: its memory is registered anew, or `client` has ended."""
-    fill = shard.fill
-    if fill is not None and (client is None or fill.client is client):
-        if not fill.over.is_set():
-            _end_fill(shard, fill)
+def release(shard: Shard) -> None:
+    """Forget the fill, because its memory is registered anew."""
+    if shard.fill is not None:
+        _end_fill(shard, shard.fill)
         shard.fill = None
 
 
 def _end_fill(shard: Shard, fill: Fill) -> None:
     slot = shard.pair.slots[fill.index]
-    if slot.state == "filling" and slot.stamp == fill.stamp:
+    if not fill.over.is_set() and slot.state == "filling" and slot.stamp == fill.stamp:
         slot.busy = False
     fill.over.set()
 
@@ -96,7 +97,7 @@ async def awaited(shard: Shard, version: int) -> Fill | str | None:
         fill = shard.fill
         if fill is None or not version - _LATE <= fill.version <= version:
             return None
-        if shard.unlike and fill.version < version:  # no rank here fills it any more
+        if (shard.unlike or fill.is_last) and fill.version < version:  # no rank here fills it any more
             return None
         if fill.version == version and fill.over.is_set():
             slot = shard.pair.slots[fill.index]
