@@ -12,7 +12,17 @@ from dataclasses import fields
 from typing import Any
 
 from gemini_hpc.paths import weaknesses
-from gemini_hpc.settings import AUTHS, CANARY, MODES, SLURM_APIS, UNBOUNDED, ConfigError, Settings
+from gemini_hpc.settings import (
+    AUTHS,
+    CANARY,
+    MODES,
+    RDMA_AUTO,
+    RDMA_OFF,
+    SLURM_APIS,
+    UNBOUNDED,
+    ConfigError,
+    Settings,
+)
 
 __all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "own", "parse", "program_problem"]
 
@@ -27,11 +37,23 @@ _KINDS = {
 }
 
 
+def _rdma_problem(rdma: str | tuple[str, ...]) -> str:
+    def is_device(name: str) -> bool:
+        device, _, port = name.partition(":")
+        good_port = port.isascii() and port.isdecimal() and 0 < int(port[:4]) < 256 if ":" in name else True
+        return device.replace("_", "").isascii() and device.replace("_", "").isalnum() and good_port
+
+    if rdma in (RDMA_OFF, RDMA_AUTO) or (isinstance(rdma, tuple) and rdma and all(map(is_device, rdma))):
+        return ""
+    shown = list(rdma) if isinstance(rdma, tuple) else rdma
+    return f'rdma: wanted "off", "auto", or devices such as ["mlx5_0:1"], found {_shown(shown)}'
+
+
 def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
     wanted = type(want)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) <= most else math.inf
-    if wanted is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
+    if (wanted is tuple or key == "rdma") and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
     if type(value) is not wanted:
         raise ConfigError(f"{key}: wanted {_KINDS[wanted]}, found {_shown(value)}")
@@ -125,6 +147,7 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     for problem in (
         _metrics_file_problem(settings.metrics_file),
         _metrics_listen_problem(settings.metrics_listen),
+        _rdma_problem(settings.rdma),
         _mode_problem(settings.mode, settings.canary_partitions),
     ):
         if problem:

@@ -13,6 +13,7 @@ from typing import Any
 UNBOUNDED = 1e18
 AUTHS = ("munge", "key")
 SLURM_APIS = ("auto", "pyslurm", "json", "commands")
+RDMA_OFF, RDMA_AUTO = "off", "auto"
 OBSERVE, CANARY, ACT = "observe", "canary", "act"
 MODES = (OBSERVE, CANARY, ACT)
 
@@ -65,6 +66,11 @@ class Settings:
         "{host}",
         "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must lead to `interface`, "
         'e.g. `"{host}-ib0"`.',
+    )
+    rdma: str | tuple[str, ...] = _setting(
+        RDMA_OFF,
+        '[RDMA between agents](#rdma), never run on a device yet: `"off"`; `"auto"`: the first active port; or '
+        'devices in order, such as `["mlx5_0:1"]`. TCP serves where it cannot.',
     )
     mode: str = _setting(
         ACT,

@@ -65,6 +65,7 @@ from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.transfer.push_sender import PushSender
+from gemini_hpc.agent.transfer.rdma import Rdma
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.config import Settings
@@ -137,7 +138,8 @@ class Agent:
 
         self._outlines = Outlines(node, here, spawn)
         filling = SlotWrites(here, trainings, log, spawn, store.pool, self._outlines.completed)
-        incoming = PushReceiver(here, trainings, store, filling, log)
+        self.rdma = rdma = Rdma(settings.rdma, log)
+        incoming = PushReceiver(here, trainings, store, filling, rdma, log)
         self.rescue = Rescue(
             here,
             store,
@@ -164,7 +166,7 @@ class Agent:
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
             incoming,
-            PushSender(here, store, filling, spawn),
+            PushSender(here, store, filling, rdma, spawn),
             PullScheduler(me, here, store, trainings, tier, self._predecessor, log, spawn),
         )
         node_writer = NodeWriter(me, here, store, spawn)
@@ -241,6 +243,7 @@ class Agent:
             saver,
             self.state,
             events,
+            rdma,
             live=self.rescue.live,
             kept_until=self._retention.kept_until,
         )
@@ -280,6 +283,7 @@ class Agent:
             f"{me.directory}/{own_directory.SOCKET}", me.uid, self._handle_local, self.service.gone, self._complain
         )
         self.controller_link.start()
+        self._spawn(self.rdma.start())
         self._spawn(self._tick())
         await self._retention.over.wait()
         self._local.close()  # the epilog waits for this close, and for no answer

@@ -17,6 +17,7 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.transfer.rdma import Rdma
 from gemini_hpc.wire import control_page, inspect_schema
 
 _EVENTS = 200
@@ -43,6 +44,7 @@ class InspectView:
         saver: Saver,
         state: StateFile,
         log: EventLog,
+        rdma: Rdma,
         *,
         live: Callable[[str], tuple[int, ...]],
         kept_until: Callable[[], float],
@@ -60,12 +62,14 @@ class InspectView:
             saver: Saver of versions to the tier.
             state: File of the recovery state.
             log: The agent's events.
+            rdma: The agent's device for RDMA.
             live: Returns the ranks of a training whose shards could be copied from live state here.
             kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
         """
         self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
         self._stats, self._cpu, self._rejections, self._saver = stats, cpu, rejections, saver
-        self._state, self._log, self._live, self._kept_until = state, log, live, kept_until
+        self._state, self._log, self._rdma = state, log, rdma
+        self._live, self._kept_until = live, kept_until
 
     def _training_name(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
@@ -155,4 +159,5 @@ class InspectView:
             not_taken=here.takeover.lost if here.takeover is not None else "",
             domains=plan.domains if plan is not None else None,
             cpu=self._cpu.state(),
+            rdma=self._rdma.state,
         )

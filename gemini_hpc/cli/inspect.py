@@ -224,6 +224,7 @@ def _words(line: str) -> bool:
 
 def _node(n: Document) -> list[str]:
     place = f"{n['address']} ({n['interface']})" if n["interface"] else n["address"] or "-"
+    place += f" RDMA {n['rdma'].partition(';')[0]}" if n.get("rdma") and not n["rdma"].startswith("TCP") else ""
     memory = f"{_bytes(n['memory_bytes'])} of {_bytes(n['memory_cap_bytes'])}" if n["agent"] else "-"
     state = n["state"] + ("" if n["member"] else ", no longer in the job")
     if n["dead"] or n["suspects"]:

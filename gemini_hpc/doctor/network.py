@@ -8,12 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gemini_hpc.agent.peers.listen_address import interface_address
+from gemini_hpc.agent.replicas.memory import Budget
+from gemini_hpc.agent.transfer.rdma import RdmaError, find_port
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor import greeting
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
 from gemini_hpc.doctor.processes import sockets
+from gemini_hpc.settings import RDMA_OFF
 from gemini_hpc.wire import hostname
 
 MASTER_PORTS = (24000, 31999)
@@ -225,10 +228,47 @@ def controller(facts: HostFacts) -> Outcome:
     return ok(f"{s.controller_host}:{s.controller_port} answers as {s.slurm_user}")
 
 
+def judge_rdma(setting: str | tuple[str, ...], port: str, reason: str, locked: int | None, cap: int) -> Outcome:
+    """Judge the device for RDMA.
+
+    Args:
+        setting: The setting `rdma`.
+        port: The port that agents would use; "" if none.
+        reason: Reason why there is none.
+        locked: Bytes that slurmd, and so an agent, may lock; None: no limit, or slurmd does not run.
+        cap: Bytes of replicas that one agent may take.
+    """
+    if setting == RDMA_OFF:
+        return ok("rdma is off: agents push over TCP")
+    if not port:
+        fix = 'gemini-hpc[rdma] and libibverbs1 on the nodes, or another device; or rdma = "off" in gemini.toml'
+        return warning(f"agents push over TCP: {reason}", "a port for RDMA, as the setting asks", fix)
+    if locked is not None and locked < cap:
+        found = f"{port} is active, but slurmd's limit of locked memory is {locked >> 20:,} MiB"
+        fix = "systemctl edit slurmd.service: [Service] LimitMEMLOCK=infinity"
+        return warning(f"{found}: larger slots go over TCP", f"at least the cap of {cap >> 20:,} MiB", fix)
+    return ok(f"{port} is active; agents try each peer before they use it")
+
+
+def rdma(facts: HostFacts) -> Outcome:
+    """Check that agents find the device that the setting asks for, and may lock their memory."""
+    setting, port, reason, locked = facts.settings.rdma, "", "", None
+    if setting != RDMA_OFF:
+        try:
+            port = find_port(setting).title
+        except RdmaError as exc:
+            reason = str(exc)
+        for process in (p for p in facts.processes if p.name == "slurmd"):
+            found = re.search(r"^Max locked memory\s+(\d+)", _numbers(f"/proc/{process.pid}/limits"), re.MULTILINE)
+            locked = int(found[1]) if found else None
+    return judge_rdma(setting, port, reason, locked, Budget(facts.settings).cap_bytes)
+
+
 CHECKS = (
     Check("network.controller", "prove-death", ANYWHERE, controller),
     Check("network.slurm-ports", "all-or-nothing-map", ANYWHERE, slurm_ports),
     Check("network.ephemeral", "all-or-nothing-map", frozenset((NODE, CONTROLLER)), ephemeral),
     Check("network.in-use", "all-or-nothing-map", frozenset((NODE, CONTROLLER)), in_use),
     Check("network.addresses", "prove-death", ON_NODE, addresses),
+    Check("network.rdma", "told", ON_NODE, rdma),
 )

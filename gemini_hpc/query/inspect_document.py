@@ -10,7 +10,7 @@ sizes bytes, a version is [epoch, version] or null:
   after       null, or {job, took_over: [{name, version}], lost}: the job from which this one continues
   lemons      [{host, count, last, what: [word]}]: nodes of the job that caused failures before
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
-                cpu: {cores, allowed_cores, version_s, gb_s} or null, suspects, dead, member}]
+                cpu: {cores, allowed_cores, version_s, gb_s} or null, rdma, suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
   trainings   [{name, world, sealed, state, protected, stalled: {for_s, usual_s, hung} or null, notes,
                 shards: [{rank, home, bytes, holders: [{host, state, version, age_s, verified_age_s}]}],
@@ -120,7 +120,8 @@ def inspect_document(
         ]
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
-    document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled]
+    rdma = [f"{p.host} pushes over TCP instead of RDMA: {p.rdma[:500]}" for p in parts if "TCP" in p.rdma]
+    document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled, *rdma]
     if unshown := len({s.name for p in parts for s in p.trainings}) - len(names):
         document["notes"].append(f"{unshown} trainings are not shown: the agents report more ranks than is possible")
     return document
@@ -273,13 +274,14 @@ def _nodes(
                 "memory_bytes": p.memory_bytes,
                 "memory_cap_bytes": p.memory_cap_bytes,
                 "cpu": msgspec.structs.asdict(p.cpu) if p.cpu is not None else None,
+                "rdma": p.rdma[:500],
                 "suspects": list(p.suspects),
                 "dead": list(p.dead),
                 "member": p.host in members,
             }
         )
     for host in absent:
-        row = dict.fromkeys(("address", "interface"), "") | dict.fromkeys(
+        row = dict.fromkeys(("address", "interface", "rdma"), "") | dict.fromkeys(
             ("port", "memory_bytes", "memory_cap_bytes"), 0
         )
         facts = {"node_rank": ranks.get(host), "host": host, "group": groups.get(host), "state": "no agent"}

@@ -198,6 +198,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
         parity: Parity blocks in a row of a group of `replicas` nodes; 0: whole copies.
         domains: Groups of nodes that share a failure domain; None: none is known.
         cpu: The processors that the agent uses; None: the agent does not measure them.
+        rdma: The port for RDMA, and why TCP serves in its place; "": RDMA is off.
     """
 
     host: str
@@ -233,6 +234,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     parity: Blocks = 0
     domains: Separation | None = None
     cpu: CpuState | None = None
+    rdma: str = ""
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

@@ -745,8 +745,52 @@ class PushStripe(Message, frozen=True, tag="stripe?"):
     number: Annotated[int, msgspec.Meta(ge=1, lt=MAX_STRIPES)]
 
 
+class QueuePair(msgspec.Struct, frozen=True):
+    """One end of an RDMA connection, as the other end needs it to connect (`agent.transfer.rdma`).
+
+    Attributes:
+        number: Number of the queue pair.
+        psn: Number of its first packet.
+        lid: Address of the port on InfiniBand.
+        gid: Address of the port.
+        mtu: Code of the largest packet.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    lid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    gid: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
+
+
+class WriteWindow(msgspec.Struct, frozen=True):
+    """The permission to write into memory of the sender of this message, from `address` on.
+
+    The holder's device enforces it: its queue pair reaches nothing but that memory.
+    """
+
+    pair: QueuePair
+    address: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    key: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class PushTrial(Message, frozen=True, tag="trial?"):
+    """A request on a leading connection for memory of the size `rdma.TRIAL_BYTES`, to write into by RDMA.
+
+    `PushAnswer` has the window, or the reason why there is none.
+    """
+
+    pair: QueuePair
+
+
+class PushTried(Message, frozen=True, tag="tried"):
+    """The end of a trial, with the digest of the bytes. `PushAnswer` has the reason if others arrived."""
+
+    digest: Digest
+
+
 class PushAnswer(Message, frozen=True, tag="push"):
-    """The answer to `PushAsk`, `PushStripe` and `PushHead`.
+    """The answer to `PushAsk`, `PushStripe`, `PushHead`, `PushTrial` and `PushTried`.
 
     Attributes:
         reason: Reason for a refusal; "": accepted.
@@ -754,6 +798,8 @@ class PushAnswer(Message, frozen=True, tag="push"):
         stripes: In answer to `PushAsk`: how many connections the holder takes, this one included.
         present: Byte ranges that the holder already has; the home does not send them.
         part: For parity: the bytes in `present` are not wanted, and those that come have a digest of their own.
+        rdma: In answer to `PushAsk`: the holder has a device for RDMA, which may be tried.
+        window: The bytes of this version, or of the trial, are to be written there, and none come on the connections.
     """
 
     reason: str = ""
@@ -761,6 +807,8 @@ class PushAnswer(Message, frozen=True, tag="push"):
     part: bool = False
     push: Annotated[str, msgspec.Meta(max_length=16)] = ""
     stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
+    rdma: bool = False
+    window: WriteWindow | None = None
 
 
 class PushHead(Message, frozen=True, tag="version"):
@@ -769,6 +817,7 @@ class PushHead(Message, frozen=True, tag="version"):
     Attributes:
         base: Version of this epoch that the slot to be filled may still have.
         kept: Byte ranges that have not changed since `base`.
+        pair: The queue pair that would write the bytes, if the holder opens a window to it.
     """
 
     version: Version
@@ -776,6 +825,7 @@ class PushHead(Message, frozen=True, tag="version"):
     bytes: Bytes
     base: Version = 0
     kept: tuple[tuple[Bytes, Bytes], ...] = ()
+    pair: QueuePair | None = None
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):

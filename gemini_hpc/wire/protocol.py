@@ -52,6 +52,8 @@ AnyMessage = (
     | peer.PushStripe
     | peer.PushAnswer
     | peer.PushHead
+    | peer.PushTrial
+    | peer.PushTried
     | peer.PushChunk
     | peer.PushDone
     | peer.PushAck

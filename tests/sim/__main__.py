@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument(
         "--miscounts", action="store_true", help="jobs whose ranks do not mean the same iteration by each version"
     )
+    parser.add_argument("--rdma", action="store_true", help="agents with devices for RDMA, whose bytes come late")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     with_equal_hashes("tests.sim")
@@ -62,6 +63,7 @@ def main() -> int:
         (args.live, campaign.run_live),
         (args.xor, campaign.run_xor),
         (args.miscounts, campaign.run_miscounting),
+        (args.rdma, campaign.run_rdma),
     )
     run = next((run for wanted, run in kinds if wanted), campaign.run)
     if args.seed is not None:

@@ -19,6 +19,7 @@ from .jobs import Job, Wrong
 from .kernel import Killed, Stuck
 from .node import Node
 from .system import World, install, story
+from .verbs import Devices
 
 JOB = 7
 FAULTS_S = 12.0
@@ -34,10 +35,18 @@ class Campaign:
     """One run."""
 
     def __init__(
-        self, seed: int, *, spared: bool = False, live: bool = False, xor: bool = False, miscounts: bool = False
+        self,
+        seed: int,
+        *,
+        spared: bool = False,
+        live: bool = False,
+        xor: bool = False,
+        miscounts: bool = False,
+        rdma: bool = False,
     ) -> None:
         """spared: the job has spares of its own; live: its ranks are replicas of each other, and whole groups die;
-        xor: its nodes keep parity; miscounts: now and then a rank means another iteration by a version."""
+        xor: its nodes keep parity; miscounts: now and then a rank means another iteration by a version; rdma: agents
+        have devices for RDMA."""
         self.seed = seed
         self.world = World(seed)
         install(self.world)
@@ -50,6 +59,7 @@ class Campaign:
             attach_timeout_s=5.0,
             retention_s=120.0,
             failure_domains="/domains" if seed % 2 else "none",
+            rdma="auto" if rdma else "off",
         )
         nodes = [Node(self.world, f"n{i}", settings) for i in range(1, size + spares + 1)]
         self.nodes = {node.name: node for node in nodes}
@@ -84,6 +94,7 @@ class Campaign:
         self._armed: dict[str, list[Callable[[Node], None]]] = {}  # by marked point: faults that wait for it
         self.truth = invariants.Truth(self._agents, lambda text: self._fail(Wrong(text)), self._at_point)
         invariants.install(self.truth)
+        self.devices = Devices(self.world, self._agents, lambda text: self._fail(Wrong(text))) if rdma else None
         for node in nodes:
             node.on_death = self.truth.died
 
@@ -479,6 +490,11 @@ def run_miscounting(seed: int, broken: Callable[[], None] = lambda: None) -> tup
     return run(seed, broken, miscounts=True, xor=seed % 3 == 0)
 
 
+def run_rdma(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """The same of agents with devices for RDMA, sometimes with spares or parity."""
+    return run(seed, broken, rdma=True, spared=seed % 4 == 1, xor=seed % 4 == 3)
+
+
 def run(
     seed: int,
     broken: Callable[[], None] = lambda: None,
@@ -487,10 +503,11 @@ def run(
     live: bool = False,
     xor: bool = False,
     miscounts: bool = False,
+    rdma: bool = False,
 ) -> tuple[str, str]:
     """(what went wrong or "", the story) of one seed. Only once in a process. broken: breaks the code on purpose."""
     broken()
-    campaign = Campaign(seed, spared=spared, live=live, xor=xor, miscounts=miscounts)
+    campaign = Campaign(seed, spared=spared, live=live, xor=xor, miscounts=miscounts, rdma=rdma)
     try:
         campaign.run()
     except (Exception, Killed) as error:

@@ -6,6 +6,7 @@ Each control takes one rule away. A seed in `seeds.json` shows its harm; `python
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.transfer import part_receiver
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
+from gemini_hpc.agent.transfer.rdma import Window
 from gemini_hpc.core import recovery_plan, votes
 from gemini_hpc.core.parity_plan import Parities
 from gemini_hpc.core.redundancy import Redundancy
@@ -439,3 +441,30 @@ def seals_a_mixture() -> None:
 def resumes_a_mixture() -> None:
     """R7: a recovery does not compare them: a failure right behind a void version finds it complete everywhere."""
     patch(recovery_plan.moments, "is_common", lambda mark: True)
+
+
+RDMA: dict[str, Callable[[], None]] = {}  # of agents with devices for RDMA
+
+
+def with_rdma(broken: Callable[[], None]) -> Callable[[], None]:
+    """Known by its name, and found where versions go by RDMA."""
+    RDMA[broken.__name__.replace("_", "-")] = broken
+    return broken
+
+
+@with_rdma
+def queue_pairs_stay() -> None:
+    """R1: a slot is given out, or counts, while a peer's device may still write into it."""
+    patch(Window, "close", lambda self: None)
+
+
+@with_rdma
+def not_flushed() -> None:
+    """R1: a queue pair is put into ERROR, and what has begun to land is not waited for."""
+
+    def close(self: Window) -> None:
+        verbs = self._memory.port.verbs
+        with suppress(OSError):
+            self._pair.modify(verbs.QPAttrMask.STATE, qp_state=verbs.QPState.ERR)
+
+    patch(Window, "close", close)

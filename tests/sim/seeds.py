@@ -90,6 +90,7 @@ def _each() -> Iterator[tuple[str, Control]]:
         ("live", campaign.run_live, controls.LIVE),
         ("xor", campaign.run_xor, controls.XOR),
         ("miscounts", campaign.run_miscounting, controls.MISCOUNTS),
+        ("rdma", campaign.run_rdma, controls.RDMA),
     ):
         for rule, broken in rules.items():
             yield f"{kind}/{rule}", Control(partial(run, broken=broken))

@@ -26,7 +26,7 @@ from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.agent.replicas import memory
 from gemini_hpc.agent.replicas import store as store_module
 from gemini_hpc.agent.replicas.digest_pool import DigestPool
-from gemini_hpc.agent.transfer import pull, push_sender, stripes, threads
+from gemini_hpc.agent.transfer import pull, push_sender, rdma, stripes, threads
 from gemini_hpc.client import seal_wait
 from gemini_hpc.core.digest import Pieces
 from gemini_hpc.wire import link, local, munge
@@ -512,6 +512,7 @@ def install(made: World) -> None:
     agent_module.OwnDirectory = OwnDirectory  # type: ignore[assignment, misc]
     shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock, Condition=kernel.Condition)
     threads.threading = push_sender.threading = stripes.threading = pull.threading = shim
+    rdma.threading = shim
     threads.priority = SimpleNamespace(lower=lambda: None)  # type: ignore[assignment]
     stripes.usual = lambda: STRIPES
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})

@@ -20,6 +20,7 @@ _WITNESS = pytest.mark.witness("agents, links, disks and nodes fail at drawn mom
         pytest.param(("--live",), 1, 8, id="live", marks=pytest.mark.slow),
         pytest.param(("--xor",), 1, 8, id="parity", marks=pytest.mark.slow),
         pytest.param(("--miscounts",), 1, 8, id="miscounts", marks=pytest.mark.slow),
+        pytest.param(("--rdma",), 1, 8, id="rdma", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_goes_wrong(kind: list[str], first: int, seeds: int) -> None:
@@ -31,3 +32,9 @@ def test_a_seed_repeats_a_run_to_the_letter() -> None:
     first, second = (run_program("tests.sim", "--seed", 12) for _ in range(2))
     assert "resumed" in first and "FAULT" in first
     assert first == second
+
+
+@pytest.mark.slow
+def test_versions_go_by_rdma_where_it_works() -> None:
+    story = run_program("tests.sim", "--rdma", "--seed", 2)
+    assert story.count("RDMA: bytes") > 20 and "TCP instead of RDMA" in story

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -40,6 +41,8 @@ class Memfd:
         self.size_bytes = size_bytes
         self.fd = fd
         self._map: mmap.mmap | None = None
+        self._before_close: list[Callable[[], None]] = []
+        self._closing = threading.Lock()
         self._record_bytes = commit_record.ROOM_BYTES if slot else 0
         if fd < 0:
             self.fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -129,15 +132,27 @@ class Memfd:
         """Return a new read-only descriptor of the same memory."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Have a function called when the memory is given back: now, if it has been. Any thread may call this."""
+        with self._closing:
+            if self.fd >= 0:
+                self._before_close.append(release)
+                return
+        release()
+
     def close(self) -> None:
         """Free the memory, unless another process still has it mapped."""
+        with self._closing:
+            fd, self.fd = self.fd, -1
+            releases, self._before_close = self._before_close, []
+        for release in releases:
+            release()
         if self._map is not None:
             with suppress(BufferError):  # a digest or a pull still reads the memory; it is unmapped when they end
                 self._map.close()
             self._map = None
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def adopt(fd: int, size_bytes: int) -> Memfd:

@@ -81,6 +81,12 @@ class Arrival:
                 self._lacks[number] = end - start
                 self._missing += end - start
 
+    def written(self) -> None:
+        """Record that all bytes are there. The caller hashes all pieces."""
+        with self._lock:
+            self._open, self._missing = [], 0
+            self._lacks = array("L", bytes(self._lacks.itemsize * len(self._lacks)))
+
     def landed(self, number: int, count: int, found: bytes | None) -> None:
         """Record that bytes of a piece have arrived.
 

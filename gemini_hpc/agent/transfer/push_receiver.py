@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.arrival import Arrival, Connection
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
+from gemini_hpc.agent.transfer.rdma import Rdma, Window
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import is_digest, root
@@ -88,6 +90,7 @@ class _Push(_Stripe):
     stopped: bool = False
     beside: dict[int, _Stripe] = field(default_factory=dict)  # the further connections
     arrival: Arrival | None = None  # of the version under way
+    is_tried: bool = False  # the home has written here by RDMA, and may do so with versions
 
     def stop(self) -> None:
         self.stopped = True
@@ -105,10 +108,10 @@ class PushReceiver:
     """The pushes to this node."""
 
     def __init__(
-        self, membership: Membership, trainings: Trainings, store: Store, filling: SlotWrites, log: Log
+        self, membership: Membership, trainings: Trainings, store: Store, filling: SlotWrites, rdma: Rdma, log: Log
     ) -> None:
         self._membership, self._trainings, self._store = membership, trainings, store
-        self._filling, self._log = filling, log
+        self._filling, self._rdma, self._log = filling, rdma, log
         self._pool = store.pool
         self._parts = PartReceiver(membership, trainings, store, filling, log)
         self._pushes: dict[Key, _Push] = {}
@@ -161,8 +164,9 @@ class PushReceiver:
             raise LinkClosed(f"push of shard {ask.rank} from {push.host} refused: {reason}")
         self._pushes[key] = push
         try:
-            most = 1 if self._parts.expects(ask) else stripes.usual()
-            push.link = await link.block(peer.PushAnswer(push=push.name, stripes=most))
+            parity = self._parts.expects(ask)
+            most, offers = (1, False) if parity else (stripes.usual(), self._rdma.is_ready)
+            push.link = await link.block(peer.PushAnswer(push=push.name, stripes=most, rdma=offers))
             push.link.bound(SILENCE_S)
             if push.stopped:
                 raise LinkClosed("cancelled by a new recovery round")
@@ -244,7 +248,12 @@ class PushReceiver:
             link.wait(None)
             if not link.sock.recv(1, socket.MSG_PEEK):
                 return
-            head = link.receive(peer.PushHead)
+            head = link.receive_any()
+            if isinstance(head, peer.PushTrial):
+                push.is_tried = self._rdma.serve_trial(link, head, push.host)
+                continue
+            if not isinstance(head, peer.PushHead):
+                raise LinkClosed(f"wanted PushHead, got {type(head).__name__}")
             if self._parts.expects(push.ask):
                 self._receive_part(push, link, head, on_loop)
                 continue
@@ -255,7 +264,7 @@ class PushReceiver:
             claimed: Committed | None = None
             found, counts = "", False
             try:
-                digest, found = self._fill(push, link, taken, head.used)
+                digest, found = self._fill(push, link, taken, head)
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
                 push.arrival = None
@@ -283,7 +292,7 @@ class PushReceiver:
             self.bytes += on_loop(self._parts.end(part, digest, claimed, found, mark))
         link.send(peer.PushVerified())
 
-    def _fill(self, push: _Push, link: BlockingLink, taken: _Taken, used: int) -> tuple[str, str]:
+    def _fill(self, push: _Push, link: BlockingLink, taken: _Taken, head: peer.PushHead) -> tuple[str, str]:
         """Receive the slot's missing bytes. Return the home's digest, and the digest of all bytes in the slot.
 
         Arriving bytes are hashed at once, while they are in the processor's cache; the training is mostly not on the
@@ -293,13 +302,21 @@ class PushReceiver:
             LinkClosed: The sender violates the protocol or closes the connection.
             OSError: The connection fails.
         """
+        used, memory = head.used, taken.shard.memory[taken.index]
         arrival = Arrival(taken.view, used, taken.present)
-        memory, pieces = taken.shard.memory[taken.index], arrival.pieces
-        beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in arrival.present_runs()]
+        pieces, lead = arrival.pieces, Connection(arrival, link, SILENCE_S)
+        window = self._rdma.window(memory, head.pair) if push.is_tried and head.pair is not None else None
+        if window is not None:
+            done = self._await_writes(lead, link, window, taken.present)
+            arrival.written()
+            runs = [(0, pieces.count)]
+        else:
+            runs = arrival.present_runs()
+        beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in runs]
         push.arrival = arrival  # before any byte can come
-        link.send(peer.PushAnswer(present=taken.present))
-        lead = Connection(arrival, link, SILENCE_S)
-        done = self._receive_chunks(lead, link)
+        if window is None:
+            link.send(peer.PushAnswer(present=taken.present))
+            done = self._receive_chunks(lead, link)
         for reading in beside:
             try:
                 reading.result()
@@ -317,6 +334,24 @@ class PushReceiver:
             if self._receive_chunks(lead, link).digest != done.digest:
                 raise LinkClosed("another digest")
         return done.digest, pieces.hexdigest()
+
+    @staticmethod
+    def _await_writes(
+        lead: Connection, link: BlockingLink, window: Window, present: tuple[Range, ...]
+    ) -> peer.PushDone:
+        """Let the home write the bytes by RDMA, and return its digest. Nobody writes on return, nor on failure.
+
+        Raises:
+            LinkClosed: The sender violates the protocol or closes the connection.
+            OSError: The connection fails.
+        """
+        with closing(window):
+            link.send(peer.PushAnswer(present=present, window=window.place))
+            lead.wait()
+            done = link.receive(peer.PushDone)
+        if not is_digest(done.digest):
+            raise LinkClosed("not a digest")
+        return done
 
     @staticmethod
     def _receive_chunks(lead: Connection, link: BlockingLink) -> peer.PushDone:

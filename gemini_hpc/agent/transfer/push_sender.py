@@ -15,9 +15,9 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from typing import Any, TypeVar
 
@@ -27,9 +27,11 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import PendingDigest, Shard, Store
 from gemini_hpc.agent.transfer import stripes
+from gemini_hpc.agent.transfer.rdma import Rdma, RdmaError, Writer
 from gemini_hpc.agent.transfer.stripes import Stripes
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
@@ -51,6 +53,7 @@ _LOOK_S = 0.25  # interval of checks while no acknowledgement arrives
 _GRANT_S = 0.02  # interval of looks at the grant page: a call of the rank may miss a thread that falls asleep
 _ROOM_S = 0.0005  # least wait for acknowledgements that make room in a grant
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0  # pause after a failed connection, doubled up to the longest
+_HASHED_BYTES_S = 1e9  # a holder hashes at least so much a second: one thread reads several GB from memory
 _PIECE_BYTES = 1 << 20
 _STEP_BYTES = 4 << 20  # on each connection between two looks at the grant page
 _MOST_LIST_BYTES = 8 << 20  # digests of the pieces of half a TiB; a frame takes 16 MiB
@@ -65,8 +68,9 @@ class PushLost(Exception):
 class PushSender:
     """The pushes from this node."""
 
-    def __init__(self, membership: Membership, store: Store, filling: SlotWrites, spawn: Spawn) -> None:
-        self._membership, self._store, self._filling, self._spawn = membership, store, filling, spawn
+    def __init__(self, membership: Membership, store: Store, filling: SlotWrites, rdma: Rdma, spawn: Spawn) -> None:
+        self._membership, self._store, self._filling = membership, store, filling
+        self._rdma, self._spawn = rdma, spawn
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
     def open(self, client: LocalClient, shard: Shard, host: str) -> list[int]:
@@ -83,6 +87,7 @@ class PushSender:
             self._membership,
             self._store,
             self._filling,
+            self._rdma,
             client,
             shard.training,
             shard.rank,
@@ -126,6 +131,7 @@ class Channel:
         membership: Membership,
         store: Store,
         filling: SlotWrites,
+        rdma: Rdma,
         client: LocalClient,
         training_name: str,
         rank: int,
@@ -133,7 +139,7 @@ class Channel:
         sock: socket.socket,
         page: GrantReader,
     ) -> None:
-        self._membership, self._store, self._filling = membership, store, filling
+        self._membership, self._store, self._filling, self._rdma = membership, store, filling, rdma
         self._loop = asyncio.get_running_loop()
         self.client, self.training, self.rank, self.host = client, training_name, rank, host
         self._sock, self._page = sock, page
@@ -154,6 +160,9 @@ class Channel:
         self._part: Digest | None = None  # digest of the bytes sent, if the holder wants only a part of the shard
         self._there: deque[Range] = deque()  # ranges that the holder has, still to be skipped
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
+        self._is_offered = self._is_tried = False  # RDMA, by the holder of these connections
+        self._writer: Writer | None = None  # of the version, if it may go by RDMA
+        self._hashing_s = 0.0  # what the holder hashes only when all bytes have been written takes so long at most
 
     def stop(self) -> None:
         """Stop the channel, from any thread. A version on its way is lost."""
@@ -186,6 +195,7 @@ class Channel:
         finally:
             self.stop()
             self._forget_link()
+            self._forget_writer()
             self._forget_slot()
             self._sock.close()
             self._page.close()
@@ -228,8 +238,10 @@ class Channel:
                 raise PushLost("the rank has not waited for its bytes")
             self._taken, self._total, self._sent, self._arrived = False, 0, 0, 0
             self._page.moved(0, 0)
+        self._forget_writer()
         self._forget_slot()
         self._used = self._at = 0
+        self._hashing_s = 0.0
         self._part = self._reading = None
         self._there.clear()
         with self._lock:
@@ -238,7 +250,7 @@ class Channel:
             if self._link is not None and not self._awaited and self._link.lead.ready(self._link.links, 0):
                 self._link = None  # only its end can arrive, which the reader is about to see
         try:
-            head, self._file, self._reading, links = self._wait_for(self._prepare(m))
+            head, self._file, memory, self._reading, links = self._wait_for(self._prepare(m))
         except PushLost as exc:
             if self._stopped:
                 raise
@@ -246,6 +258,8 @@ class Channel:
             return
         if links:
             self._use_links(links)
+        if self._is_tried and (writer := self._rdma.writer(memory)) is not None:
+            self._writer, head = writer, msgspec.structs.replace(head, pair=writer.pair)
         self._used = head.used
         link = self._expect(peer.PushAnswer)
         link.restart_counts()
@@ -275,11 +289,44 @@ class Channel:
         length = min(most, step, (self._there[0][0] if self._there else self._used) - self._at)
         link = self._expect(length)
         assert self._file is not None
-        link.send(self._file, self._at, length)
+        if self._writer is not None and self._writer.is_connected:
+            self._write(self._writer, length)
+        else:
+            link.send(self._file, self._at, length)
         if self._part is not None:  # the slot's pages do not change meanwhile
             for at in range(self._at, self._at + length, _PIECE_BYTES):
                 self._part.update(os.pread(self._file.fileno(), min(_PIECE_BYTES, self._at + length - at), at))
         self._at += length
+
+    def _write(self, writer: Writer, length: int) -> None:
+        """Write the next bytes into the holder's slot, and wait until they are there."""
+        with self._resting():
+            writer.write(self._at, length, self._check_wanted)
+        self._hashing_s = self._used / _HASHED_BYTES_S
+        self._acknowledge(self._sent)
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Leave the holder to TCP after a failure of RDMA.
+
+        Raises:
+            PushLost: RDMA has failed.
+        """
+        try:
+            yield
+        except RdmaError as exc:
+            self._rdma.rest(self.host, str(exc))
+            raise PushLost(str(exc)) from None
+
+    def _check_wanted(self) -> None:
+        with self._lock:
+            if self._stopped or self._link is None:
+                raise PushLost("given up")
+
+    def _forget_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _pass_over(self) -> None:
         """Skip the ranges that the holder has already."""
@@ -298,6 +345,7 @@ class Channel:
         part = self._part.hexdigest() if self._part is not None else ""
         known = b"" if part or len(pieces.found) > _MOST_LIST_BYTES else pieces.found
         done = peer.PushDone(digest, part, mark, known)
+        self._forget_writer()
         link = self._expect((peer.PushVerified, peer.PushAgain))
         link.lead.send(done)
         answer = link.answer()
@@ -381,8 +429,10 @@ class Channel:
         except TimeoutError:
             raise PushLost(f"its bytes have not been read within {READ_S:g} s") from None
 
-    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, PendingDigest, list[BlockingLink]]:
-        """Return the offer, its slot, the reading of its bytes, and new connections if there were none.
+    async def _prepare(
+        self, m: local.PushOffer
+    ) -> tuple[peer.PushHead, FileIO, Memfd, PendingDigest, list[BlockingLink]]:
+        """Return the offer, its slot (twice), the reading of its bytes, and new connections if there were none.
 
         Raises:
             PushLost: The version cannot be sent, or the holder cannot be reached.
@@ -408,7 +458,7 @@ class Channel:
         if self._link is None:
             ask = peer.PushAsk(self.training, self.rank, epoch, incarnation.rounds.round)
             links = await self._dial(incarnation.mesh, ask)
-        return head, slot, reading, links
+        return head, slot, shard.memory[index], reading, links
 
     async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> list[BlockingLink]:
         """Return the leading connection and the other ones.
@@ -422,6 +472,7 @@ class Channel:
         links: dict[int, BlockingLink] = {}
         try:
             answer = await self._join(mesh, ask, links, 0)
+            self._is_offered = answer.rdma
             count = min(answer.stripes, stripes.share(sum(not shard.pushed for shard in self._store)))
             asks = {k: peer.PushStripe(self.training, self.rank, answer.push, k) for k in range(1, count)}
             async with asyncio.TaskGroup() as joining:  # none of them goes on after a failure
@@ -472,10 +523,15 @@ class Channel:
             one.bound(SILENCE_S)
         link = Stripes(links, f"gemini-push-{self.rank}")
         thread = threading.Thread(target=self._read, args=(link,), name=f"gemini-acks-{self.rank}", daemon=True)
-        self._reader = thread, link
         with self._lock:
-            self._link = link
+            self._link = link  # `stop` ends it from here on
             self._awaited.clear()
+        try:
+            self._is_tried = self._is_offered and self._rdma.try_holder(link.lead, self.host)
+        except BaseException:
+            link.close()
+            raise
+        self._reader = thread, link
         thread.start()
 
     def _read(self, link: Stripes) -> None:
@@ -519,6 +575,11 @@ class Channel:
         elif isinstance(message, peer.PushAnswer):
             if reason := ranges.fault(message.present, self._used):
                 raise PushLost(reason)
+            if message.window is not None:
+                if self._writer is None:
+                    raise PushLost("a window that nobody asked for")
+                with self._resting():
+                    self._writer.connect(message.window)
             self._part = Digest() if message.part else None
             self._there.extend(message.present)
             with self._lock:
@@ -530,7 +591,8 @@ class Channel:
         """Tell the rank that so many bytes of the version have arrived, and when."""
         with self._lock:
             self._progress = now = clock.monotonic()
-            self._arrived = min(arrived, self._sent)  # pieces that are sent again do not count
+            # pieces that are sent again do not count
+            self._arrived = max(self._arrived, min(arrived, self._sent))
             self._page.moved(self._sent, self._arrived)
             if self._arrived == self._sent > self._spell_from:
                 self._page.add(Spell(self._sent - self._spell_from, self._spell_at, now))
@@ -551,5 +613,5 @@ class Channel:
             silent_s = clock.monotonic() - self._progress
         if incarnation is None or self.host in incarnation.mesh.dead:
             raise PushLost("the node is dead")
-        if silent_s > SILENCE_S:
-            raise PushLost(f"no acknowledgement for {SILENCE_S:g} s")
+        if silent_s > SILENCE_S + self._hashing_s:
+            raise PushLost(f"no acknowledgement for {SILENCE_S + self._hashing_s:g} s")
