@@ -746,7 +746,7 @@ class PushStripe(Message, frozen=True, tag="stripe?"):
 
 
 class QueuePair(msgspec.Struct, frozen=True):
-    """One end of an RDMA connection, as the other end needs it to connect (`agent.transfer.rdma`).
+    """An end of an RDMA connection, as the other end needs it to connect (`agent.transfer.rdma`).
 
     Attributes:
         number: Number of the queue pair.

@@ -37,6 +37,7 @@ def state(training: Training) -> TrainingState:
         silent,
         silent,
         nothing,
+        SimpleNamespace(state=""),  # type: ignore[arg-type]
         live=lambda name: (),
         kept_until=lambda: 0.0,
     )

@@ -13,7 +13,7 @@ import pytest
 
 from gemini_hpc.cli.main import main
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
+from gemini_hpc.doctor import containers, elf, examine, memory, network, report, slurm
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.facts import Here, HostFacts
@@ -189,6 +189,25 @@ def test_memory_that_slurm_does_not_count() -> None:
     assert memory.carved(64 * GIB, 48 * GIB, 32 * GIB, True).status == "warning"
     assert memory.carved(64 * GIB, 63 * GIB, 32 * GIB, True).status == "wrong"
     assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, False).status == "warning"
+
+
+def test_a_device_for_rdma() -> None:
+    assert network.judge_rdma("off", "", "", 0, GIB).status == "ok"
+    missing = network.judge_rdma("auto", "", "there is no device", None, GIB)
+    assert missing.status == "warning" and "TCP: there is no device" in missing.found
+    assert network.judge_rdma(("mlx5_0:1",), "mlx5_0:1", "", None, GIB).status == "ok"
+    assert network.judge_rdma("auto", "mlx5_0:1", "", GIB, GIB).status == "ok"
+    locked = network.judge_rdma("auto", "mlx5_0:1", "", 8 << 20, GIB)
+    assert locked.status == "warning" and "8 MiB" in locked.found and "LimitMEMLOCK" in locked.fix
+
+
+def test_a_host_without_a_device_for_rdma() -> None:
+    facts = Told()
+    facts._known |= {"settings": Settings(rdma="auto"), "processes": []}
+    check = next(c for c in examine.CHECKS if c.name == "network.rdma")
+    assert check.look(facts).found.startswith("agents push over TCP: ")
+    facts._known["settings"] = Settings()
+    assert check.look(facts).status == "ok"
 
 
 def test_cgroup_v2(tmp_path: Path) -> None:

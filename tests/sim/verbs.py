@@ -37,7 +37,7 @@ class SimWire(fake_verbs.Wire):
 
     def _later(self, packet: fake_verbs.Packet | fake_verbs.Flush) -> None:
         drawn = self.rng.random()
-        most_s = 0.001 if drawn < 0.95 else 0.05 if drawn < 0.999 else 3.0
+        most_s = 0.001 if drawn < 0.8 else 0.05 if drawn < 0.98 else 1.0
         loop = self._world.loop
         self._world.network.at(loop.now + self.rng.uniform(0.0, most_s), self._go_on, packet)
 

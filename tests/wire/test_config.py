@@ -93,8 +93,8 @@ def test_any_value(key: str, value: object) -> None:
         assert key in str(exc) or "TOML" in str(exc)
         assert "\n" not in str(exc)
     else:
-        default = getattr(Settings(), key)
-        assert type(getattr(settings, key)) is type(default)
+        found, default = getattr(settings, key), getattr(Settings(), key)
+        assert type(found) is type(default) or (key == "rdma" and isinstance(found, tuple))
 
 
 def test_files(tmp_path: Path) -> None:
@@ -106,3 +106,24 @@ def test_files(tmp_path: Path) -> None:
     path.write_bytes(b"controller_host = '\xff\xfe'")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"off"', "off"),
+        ('"auto"', "auto"),
+        ('["mlx5_0:1"]', ("mlx5_0:1",)),
+        ('["mlx5_0", "rxe_eth0:2"]', ("mlx5_0", "rxe_eth0:2")),
+    ],
+)
+def test_rdma(text: str, value: str | tuple[str, ...]) -> None:
+    assert parse(f"rdma = {text}").rdma == value
+
+
+@pytest.mark.parametrize(
+    "text", ['"on"', '""', "true", "[]", "[1]", '["../x"]', '["mlx5_0:"]', '["mlx5_0:0"]', '["mlx5_0:256"]', '[""]']
+)
+def test_devices_for_rdma_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="rdma: wanted"):
+        parse(f"rdma = {text}")

@@ -447,7 +447,10 @@ class Rdma:
             if memory in self._slots:
                 return self._slots[memory]
             self._slots[memory] = None
-        view = memory.view()
+        try:
+            view = memory.view()
+        except ValueError:  # it has been given back meanwhile
+            return None
         threading.Thread(target=lambda: self._register(memory, view), name="gemini-register", daemon=True).start()
         return None
 
