@@ -66,6 +66,7 @@ class Campaign:
         racks = random.Random(seed ^ 0xD0)
         self.world.domains = {f"n{i}": f"rack{racks.randrange(3)}" for i in range(1, 16)}
         replicas = min(size, rng.choice((2, 3, 3, 4) if xor else (1, 2, 2, 2, 3)))
+        replicas = max(2, replicas) if rdma else replicas
         parity = (2 if seed % 2 and replicas > 2 else 1) if xor else 0
         within = rng.randint(1, 2) if spared else 0
         nodes += [Node(self.world, f"n{len(nodes) + i}", settings) for i in range(1, within + 1)]
@@ -491,8 +492,8 @@ def run_miscounting(seed: int, broken: Callable[[], None] = lambda: None) -> tup
 
 
 def run_rdma(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
-    """The same of agents with devices for RDMA, sometimes with spares or parity."""
-    return run(seed, broken, rdma=True, spared=seed % 4 == 1, xor=seed % 4 == 3)
+    """The same of agents with devices for RDMA, sometimes with spares of their job's own."""
+    return run(seed, broken, rdma=True, spared=seed % 4 == 1)
 
 
 def run(
