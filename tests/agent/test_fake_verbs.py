@@ -7,8 +7,8 @@ import enum
 import inspect
 from typing import Any
 
-import fake_verbs
 import pytest
+from sim import fake_verbs
 
 SAME = [
     *("CQ", "MR", "PD", "QP", "SGE", "WC", "CompChannel", "Context", "Device", "DeviceAttr", "Gid", "PortAttr"),

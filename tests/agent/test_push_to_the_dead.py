@@ -31,10 +31,11 @@ async def channel(mesh: Any, sock: socket.socket) -> Channel:
     membership: Any = SimpleNamespace(incarnation=SimpleNamespace(mesh=mesh))
     store: Any = None
     filling: Any = None
+    rdma: Any = None
     client: Any = None
     page = grant_page.make()
     try:
-        return Channel(membership, store, filling, client, "default", 0, "n2", sock, GrantReader(page))
+        return Channel(membership, store, filling, rdma, client, "default", 0, "n2", sock, GrantReader(page))
     finally:
         os.close(page)
 

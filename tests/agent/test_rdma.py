@@ -14,12 +14,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import fake_verbs
 import msgspec
 import pytest
-from fake_verbs import PACKET_BYTES, FakeVerbs, Wire
 from hypothesis import given
 from hypothesis import strategies as st
+from sim import fake_verbs
+from sim.fake_verbs import PACKET_BYTES, FakeVerbs, Wire
 from waiting import until
 
 from gemini_hpc.agent.replicas.memory import Memfd

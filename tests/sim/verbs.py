@@ -16,7 +16,7 @@ from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.transfer import rdma
 from gemini_hpc.core.slots import Slot, Stamp
 
-from .. import fake_verbs
+from . import fake_verbs
 from .kernel import current
 from .system import World
 

@@ -1,6 +1,6 @@
 """RDMA between two agents: the home's agent writes a version's bytes straight into the holder's slot.
 
-The calls are those of `ibverbs` from PyPI. This module was built against a fake of it (`tests/agent/fake_verbs.py`)
+The calls are those of `ibverbs` from PyPI. This module was built against a fake of it (`tests/sim/fake_verbs.py`)
 and has never run on a device. So it is off by default, and TCP serves wherever it does not.
 
 A writer on another node is the danger: its bytes may come late (docs/dev/protocol.md, R1). Therefore:
