@@ -283,7 +283,7 @@ class Agent:
             f"{me.directory}/{own_directory.SOCKET}", me.uid, self._handle_local, self.service.gone, self._complain
         )
         self.controller_link.start()
-        self._spawn(self.rdma.start())
+        self.rdma.start(self._spawn)
         self._spawn(self._tick())
         await self._retention.over.wait()
         self._local.close()  # the epilog waits for this close, and for no answer

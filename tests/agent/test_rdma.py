@@ -337,7 +337,7 @@ class Agents:
             made = self.rdma[name] = Rdma(
                 self.setting, lambda event, *, detail="", n=name, **_: self.said[n].append(f"{event}: {detail}")
             )
-            self.loop.run_until_complete(made.start())
+            made.start(self.loop.run_until_complete)  # type: ignore[arg-type]
 
     def module(self, name: str) -> FakeVerbs:
         if "import" in self.verbs[name].faults:

@@ -29,9 +29,11 @@ from weakref import WeakKeyDictionary
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core.digest import digest
+from gemini_hpc.settings import RDMA_OFF
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
@@ -403,10 +405,13 @@ class Rdma:
         self._slots: WeakKeyDictionary[Memfd, Registered | None] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    async def start(self) -> None:
-        """Open the device unless RDMA is off. Tell the port, or why there is none."""
-        if self._setting == "off":
-            return
+    def start(self, spawn: Spawn) -> None:
+        """Open the device in the background, unless RDMA is off."""
+        if self._setting != RDMA_OFF:
+            spawn(self._open())
+
+    async def _open(self) -> None:
+        """Open the device. Tell the port, or why there is none."""
         self._loop = asyncio.get_running_loop()
         try:
             self._port = await beside("gemini-rdma", lambda: find_port(self._setting))
