@@ -807,8 +807,8 @@ class PushAnswer(Message, frozen=True, tag="push"):
     part: bool = False
     push: Annotated[str, msgspec.Meta(max_length=16)] = ""
     stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
-    rdma: bool = False
-    window: WriteWindow | None = None
+    rdma: bool | msgspec.UnsetType = msgspec.UNSET  # unset fields do not travel
+    window: WriteWindow | msgspec.UnsetType = msgspec.UNSET
 
 
 class PushHead(Message, frozen=True, tag="version"):
@@ -825,7 +825,7 @@ class PushHead(Message, frozen=True, tag="version"):
     bytes: Bytes
     base: Version = 0
     kept: tuple[tuple[Bytes, Bytes], ...] = ()
-    pair: QueuePair | None = None
+    pair: QueuePair | msgspec.UnsetType = msgspec.UNSET
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):

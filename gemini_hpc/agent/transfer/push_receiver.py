@@ -17,6 +17,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
@@ -165,7 +167,8 @@ class PushReceiver:
         self._pushes[key] = push
         try:
             parity = self._parts.expects(ask)
-            most, offers = (1, False) if parity else (stripes.usual(), self._rdma.is_ready)
+            most = 1 if parity else stripes.usual()
+            offers = msgspec.UNSET if parity or not self._rdma.is_ready else True
             push.link = await link.block(peer.PushAnswer(push=push.name, stripes=most, rdma=offers))
             push.link.bound(SILENCE_S)
             if push.stopped:
@@ -305,7 +308,8 @@ class PushReceiver:
         used, memory = head.used, taken.shard.memory[taken.index]
         arrival = Arrival(taken.view, used, taken.present)
         pieces, lead = arrival.pieces, Connection(arrival, link, SILENCE_S)
-        window = self._rdma.window(memory, head.pair) if push.is_tried and head.pair is not None else None
+        pair = head.pair if push.is_tried else msgspec.UNSET
+        window = self._rdma.window(memory, pair) if isinstance(pair, peer.QueuePair) else None
         if window is not None:
             done = self._await_writes(lead, link, window, taken.present)
             arrival.written()

@@ -472,7 +472,7 @@ class Channel:
         links: dict[int, BlockingLink] = {}
         try:
             answer = await self._join(mesh, ask, links, 0)
-            self._is_offered = answer.rdma
+            self._is_offered = answer.rdma is True
             count = min(answer.stripes, stripes.share(sum(not shard.pushed for shard in self._store)))
             asks = {k: peer.PushStripe(self.training, self.rank, answer.push, k) for k in range(1, count)}
             async with asyncio.TaskGroup() as joining:  # none of them goes on after a failure
@@ -575,7 +575,7 @@ class Channel:
         elif isinstance(message, peer.PushAnswer):
             if reason := ranges.fault(message.present, self._used):
                 raise PushLost(reason)
-            if message.window is not None:
+            if isinstance(message.window, peer.WriteWindow):
                 if self._writer is None:
                     raise PushLost("a window that nobody asked for")
                 with self._resting():

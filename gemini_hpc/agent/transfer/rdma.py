@@ -513,7 +513,7 @@ class Rdma:
             with _scratch(self._port, data) as source, closing(Writer(source)) as writer:
                 link.send(peer.PushTrial(writer.pair))
                 answer = link.receive(peer.PushAnswer)
-                if answer.window is None:
+                if not isinstance(answer.window, peer.WriteWindow):
                     raise RdmaError(answer.reason or "it gives no window")
                 try:
                     writer.connect(answer.window)
