@@ -791,3 +791,24 @@ def test_who_may_not_fill(site: Site, message: local.Request, said: str) -> None
 def test_a_version_of_the_past_is_not_filled(site: Site) -> None:
     assert isinstance(site.ranks[1].caller.ask(local.Fill("default", 0, site.version - 1)), local.Refused)
     assert isinstance(site.ranks[1].caller.ask(local.Fill("default", 0, site.version)), local.Refused)
+
+
+# ---- RDMA, which is off here ---------------------------------------------------------------------------
+
+
+PAIR = peer.QueuePair(1, 2, 3, b"\0" * 16, 5)
+
+
+def test_a_trial_that_was_not_offered(site: Site) -> None:
+    push = site.push()
+    push.link.send(peer.PushTrial(PAIR))
+    assert "no device" in push.link.receive(peer.PushAnswer).reason
+    answer = push.answer(peer.PushHead(site.version + 1, USED, SIZE, pair=PAIR))
+    assert answer.reason == "" and not isinstance(answer.window, peer.WriteWindow), "TCP serves"
+    push.link.close()
+
+
+def test_the_end_of_no_trial(site: Site) -> None:
+    push = site.push()
+    push.link.send(peer.PushTried("0" * 32))
+    assert push.ended()

@@ -539,9 +539,10 @@ class Rdma:
             LinkClosed: The connection fails, or violates the protocol.
             OSError: The connection fails.
         """
+        if self._port is None:  # it did not offer any
+            link.send(peer.PushAnswer("there is no device"))
+            return False
         try:
-            if self._port is None:
-                raise RdmaError("there is no device")
             with _scratch(self._port, bytes(TRIAL_BYTES)) as target:
                 with closing(Window(target, trial.pair)) as window:
                     link.send(peer.PushAnswer(window=window.place))
