@@ -70,7 +70,6 @@ from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.transfer.push_sender import PushSender
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.agent.wake_peers import Wake
-from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
@@ -91,38 +90,21 @@ _PLACE_S = 0.5  # pause between looks at the agent's own directory: a prolog wai
 class Agent:
     """The agent of one job on this node. `run` returns when all memory has been freed."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        job: int,
-        uid: int,
-        node: str,
-        directory: str,
-        again: bool,
-        share: tuple[int, str] = (0, ""),
-    ) -> None:
+    def __init__(self, identity: AgentIdentity, share: tuple[int, str] = (0, "")) -> None:
         """Create the agent's parts and connect them.
 
         Args:
-            settings: The site's settings.
-            job: The job's id.
-            uid: User id of the job's owner.
-            node: This node's name in Slurm.
-            directory: The job's directory on this node.
-            again: Another agent of the job has died here.
+            identity: The agent's identity.
             share: The job's share of the node's memory cap, as the prolog knows it; see `Budget`.
         """
-        identity = self.identity = AgentIdentity(
-            settings, job=job, uid=uid, node=node, directory=directory, again=again
-        )
+        self.identity, settings, directory = identity, identity.settings, identity.directory
         identity.address, identity.interface = interface_address(settings.interface)
         membership = self.membership = Membership()
-        events = EventLog(node, lambda: membership.restart, self._print)
+        events = EventLog(identity.node, lambda: membership.restart, self._print)
         context = AgentContext(identity, membership, events, Tasks(events.log).spawn)
         self._log, self._complain, self._spawn = events.log, events.log_rate_limited, context.spawn
         self._local: LocalServer | None = None
-        self._place = OwnDirectory(directory, uid)
+        self._place = OwnDirectory(directory, identity.uid)
         self._looked_at, self._told_gone = -math.inf, False
 
         self.store = store = Store(Budget(settings, *share))
@@ -143,7 +125,7 @@ class Agent:
         closings = Closings(membership, self.pledges, events.log)
         self._replicas = replicas = Replicas(store, trainings, filling, outlines, rejections, closings)
 
-        choice = TierChoice(settings, uid, membership)
+        choice = TierChoice(settings, identity.uid, membership)
         keeps = NamedVersions(context, self.pledges, rejections, choice, wanted=self._keep_wanted)
         writer = NodeWriter(context, store)
         saver = Saver(context, trainings, choice, keeps, rejections, writer, salvaging=lambda: self.salvage.busy)
@@ -176,7 +158,7 @@ class Agent:
             closed,
             self.rescue,
             stats,
-            PlainEnds(node, self.launches),
+            PlainEnds(identity.node, self.launches),
         )
         self.member = RecoveryMember(
             context,
@@ -674,22 +656,12 @@ def _view(m: local.Attach) -> View:
     return view
 
 
-def serve(
-    settings: Settings,
-    *,
-    job: int,
-    uid: int,
-    node: str,
-    directory: str,
-    again: bool,
-    share: tuple[int, str] = (0, ""),
-) -> int:
+def serve(identity: AgentIdentity, share: tuple[int, str] = (0, "")) -> int:
     """Run an agent in this process until it is released, and return the exit status."""
     logs.to(sys.stdout)
 
     async def run() -> None:
-        agent = Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again, share=share)
-        await agent.run()
+        await Agent(identity, share).run()
 
     asyncio.run(run())
     sys.stdout.flush()

@@ -9,6 +9,7 @@ import sys
 
 from gemini_hpc.agent import __main__ as supervisor
 from gemini_hpc.agent.daemon import serve as run_agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.tier import worker_process, workers
 from gemini_hpc.agent.transfer import arrival, stripes
 from gemini_hpc.config import Settings
@@ -53,7 +54,7 @@ def start(request: Request) -> None:
         mine.sock.close()
         worker_process.use(workers.SupervisorChannel(mine.theirs))
     settings = Settings(interface="lo", memory_floor_bytes=0, **request["settings"])
-    sys.exit(run_agent(settings, uid=os.geteuid(), **request["agent"]))
+    sys.exit(run_agent(AgentIdentity(settings, uid=os.geteuid(), **request["agent"])))
 
 
 if __name__ == "__main__":

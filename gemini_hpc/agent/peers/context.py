@@ -1,4 +1,4 @@
-"""What every part of an agent works with."""
+"""The objects that all parts of one agent share."""
 
 from __future__ import annotations
 
