@@ -80,6 +80,7 @@ class RankRequests:
             local.KeepVersion: self._keep,
             local.LiveOn: self._live_on,
             local.OutlineWritten: self._outline_written,
+            local.Unfilled: self._unfilled,
             **dict.fromkeys((local.Traffic, local.Timeline, local.CacheBytes, local.FetchCached), self._on_stats),
         }
 
@@ -211,6 +212,7 @@ class RankRequests:
             return
         if m.name == "skipped":  # skipped versions are steps, too
             training.pace.reached(m.version)
+            self._leave_out(client, m.version)
             for (name, rank), keeper in self._keepers.items():
                 shard = self._store.get(name, rank)
                 if keeper is client and shard is not None and not shard.pushed:
@@ -367,6 +369,18 @@ class RankRequests:
         if not replica_fills.end(client, shard, m.version, m.present):
             raise RequestRejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
         return local.Ok(), []
+
+    def _unfilled(self, client: LocalClient, m: local.Unfilled) -> Reply:
+        self._sessions.own(client, m)
+        self._leave_out(client, m.version)
+        return local.Ok(), []
+
+    def _leave_out(self, client: LocalClient, version: int) -> None:
+        """Record that this rank fills no other rank's shard in this version."""
+        for (name, rank), keeper in self._keepers.items():
+            shard = self._store.get(name, rank)
+            if keeper is client and shard is not None and shard.pushed:
+                shard.unfilled = max(shard.unfilled, version)
 
     def _being_filled(self, client: LocalClient, name: str, rank: int, index: int, version: int) -> Shard | None:
         _, shard = self._shard(client, name, rank)
