@@ -15,6 +15,7 @@ from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
 from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.summary_sender import SummarySender
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
@@ -82,12 +83,12 @@ class Checkpointer:
             raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
         self._chunk_bytes = chunk_bytes
         self._interval = SaveInterval(every, overhead, self._rank, self._say)
-        self._beside = False  # copies travel while the program computes
         self._began_at = self._waited_s = self._cost_s = 0.0  # of the newest version
         self._last = self._settled = 0  # the newest version, and the newest of which the time to its seal is known
         self._resumed = self._closed = False
         self._kept: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
+        self._summaries: SummarySender | None = None
         self._begun: dict[int, int] = {}  # slots being filled, by rank
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -222,11 +223,15 @@ class Checkpointer:
             raise RuntimeError("step() after close()")
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
-        self._interval.enter()
+        interval, j = self._interval, self._interval.j
+        interval.enter()
         try:
             self._step()
+            if self._summaries is not None:
+                sends = bool(self._session.outgoing)
+                self._summaries.send_summary(lambda: interval.state(sends=sends), now=interval.j != j)
         finally:
-            self._interval.leave()
+            interval.leave()
 
     def _step(self) -> None:
         session, interval = self._session, self._interval
@@ -280,7 +285,7 @@ class Checkpointer:
             self._cost_s = 0.0
             return
         # A wait is the same at every j where nothing travels beside the program.
-        own_s = spent_s - waited_s if self._beside else spent_s
+        own_s = spent_s - waited_s if self._interval.beside else spent_s
         self._cost_s += own_s
         if began is not None:
             self._interval.cost(self._cost_s)
@@ -296,11 +301,12 @@ class Checkpointer:
 
     def _register(self) -> bool:
         """Reserve memory for this rank's shard and those kept for others, at the first step (collective)."""
+        session = self._session
         sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
         made: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}
         problem = ""
         try:
-            for rank in [self._rank, *self._session.incoming]:
+            for rank in [self._rank, *session.incoming]:
                 keeper: ShardOwner[MappedShard[MappedSlot]] = ShardOwner()
                 keeper.shard = self._ask_for(rank, sizes[rank])
                 made[rank] = keeper
@@ -313,6 +319,8 @@ class Checkpointer:
             self._lost = found
             return False
         self._kept = made
+        assert session.client is not None
+        self._summaries = SummarySender(session.client, session.name, self._rank)
         self._used = [int(raw) for raw in self._words.all(str(self._arrays.layout.small_offset).encode())]
         self._start_thread()
         return True
@@ -436,7 +444,7 @@ class Checkpointer:
     def _time_seal(self) -> None:
         """Record how long the previous version took to its seal, or takes so far."""
         gate, version = self._session.gate, self._last
-        if not self._beside or not self._began_at or version == self._settled:
+        if not self._interval.beside or not self._began_at or version == self._settled:
             return
         (_, sealed), at = gate.seal
         if sealed == version and at >= self._began_at:
@@ -466,7 +474,7 @@ class Checkpointer:
         from mpi4py import MPI
 
         if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
-            self._beside = True
+            self._interval.beside = True
             threading.Thread(target=self._move, name="gemini-mpi", daemon=True).start()
 
     def _move(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc.wire import local
 from tests.train.fake_agent import FakeJob
 
 from .jobs import MPICH, OPENMPI, Mpi, MpiRun, lacking
@@ -157,6 +158,12 @@ def test_short_steps_are_saved_rarely(mpi: Mpi, make_job: MakeJob, start: Callab
     assert [s.version for s in job.seals][:3] == [1, 2, 3]
     (line,) = [line for line in run.said().splitlines() if "saving one version in" in line]
     assert "to capture the state in iterations of" in line and "a failure repeats at most" in line
+    newest = {m.rank: m.state for m in job.told if isinstance(m, local.Traffic)}
+    assert [newest[rank].transport for rank in (0, 1)] == ["mpi", "mpi"]
+    assert newest[0].j == newest[1].j > 1
+    helps = "fewer bytes a rank" if level == "multiple" else "MPI_THREAD_MULTIPLE"
+    (reason,) = [state.reason for state in newest.values() if state.reason]
+    assert f"what helps: {helps}" in reason
 
 
 def test_long_steps_are_all_saved(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
