@@ -17,6 +17,7 @@ from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, Sha
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.client.summary_sender import SummarySender
 from gemini_hpc.core.digest import digest
+from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
@@ -82,9 +83,9 @@ class Checkpointer:
         if len(set(given)) > 1:
             raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
         self._chunk_bytes = chunk_bytes
-        self._interval = SaveInterval(every, overhead, self._rank, self._say)
-        self._began_at = self._waited_s = self._cost_s = 0.0  # of the newest version
-        self._last = self._settled = 0  # the newest version, and the newest of which the time to its seal is known
+        self._interval = SaveInterval(every, overhead, self._rank, self._say, lambda: self._session.gate.seal)
+        self._waited_s = self._cost_s = 0.0  # of the newest version
+        self._last = 0  # the newest version
         self._resumed = self._closed = False
         self._kept: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
@@ -168,7 +169,7 @@ class Checkpointer:
         else:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
-        session.version = self._last = self._settled = welcome.chosen_version
+        session.version = self._last = welcome.chosen_version
         session.tell_resumed(clock.monotonic() - began)
         session.tell_closed()
         return session.version
@@ -289,7 +290,9 @@ class Checkpointer:
         self._cost_s += own_s
         if began is not None:
             self._interval.cost(self._cost_s)
-            self._cost_s, self._began_at = 0.0, began
+            self._cost_s = 0.0
+            if self._interval.beside:
+                self._interval.latency.begin_version(VersionTimes(self._last, taken_at=began))
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -443,15 +446,9 @@ class Checkpointer:
 
     def _time_seal(self) -> None:
         """Record how long the previous version took to its seal, or takes so far."""
-        gate, version = self._session.gate, self._last
-        if not self._interval.beside or not self._began_at or version == self._settled:
-            return
-        (_, sealed), at = gate.seal
-        if sealed == version and at >= self._began_at:
-            self._settled = version
-            self._interval.sealed(at - self._began_at)
-        elif sealed < version and not gate.degraded and not gate.abandoned(version):
-            self._interval.sealed(clock.monotonic() - self._began_at)
+        gate = self._session.gate
+        pointless = gate.degraded or gate.abandoned(self._last)
+        self._interval.latency.poll(None if pointless else clock.monotonic())
 
     def _finish_exchange(self, exchange: Exchange, began: float, most_s: float) -> bool:
         """Return whether the exchange of the previous version is over, in `most_s` seconds from `began` on."""

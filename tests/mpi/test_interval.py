@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc import clock
+from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.mpi.interval import SaveInterval
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
@@ -44,7 +45,8 @@ class Ranks:
 
     def __init__(self, hand: Hand, world: int, every: int = 0, overhead: float = 0.01) -> None:
         self.said: list[str] = []
-        self.all = [SaveInterval(every, overhead, rank, self.said.append) for rank in range(world)]
+        self.seal = (0, 0), 0.0
+        self.all = [SaveInterval(every, overhead, rank, self.said.append, lambda: self.seal) for rank in range(world)]
         self.hand, self.version = hand, 0
         self.saved: list[int] = []
 
@@ -65,7 +67,9 @@ class Ranks:
                 rank.spend(own_s)
                 rank.cost(own_s)
                 if sealed_s:
-                    rank.sealed(sealed_s)
+                    rank.latency.begin_version(VersionTimes(self.version, taken_at=0.0))
+                    self.seal = (1, self.version), sealed_s
+                    rank.latency.poll()
         for rank in self.all:
             rank.leave()
 

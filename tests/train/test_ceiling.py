@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from gemini_hpc.core.seal_latency import SealLatency
 from gemini_hpc.core.wait_budget import FIRST_S, MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import Agreed, IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
-from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.traffic import Traffic
 
 from .stopped_clock import Time

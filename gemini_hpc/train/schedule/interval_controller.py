@@ -39,6 +39,7 @@ from gemini_hpc.core import schedule
 from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, late_seals
 from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.pace import IterationPace
+from gemini_hpc.core.seal_latency import SealLatency
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.core.wait_budget import MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.device.interface import Event
@@ -57,7 +58,6 @@ from gemini_hpc.train.schedule.overhead_monitor import (
 from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
-from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.capture import CaptureJob
