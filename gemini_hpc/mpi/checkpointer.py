@@ -155,7 +155,7 @@ class Checkpointer:
                 session.leave_what_is_done()
                 session.tell_others()
                 return 0
-            began = clock.monotonic()
+            began = clock.time()
             shards: list[Saved] = []
             try:
                 shards = self._fetch(welcome)
@@ -168,9 +168,10 @@ class Checkpointer:
                 session.try_again("the saved state cannot be loaded without the agents")
         else:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
+        fetched = clock.time()
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = welcome.chosen_version
-        session.tell_resumed(clock.monotonic() - began)
+        session.tell_resumed(began, fetched, len(shards))
         session.tell_closed()
         return session.version
 
@@ -241,6 +242,7 @@ class Checkpointer:
                 return
             session.begun_without_resume()
         session.count_step()
+        session.report_first_iteration()
         session.report_first_seal()
         if not session.protected or not interval.saves(session.version):
             return
