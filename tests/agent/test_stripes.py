@@ -134,3 +134,23 @@ def test_pieces_that_do_not_exist_are_not_sent(slot: FileIO, numbers: tuple[int,
     rank, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with rank, agents, pytest.raises(PushLost, match="do not exist"):
         asyncio.run(channel(SimpleNamespace(dead=set[str]()), agents))._send_again(numbers, Pieces(USED))
+
+
+PLACE = peer.WriteWindow(peer.QueuePair(1, 2, 3, b"\0" * 16, 5), 0, 0)
+
+
+@pytest.mark.parametrize("answer", [peer.PushAnswer(present=((5, 3),)), peer.PushAnswer(window=PLACE)])
+def test_the_rank_learns_of_an_answer_that_cannot_be(answer: peer.PushAnswer) -> None:
+    """It would wait for one for ever."""
+    near, far = links()
+    mesh = SimpleNamespace(dead=set[str]())
+    rank, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sending: Channel = asyncio.run(channel(mesh, agents))
+    with rank, agents, far.sock:
+        rank.settimeout(5)
+        sending._used = USED
+        sending._use_links([near])
+        sending._expect(peer.PushAnswer)
+        far.send(answer)
+        assert isinstance(local.reply_decoder.decode(rank.recv(1 << 16)), local.Error)
+        sending._forget_link()

@@ -21,6 +21,7 @@ _WITNESS = pytest.mark.witness("agents, links, disks and nodes fail at drawn mom
         pytest.param(("--xor",), 1, 8, id="parity", marks=pytest.mark.slow),
         pytest.param(("--miscounts",), 1, 8, id="miscounts", marks=pytest.mark.slow),
         pytest.param(("--rdma",), 1, 8, id="rdma", marks=pytest.mark.slow),
+        pytest.param(("--rdma",), 123, 1, id="no-connection", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_goes_wrong(kind: list[str], first: int, seeds: int) -> None:

@@ -573,6 +573,8 @@ class Channel:
         elif isinstance(message, peer.PushAnswer) and message.reason:
             self._reply(local.Refused(f"{self.host}: {message.reason}"))
         elif isinstance(message, peer.PushAnswer):
+            with self._lock:
+                self._taken = True  # from here on the rank learns of a failure
             if reason := ranges.fault(message.present, self._used):
                 raise PushLost(reason)
             if isinstance(message.window, peer.WriteWindow):
@@ -583,7 +585,6 @@ class Channel:
             self._part = Digest() if message.part else None
             self._there.extend(message.present)
             with self._lock:
-                self._taken = True
                 self._total = self._used - ranges.size(message.present)  # the sending thread waits for this
             self._reply(local.PresentRanges(message.present) if message.present or message.part else local.Ok())
 
