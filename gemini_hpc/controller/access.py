@@ -34,9 +34,9 @@ class Accounting:
         """
         until, there = self._there
         if clock.monotonic() >= until:
-            there = await self._slurm.accounting()
+            there = await self._slurm.has_accounting()
             self._there = (clock.monotonic() + _ACCOUNTING_KEPT_S, there)
-        return there and await self._slurm.admin_level(user) in _MAY
+        return there and await self._slurm.read_admin_level(user) in _MAY
 
 
 def operators(settings: Settings, slurm: SlurmApi) -> Operators:

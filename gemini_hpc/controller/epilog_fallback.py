@@ -54,9 +54,9 @@ def _log(text: str) -> None:
 
 def reason_against(job: Job, restart: int) -> str:
     """Return why this job's survivors must not be held; "" if they may be."""
-    if job.het or not job.actable:
+    if job.is_het or not job.is_actable:
         return "heterogeneous job or array record"
-    if not job.requeue or not job.batch:
+    if not job.may_requeue or not job.is_batch:
         return "the job cannot be requeued"
     if job.restarts <= restart:
         return "the job was not requeued"
@@ -74,17 +74,17 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
     """
     gate = Gate(settings)
     slurm = GatedSlurm(Slurm(SLURM_TIMEOUT_S), gate)
-    job = await slurm.job(raw_id)
+    job = await slurm.read_job(raw_id)
     if against := reason_against(job, restart):
         raise NothingToHoldError(against)
     if mode := gate.why_not_job(job):
         raise NothingToHoldError(f"would have held the survivors; {mode}")
     if node not in members:
         raise NothingToHoldError(f"{node} is not in the job's node list")
-    nodes, reservations = await asyncio.gather(slurm.nodes(), slurm.reservations())
+    nodes, reservations = await asyncio.gather(slurm.read_nodes(), slurm.read_reservations())
     if any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in reservations):
         raise NothingToHoldError("another survivor, or a controller, already holds the nodes")
-    dead = [n for n in members if n in nodes and nodes[n].down]
+    dead = [n for n in members if n in nodes and nodes[n].is_down]
     if not dead:
         raise NothingToHoldError("no node of the job is DOWN: requeued for another reason")
     port = settings.slurmd_port
@@ -118,7 +118,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         note=note,
     )
     await rescue.reserve(job, nodes, len(dead) + settings.reserve_candidates, alone=False)
-    if not rescue.held.name and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()):
+    if not rescue.held.name and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.read_reservations()):
         raise NothingToHoldError("another survivor was faster")
     return rescue
 

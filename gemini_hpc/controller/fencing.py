@@ -151,13 +151,13 @@ def _of_job(case: Case) -> str:
     job = case.job
     if job is None:
         return "Slurm does not know the job any more"
-    if job.het:
+    if job.is_het:
         return "heterogeneous job: an update of one part changes all of them"
-    if not job.actable:
+    if not job.is_actable:
         return "array record that stands for several tasks"
-    if not job.batch:
+    if not job.is_batch:
         return "not a batch job: Slurm cannot requeue it"
-    if not job.requeue:
+    if not job.may_requeue:
         return "the job was submitted without --requeue (Requeue=0)"
     if case.node not in case.members:
         return "this node is not in the job's allocation"
@@ -233,7 +233,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
 
 def _kernel_lives(case: Case) -> Verdict:
     """Judge a node whose slurmd does not answer but whose kernel does."""
-    if case.slurm_node is not None and case.slurm_node.down:
+    if case.slurm_node is not None and case.slurm_node.is_down:
         return Verdict(Act.ADOPT, "slurmd does not answer and Slurm shows the node as DOWN")
     if case.slurmd is Port.REFUSES:
         return _leave(Veto.KERNEL, "slurmd refuses, so the node's kernel lives: left to Slurm's own detection")
@@ -271,7 +271,7 @@ def judge(case: Case) -> Verdict:
         return _wait(Veto.SIGHT, "the controller itself fails to probe the node (name resolution, resources, routes)")
     if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.agent_linked:
         return _kernel_lives(case)
-    if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.down:
+    if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.is_down:
         return Verdict(Act.ADOPT, "silent, and Slurm shows the node as DOWN")
     if case.silent_s < case.confirm_s:
         return _wait(Veto.SILENCE, f"silent for {case.silent_s:.1f} of {case.confirm_s:g} s")

@@ -31,7 +31,7 @@ _STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
 
 def is_ours(node: Node) -> bool:
     """Return whether the controller has taken this node out of service."""
-    return node.withheld and node.reason.startswith(REASON)
+    return node.is_withheld and node.reason.startswith(REASON)
 
 
 def drained_for(node: Node) -> str:
@@ -66,7 +66,7 @@ class GiveBack:
         fenced = self._journal.fenced_at()
         if not fenced:
             return
-        nodes = await self._slurm.nodes()
+        nodes = await self._slurm.read_nodes()
         ours = {n.name: n for n in nodes.values() if n.name in fenced and is_ours(n)}
         back = {n: node for n, node in ours.items() if node.boot_time > fenced[n]}
         port = self._settings.slurmd_port
@@ -85,7 +85,7 @@ class GiveBack:
         if self._journal.given_back(node.name, DAY_S) >= PER_DAY or self._gate.why_not(node.partitions):
             return
         self._journal.write(NODES, "resume", "before", node=node.name)
-        await self._slurm.node_resume(node.name)
+        await self._slurm.resume_node(node.name)
         self._journal.write(NODES, "resume", "after", node=node.name)
         self._answers_since.pop(node.name, None)
         log.info(

@@ -65,7 +65,7 @@ class JobWatch:
         tracks = dict(self._registry.jobs)
         if not tracks:
             return
-        rows = await self._slurm.rows(list(tracks))
+        rows = await self._slurm.read_rows(list(tracks))
         running: list[Track] = []
         ended: list[Track] = []
         for raw_id, track in tracks.items():
@@ -78,11 +78,11 @@ class JobWatch:
                 if row.state == RUNNING and (track.job is None or track.job.state != RUNNING):
                     # Facts outside the row (restarts, the whole node list) are read once per change.
                     with suppress(UnknownJob):
-                        track.learn(await self._slurm.job(raw_id))
+                        track.learn(await self._slurm.read_job(raw_id))
                         await track.remember_nodes(self._slurm)
                 elif track.job is not None and row.state != track.job.state:
                     with suppress(UnknownJob):
-                        track.learn(await self._slurm.job(raw_id))
+                        track.learn(await self._slurm.read_job(raw_id))
             _tell_waits(track, state == PENDING)
             if self._recoveries.active(raw_id):
                 continue
@@ -105,7 +105,7 @@ class JobWatch:
                 await self._unpin(track)
             elif state == PENDING and track.should_ask():
                 with suppress(UnknownJob):
-                    track.learn(await self._slurm.job(raw_id))
+                    track.learn(await self._slurm.read_job(raw_id))
         await self._drains.report_drains(running)
         await self._note_ends(ended)
 
@@ -147,7 +147,7 @@ class JobWatch:
             max((a.parity for a in agents), default=0),
             len(track.stored.allocations.get(restart, ())),
         )
-        job = track.job or await self._slurm.job(track.raw_id)
+        job = track.job or await self._slurm.read_job(track.raw_id)
         await self._slurm.note_end(job, line, LINE_PREFIX)
 
     def _release_all(self, track: Track, reason: str) -> None:
@@ -174,14 +174,14 @@ class JobWatch:
         The job was made smaller by hand (`scontrol update`), unless the missing nodes are down (--no-kill). Those
         are a failure like any other.
         """
-        job = await self._slurm.job(track.raw_id)
+        job = await self._slurm.read_job(track.raw_id)
         members = track.members(job.restarts)
         left = [host for host in members if host not in job.nodes]
         if job.state != RUNNING or not job.nodes or not left:
             return
-        nodes = await self._slurm.nodes(left)
+        nodes = await self._slurm.read_nodes(left)
         track.learn(job)
-        taken = [host for host in left if host in nodes and not nodes[host].down]
+        taken = [host for host in left if host in nodes and not nodes[host].is_down]
         if taken:
             track.give_up(job.restarts, taken)
             told = f"the job was made smaller while it ran: without {','.join(taken[:16])}"
@@ -213,8 +213,8 @@ class JobWatch:
         The job was preempted or requeued by hand. Or a survivor's epilog pinned it, and no controller was there to
         remove the pin.
         """
-        job = await self._slurm.job(track.raw_id)
-        if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
+        job = await self._slurm.read_job(track.raw_id)
+        if job.state != PENDING or not job.is_actable or self._recoveries.active(track.raw_id):
             return
         if mode := self._recoveries.gate.why_not_job(job):
             self._recoveries.withheld.tell_once(track.raw_id, job.restarts, "removed a pin of ours", mode)
@@ -223,7 +223,7 @@ class JobWatch:
             track.remember_pin(False)
             return
         try:
-            await self._slurm.pin(job, track.stored.original, track.stored.reservation)
+            await self._slurm.pin_job(job, track.stored.original, track.stored.reservation)
             if job.reservation.startswith(f"{PREFIX}{track.raw_id}_"):
                 await self._slurm.delete_reservation(job.reservation)
         except SlurmError as exc:

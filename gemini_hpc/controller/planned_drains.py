@@ -41,7 +41,7 @@ class DrainWatch:
         names = sorted({host for (_, restart), track in tracks.items() for host in track.members(restart)})
         if not names:
             return
-        nodes, partitions = await self._slurm.nodes(names), await self._slurm.partitions()
+        nodes, partitions = await self._slurm.read_nodes(names), await self._slurm.read_partitions()
         for (raw_id, restart), track in tracks.items():
             members = [nodes[host] for host in track.members(restart) if host in nodes]
             draining = {(node.name, "") for node in members if _is_drained(node)}
@@ -61,4 +61,4 @@ class DrainWatch:
 
 def _is_drained(node: Node) -> bool:
     """Return whether an administrator has drained the node. A node that is down does not count."""
-    return "DRAIN" in node.flags and not node.down
+    return "DRAIN" in node.flags and not node.is_down

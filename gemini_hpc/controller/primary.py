@@ -59,7 +59,7 @@ class Primary:
             SlurmError: Slurm did not answer.
         """
         if self._config is None or clock.monotonic() - self._config_at > max_age_s:
-            self._config = await self._slurm.config()
+            self._config = await self._slurm.read_config()
             self._config_at = clock.monotonic()
         return self._config
 
@@ -74,7 +74,7 @@ class Primary:
         if len(hosts) < 2:
             name, address = hosts[0] if hosts else ("", "")
             return PrimaryHost(is_here(name, address), name, True)
-        up = {name for name, answers in await self._slurm.slurmctlds() if answers}
+        up = {name for name, answers in await self._slurm.ping_slurmctlds() if answers}
         for name, address in hosts:
             if name in up:
                 here = is_here(name, address)

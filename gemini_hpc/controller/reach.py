@@ -42,7 +42,7 @@ class Reachability:
         known = (h for h in dict.fromkeys([*members, *more]) if h in nodes and h not in accused)
         names = list(known)[:MOST]
         port = self._settings.slurmd_port
-        targets = {n: (nodes[n].address, nodes[n].port or port) for n in names if not nodes[n].down}
+        targets = {n: (nodes[n].address, nodes[n].port or port) for n in names if not nodes[n].is_down}
         vouched = [n for n in targets if self._registry.vouched(n)]
         sample = random.sample(vouched, min(SAMPLE, len(vouched))) if sure else []
         asked = {n: t for n, t in targets.items() if n not in vouched or n in sample}

@@ -304,7 +304,7 @@ class Recoveries:
         """Release all that is held, and alert: the rest of the work is the administrator's."""
         raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
         try:
-            job: Job | None = await self.slurm.job(raw_id)
+            job: Job | None = await self.slurm.read_job(raw_id)
         except SlurmUnreachable:
             raise
         except SlurmError:
@@ -325,7 +325,7 @@ class Recoveries:
         raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
         names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
         try:
-            job: Job | None = await self.slurm.job(raw_id)
+            job: Job | None = await self.slurm.read_job(raw_id)
         except UnknownJob:
             job = None
         if mode := self.gate.why_not_job(job):
@@ -347,8 +347,8 @@ class Recoveries:
         if in_flight and opened.get("ahead"):
             # Nodes were only held until Slurm finds the others dead. Check whether it has, and has requeued the job
             # for that.
-            nodes = await self.slurm.nodes()
-            found = any(n in nodes and nodes[n].down for n in names["dead"])
+            nodes = await self.slurm.read_nodes()
+            found = any(n in nodes and nodes[n].is_down for n in names["dead"])
             in_flight = found and job is not None and job.restarts > restart
         in_flight = in_flight or await self._fell(job, restart, begun)
         if job is None or track is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
@@ -361,12 +361,12 @@ class Recoveries:
         try:
             self.say(raw_id, restart, "taken_over", "", "by a restarted controller")
             helper = recovery.rescue(job, names["survivors"], names["dead"])
-            alive = {r.name for r in await self.slurm.reservations()}
+            alive = {r.name for r in await self.slurm.read_reservations()}
             there = [name for name in reserved if name in alive]
             helper.held.name = there[-1] if there else ""
             for name in there[:-1]:
                 await self._delete(job, name)
-            nodes = await self.slurm.nodes()
+            nodes = await self.slurm.read_nodes()
             helper.held.wanted = recovery.wanted(job, nodes, len(names["dead"]))
             if not helper.held.name:
                 await helper.reserve(job, nodes, helper.held.wanted)
@@ -414,7 +414,7 @@ class Recoveries:
         if recovery is not None and verdict is not None and verdict.act is Act.FENCE:
             await recovery.fence(host, None)
             return
-        await self.slurm.node_resume(host)
+        await self.slurm.resume_node(host)
         why = verdict.why if verdict is not None else "the job is gone"
         self.say(raw_id, restart, "resumed", host, f"undid the drain of an interrupted recovery: {why}")
 
@@ -429,8 +429,8 @@ class Recoveries:
             return False  # the job's copies are gone
         if job.state == COMPLETED and not await self._unfinished(job.raw_id, restart):
             return False
-        nodes = await self.slurm.nodes()
-        return any(n in nodes and nodes[n].down for n in begun)
+        nodes = await self.slurm.read_nodes()
+        return any(n in nodes and nodes[n].is_down for n in begun)
 
     async def _unfinished(self, raw_id: int, restart: int) -> bool:
         """Return whether agents report that the training of this incarnation has not finished.
@@ -446,8 +446,8 @@ class Recoveries:
 
     async def _not_down(self, host: str) -> Node | None:
         """Return the node as it is now; None if it is DOWN or unknown."""
-        node = (await self.slurm.nodes()).get(host)  # all nodes are read: a query for a removed node is an error
-        return None if node is None or node.down else node
+        node = (await self.slurm.read_nodes()).get(host)  # all nodes are read: a query for a removed node is an error
+        return None if node is None or node.is_down else node
 
     async def _still_drained(self, host: str) -> bool:
         """Return whether the controller has drained the node and it is not DOWN.

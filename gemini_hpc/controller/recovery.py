@@ -189,12 +189,12 @@ class Recovery:
             UnknownJob: The job is gone.
             SlurmError: Slurm did not answer.
         """
-        slurm, job = self._home.slurm, await self._home.slurm.job(self._track.raw_id)
+        slurm, job = self._home.slurm, await self._home.slurm.read_job(self._track.raw_id)
         self._track.learn(job)
-        nodes = await slurm.nodes()
+        nodes = await slurm.read_nodes()
         # Slurm cannot be queried about nodes without a record. No action is taken on them either.
         names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
-        owners = await slurm.owners(names) if names else {}
+        owners = await slurm.read_owners(names) if names else {}
         up_s = await self._home.primary.up_s()
         return SlurmFacts(clock.monotonic(), job, nodes, owners, up_s)
 
@@ -374,7 +374,7 @@ class Recovery:
     def _alive(self, dead: list[str], facts: SlurmFacts) -> list[str]:
         """Return all other nodes of the job that Slurm does not consider DOWN. The survey finds out which answer."""
         members = self._track.members(self.restart)
-        return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].down]
+        return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].is_down]
 
     def _soon(self, suspect: Suspect) -> bool:
         """Return whether a suspect may soon be confirmed: it is silent, or was just reported."""
@@ -542,7 +542,7 @@ class Recovery:
         began = clock.monotonic()
         self.note("requeue", "before", state=job.state)
         try:
-            await self._home.slurm.requeue(job)
+            await self._home.slurm.requeue_job(job)
         except SlurmUnreachable:
             raise
         except SlurmError as exc:
@@ -630,7 +630,7 @@ class Recovery:
         self.note("down", "before", node=host, user_id=self._track.user_id)
         if host in self.suspects:
             self.suspects[host].down = True  # counts as fenced from here on
-        await self._home.slurm.node_down(host, reason)
+        await self._home.slurm.set_node_down(host, reason)
         self.note("down", "after", node=host)
         self._home.lemons.add(host, "fenced", self._track.raw_id, "no answer from slurmd and agent")
         self.say("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")

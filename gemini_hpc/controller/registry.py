@@ -259,7 +259,7 @@ class Track:
             return
         self.stored.slurmds_of, self.stored.slurmds = job.restarts, {}
         try:
-            nodes = await slurm.nodes(self.members(job.restarts))
+            nodes = await slurm.read_nodes(self.members(job.restarts))
         except SlurmError:
             self.stored.slurmds_of = -1
             return

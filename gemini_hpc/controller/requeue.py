@@ -120,7 +120,7 @@ class Requeue:
 
     async def _bar(self, job: Job) -> None:
         """Exclude the nodes that Slurm would not allocate to this job."""
-        partitions, reservations = await asyncio.gather(self.slurm.partitions(), self.slurm.reservations())
+        partitions, reservations = await asyncio.gather(self.slurm.read_partitions(), self.slurm.read_reservations())
         own = {self.held.name, self.own_request, job.reservation}
         survivors = set(self.survivors.names)
         others = [
@@ -186,7 +186,7 @@ class Requeue:
 
     async def _step(self, began: float) -> str:
         try:
-            job = await self.slurm.job(self.raw_id)
+            job = await self.slurm.read_job(self.raw_id)
         except UnknownJob:
             return "gone"
         self.seen(job)
@@ -233,7 +233,7 @@ class Requeue:
         return "running"
 
     async def _ended(self, job: Job) -> str:
-        may = self.may_requeue and job.requeue and not self._requeued and job.restarts == self.restart
+        may = self.may_requeue and job.may_requeue and not self._requeued and job.restarts == self.restart
         well = job.state == COMPLETED and (self.finished() or self.goes_on())
         if not may or job.state not in CUT_SHORT or well:
             return job.state
@@ -246,7 +246,7 @@ class Requeue:
             return ""
         self._requeued = True
         self.note("requeue", "before", state=job.state)
-        await self.slurm.requeue(job)
+        await self.slurm.requeue_job(job)
         self.note("requeue", "after")
         self.say("sent_back", "", why)
         return ""
@@ -275,7 +275,7 @@ class Requeue:
         elif job.start_time <= clock.time() and self._nudge_at <= clock.time():
             # Slurm checks start times only every sched_interval (60 s by default); an update makes it check now.
             self._nudge_at = clock.time() + NUDGE_AFTER_S
-            await self.slurm.nudge(job)
+            await self.slurm.nudge_scheduler(job)
         return ""
 
     async def _set_start(self, job: Job) -> None:
@@ -300,15 +300,15 @@ class Requeue:
 
         `reservation` replaces the user's own reservation.
         """
-        job = await self.slurm.job(self.raw_id)
+        job = await self.slurm.read_job(self.raw_id)
         wanted = self.own_request if reservation is None else reservation
         states = (PENDING,) if reservation is None else (PENDING, COMPLETING)
-        if job.state not in states or not job.actable:
+        if job.state not in states or not job.is_actable:
             return
         if set(job.req_nodes) == set(self.original) and job.reservation == wanted:
             return
         self.note("pin", "before", nodes=self.original)
-        await self.slurm.pin(job, self.original, wanted)
+        await self.slurm.pin_job(job, self.original, wanted)
         self.pinned(False)
         self._pinned = None
         self.say("unpinned", "", f"{why}: restored the job's original node request")
@@ -330,7 +330,7 @@ class Requeue:
         self.note("pin", "before", nodes=list(nodes))
         self.pinned(True)
         began = clock.monotonic()
-        await self.slurm.pin(job, nodes, self.held.name)
+        await self.slurm.pin_job(job, nodes, self.held.name)
         again, self._pinned = self._pinned is not None, nodes
         self.note("pin", "after")
         self.say("repinned" if again else "pinned", "", f"{','.join(nodes) or 'no survivor'} {ms(began)}")
@@ -354,8 +354,8 @@ class Requeue:
     async def _poll(self) -> None:
         ask = clock.monotonic() - self._asked_at >= ASK_S or not self._nodes
         if ask:
-            self._nodes = await self.slurm.nodes()
-            job = await self.slurm.job(self.raw_id)
+            self._nodes = await self.slurm.read_nodes()
+            job = await self.slurm.read_job(self.raw_id)
             await self._bar(job)
         await self.survivors.probe_survivors(self._nodes)
         if self._pending_since is None:

@@ -28,8 +28,8 @@ def candidates(job: Job, nodes: Mapping[str, Node], without: Iterable[str], rese
     Nodes in `without` are not wanted; nodes in `reserved` are held by others.
     """
     barred = set(without) | set(reserved)
-    able = [n for n in nodes.values() if n.name not in barred and n.up and fits(job, n)]
-    return sorted(able, key=lambda n: (not n.idle, n.name))
+    able = [n for n in nodes.values() if n.name not in barred and n.is_up and fits(job, n)]
+    return sorted(able, key=lambda n: (not n.is_idle, n.name))
 
 
 # Slurm's spellings in `State=`, from 22.05 on: MAINT and MAINTENANCE, REBOOT_REQUESTED and REBOOT_ISSUED, ...
@@ -48,7 +48,7 @@ def barred(
         reservations: Reservations that are not the job's own.
         ends_at: Unix time at which the job would end if it began now.
     """
-    if node.down:
+    if node.is_down:
         return f"the node is {node.state}"
     for flag in sorted(node.flags):
         if flag.startswith(_WITHHELD):

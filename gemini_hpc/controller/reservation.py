@@ -93,13 +93,13 @@ class Held:
             self.say("reserved", "", f"the job's own reservation {job.reservation} is kept")
             return
         async with self.reserving:
-            others = await self.slurm.reservations()
+            others = await self.slurm.read_reservations()
             if alone:
                 for left in [r.name for r in others if self.is_mine(r.name)]:
                     await self.drop(left)
                 others = [r for r in others if not self.is_mine(r.name)]
             await self._take_back(keep, others)
-            others = [r for r in await self.slurm.reservations() if not (alone and self.is_mine(r.name))]
+            others = [r for r in await self.slurm.read_reservations() if not (alone and self.is_mine(r.name))]
             taken = {n for r in others for n in r.nodes}
             held_now = [n for n in keep if n not in taken]
             spare = await self._candidates(job, nodes, {*keep, *without, *taken}, len(without), self.wanted)
@@ -133,13 +133,13 @@ class Held:
 
         Busy nodes are used only if there are too few idle ones. Nodes that did harm lately come last.
         """
-        unwanted = await self.slurm.excluded(self.raw_id)
+        unwanted = await self.slurm.read_excluded(self.raw_id)
         able = candidates(job, nodes, [*without, *unwanted], self.protected())
-        idle = sorted((n.name for n in able if n.idle), key=self.lemons)
-        busy = [n.name for n in able if not n.idle]
+        idle = sorted((n.name for n in able if n.is_idle), key=self.lemons)
+        busy = [n.name for n in able if not n.is_idle]
         if len(idle) >= missing or not busy:
             return idle[:most]
-        return (idle + sorted(await self.slurm.free_soonest(busy), key=self.lemons))[:most]
+        return (idle + sorted(await self.slurm.sort_by_end(busy), key=self.lemons))[:most]
 
     async def _take_back(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
         """Take survivors of this job out of other recoveries' reservations, where they are only candidates."""
@@ -169,20 +169,20 @@ class Held:
         if not self.name or self.own:
             return
         async with self.reserving:
-            reservations = await self.slurm.reservations()
+            reservations = await self.slurm.read_reservations()
             mine = next((r for r in reservations if r.name == self.name), None)
             if mine is None:
                 return
             rest = [n for n in mine.nodes if n not in without]
-            spare = [n for n in rest if n not in keep and n in nodes and nodes[n].up]
-            idle = sum(nodes[n].idle or "RESERVED" in nodes[n].flags for n in spare)
+            spare = [n for n in rest if n not in keep and n in nodes and nodes[n].is_up]
+            idle = sum(nodes[n].is_idle or "RESERVED" in nodes[n].flags for n in spare)
             taken = {n for r in reservations for n in r.nodes}
             more = [n for n in keep if n not in taken]
             if (missing := len(without) - idle) > 0:
                 most = max(self.wanted - len(spare), missing)
                 found = await self._candidates(job, nodes, {*keep, *without, *taken}, missing, most)
                 full = len(spare) >= self.wanted
-                more += [n for n in found if nodes[n].idle or not full]
+                more += [n for n in found if nodes[n].is_idle or not full]
             for chosen in ([*rest, *more], rest):
                 if chosen and chosen != list(mine.nodes) and await self._change(chosen, mine.nodes):
                     return
@@ -210,7 +210,7 @@ class Held:
     async def drop(self, name: str) -> None:
         """Detach this job from a reservation of ours and delete the reservation."""
         try:
-            job = await self.slurm.job(self.raw_id)
+            job = await self.slurm.read_job(self.raw_id)
             if job.reservation == name:
                 self.note("detach", "before", name=name)
                 await self.slurm.detach_reservation(job)
@@ -236,12 +236,12 @@ class Held:
             await self._evict(self.name)
 
     async def _evict(self, name: str) -> None:
-        for row in await self.slurm.attached(name):
+        for row in await self.slurm.read_attached(name):
             if row.raw_id == self.raw_id:
                 continue
             try:
-                job = await self.slurm.job(row.raw_id)
-                if job.reservation == name and job.actable:
+                job = await self.slurm.read_job(row.raw_id)
+                if job.reservation == name and job.is_actable:
                     self.note("evict", "before", name=name, job=row.raw_id)
                     await self.slurm.detach_reservation(job)
                     self.say("foreign_detached", "", f"job {job.id} had put itself into {name}")
@@ -282,12 +282,12 @@ async def sweep(slurm: SlurmApi, kept: Sequence[str], may: Callable[[Job | None]
         may: Returns whether acts on this job are allowed; None is a job that Slurm does not know.
     """
     dropped = []
-    for reservation in await slurm.reservations():
+    for reservation in await slurm.read_reservations():
         part = reservation.name.removeprefix(PREFIX).split("_")
         if not reservation.name.startswith(PREFIX) or not part[0].isdigit() or reservation.name in kept:
             continue
         try:
-            job = await slurm.job(int(part[0]))
+            job = await slurm.read_job(int(part[0]))
         except UnknownJob:
             if may(None):
                 await slurm.delete_reservation(reservation.name)

@@ -231,7 +231,7 @@ class Controller:
                 await asyncio.sleep(FRESH_JOB_S - age_s)
                 known = self._reads.get(raw_id)
         if known is None or clock.monotonic() - known[0] > JOB_CACHE_S:
-            future = asyncio.ensure_future(self.slurm.job(raw_id))
+            future = asyncio.ensure_future(self.slurm.read_job(raw_id))
             future.add_done_callback(_retrieve_exception)
             known = self._reads[raw_id] = (clock.monotonic(), future)
             self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
@@ -347,7 +347,7 @@ class Controller:
         try:
             async with asyncio.timeout(RESOLVE_S):
                 if name is None:
-                    name = (await self.slurm.nodes([host]))[host].address
+                    name = (await self.slurm.read_nodes([host]))[host].address
                 if not name:
                     return False
                 found = await asyncio.get_running_loop().getaddrinfo(await dialled_beside(name), None)

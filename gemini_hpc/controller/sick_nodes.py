@@ -52,7 +52,7 @@ def why_not(case: RedNodeCase) -> str:
         return "sick_nodes_per_day is 0"
     if case.node is None:
         return "Slurm does not know this node"
-    if case.node.withheld:
+    if case.node.is_withheld:
         return "the node is down or drained already"
     if case.drained >= case.allowed:
         return f"{case.drained} nodes drained within a day, {case.allowed} allowed"
@@ -97,7 +97,7 @@ class SickNodeDrains:
         self._lemons.add(host, "unhealthy", red.job, found)
         try:
             async with self._one:
-                nodes = await self._slurm.nodes([host])
+                nodes = await self._slurm.read_nodes([host])
                 allowed, drained = self._settings.sick_nodes_per_day, self._journal.drained(DAY_S)
                 why = why_not(RedNodeCase(nodes.get(host), allowed, drained))
                 if not why and (mode := self._gate.why_not(nodes[host].partitions)):
@@ -120,5 +120,5 @@ class SickNodeDrains:
     async def _drain(self, host: str, red: RedNode, found: str) -> None:
         reason = f"{REASON}, {found}, after job {red.job} restart {red.restart}"
         self._journal.write(NODES, "drain", "before", node=host, job=red.job)
-        await self._slurm.node_drain(host, reason)
+        await self._slurm.drain_node(host, reason)
         self._journal.write(NODES, "drain", "after", node=host)

@@ -98,7 +98,7 @@ def judge_withheld(act: WithheldAct, node: Node | None, job: Job | None, now: fl
         job: The job as Slurm has it; None if Slurm does not know it any more.
         now: Unix time in seconds.
     """
-    if node is not None and node.down:
+    if node is not None and node.is_down:
         return CONFIRMED, f"Slurm has {act.node} {node.state}"
     if node is not None and node.boot_time > act.t:
         return CONFIRMED, f"{act.node} has booted since"
@@ -194,7 +194,7 @@ class Withheld:
         """
         if not (pending := [a for a in self.acts if a.verdict == OPEN]):
             return
-        nodes = await slurm.nodes()  # all nodes are read: a query for a removed node is an error
+        nodes = await slurm.read_nodes()  # all nodes are read: a query for a removed node is an error
         jobs = {raw_id: await _job(slurm, raw_id) for raw_id in {a.job for a in pending}}
         for act in pending:
             verdict, evidence = judge_withheld(act, nodes.get(act.node), jobs[act.job], clock.time())
@@ -216,7 +216,7 @@ class Withheld:
 
 async def _job(slurm: SlurmReading, raw_id: int) -> Job | None:
     try:
-        return await slurm.job(raw_id)
+        return await slurm.read_job(raw_id)
     except SlurmUnreachable:
         raise
     except UnknownJob:

@@ -93,10 +93,10 @@ class Ending(FakeSlurm):
     def __init__(self, refuses: bool = False) -> None:
         self.current, self.refuses, self.noted = JOB, refuses, list[str]()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return self.current
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         return {JOB.raw_id: WatchedJob(JOB.raw_id, self.current.state, JOB.user_id, self.current.nodes)}
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
@@ -136,10 +136,10 @@ def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
 class Ended(Ending):
     """Three jobs that have ended. slurmdbd does not answer."""
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return dataclasses.replace(JOB, raw_id=raw_id, state="COMPLETED")
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         return {i: WatchedJob(i, "COMPLETED", JOB.user_id, JOB.nodes) for i in raw_ids}
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
@@ -199,7 +199,7 @@ def test_another_programs_comment_stays(
         return keeps_accounts
 
     monkeypatch.setattr(slurm_client, "find_tool", lambda name: os.fspath(tmp_path / name))
-    monkeypatch.setattr(Slurm, "accounting", accounting)
+    monkeypatch.setattr(Slurm, "has_accounting", accounting)
     asyncio.run(Slurm().note_end(dataclasses.replace(JOB, state="COMPLETED"), OURS, PREFIX))
     changes = [line for line in log.read_text().splitlines() if line.startswith(("scontrol", "sacctmgr"))]
     wanted = f"sacctmgr -i modify job where jobid={JOB.raw_id} set AdminComment={OURS}"

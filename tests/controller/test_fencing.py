@@ -102,7 +102,7 @@ def everything_holds(c: Case) -> bool:
         and not c.agent_linked
         and c.silent_s >= c.confirm_s
         and c.slurm_node is not None
-        and not c.slurm_node.down
+        and not c.slurm_node.is_down
         and (c.claim is Claim.TAKEN_OVER or c.witnesses == {"n1", "n3"})
         and not c.strangers
         and c.others_reached >= 9
@@ -125,7 +125,7 @@ def check(c: Case, verdict: Verdict) -> None:
         assert verdict.act in (Act.WAIT, Act.DISMISS), "what could not be asked is no ground for anything"
         assert verdict.act is Act.WAIT or c.slurmd is Port.ANSWERS or verdict.veto is Veto.JOB
     if verdict.act is Act.ADOPT:
-        assert c.slurm_node is not None and c.slurm_node.down and c.slurmd is not Port.ANSWERS
+        assert c.slurm_node is not None and c.slurm_node.is_down and c.slurmd is not Port.ANSWERS
     if verdict.act is Act.REQUEUE:
         assert c.claim is Claim.REPORTED and c.slurmd is Port.ANSWERS and c.slurm_node is REBOOTED
         assert c.agent is not Port.ANSWERS and not c.agent_linked
@@ -158,9 +158,9 @@ STATES = ("RUNNING", "CONFIGURING", "COMPLETING", "PENDING", "FAILED", "NODE_FAI
           "TIMEOUT", "SUSPENDED")  # fmt: skip
 ODD: tuple[dict[str, Any], ...] = (
     {},
-    {"het": True},
-    {"requeue": False},
-    {"batch": False},
+    {"is_het": True},
+    {"may_requeue": False},
+    {"is_batch": False},
     {"array_job_id": 1, "array_task_id": "1-3"},
 )
 
@@ -228,8 +228,8 @@ def test_vetoes() -> None:
         (Act.LEAVE, "3 silent now", {"silent": 3}),
         (Act.LEAVE, "budget of this user: 2", {"user_fenced": 2, "budget": 100}),
         (Act.DISMISS, "allocation", {"node": "n4"}),
-        (Act.DISMISS, "heterogeneous", {"het": True}),
-        (Act.DISMISS, "--requeue", {"requeue": False}),
+        (Act.DISMISS, "heterogeneous", {"is_het": True}),
+        (Act.DISMISS, "--requeue", {"may_requeue": False}),
         (Act.DISMISS, "again", {"restarts": 1}),
         (Act.DISMISS, "restart 0", {"restarts": 2}),
         (Act.DISMISS, "long before", {"state": "FAILED", "end_time": JOB.start_time + 100}),

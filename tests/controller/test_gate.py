@@ -46,10 +46,10 @@ class Recorder(FakeSlurm):
     def __init__(self, of: str) -> None:
         self.of, self.done = of, list[str]()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return dataclasses.replace(JOB, partition=self.of)
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         return {n: parse_node(f"NodeName={n} NodeAddr={n} CPUTot=4 State=IDLE Partitions={self.of}") for n in names}
 
 
@@ -91,7 +91,14 @@ def test_every_act(act: str) -> None:
 
 def test_nobody_goes_round_the_gate() -> None:
     """Every public call of the real client is a known question or an act; the controller has no other Slurm."""
-    questions = public(SlurmReading) | {"queue", "history", "configuration", "release", "way", "close"}
+    questions = public(SlurmReading) | {
+        "read_queue",
+        "read_history",
+        "read_configuration",
+        "read_release",
+        "choose_way",
+        "close",
+    }
     assert public(Slurm) - questions == set(ACTS)
     assert public(GatedSlurm) == public(SlurmReading) | set(ACTS)
     made = {}
@@ -127,9 +134,9 @@ def test_a_waiting_job_of_several_partitions() -> None:
 class Watched(TwoJobs):
     """`TwoJobs`, where any act is written down."""
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         self.done.append("requeue")
-        await super().requeue(job)
+        await super().requeue_job(job)
 
 
 @pytest.mark.slow

@@ -30,10 +30,10 @@ class ScriptedSlurm(FakeSlurm):
         line = f"NodeName=n1 NodeAddr=n1 CPUTot=4 State=DOWN+DRAIN BootTime={boot} Reason={reason} [slurm@now]"
         self.node, self.resumed, self.keeps = parse_node(line), 0, keeps
 
-    async def nodes(self, names: Any = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Any = ()) -> dict[str, Node]:
         return {"n1": self.node}
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         self.resumed += 1
         if self.keeps:
             self.node = dataclasses.replace(self.node, state="IDLE", flags=frozenset())

@@ -46,10 +46,10 @@ class TwoJobs(HalfDone):
         self.setting_down: Callable[[], None] = lambda: None
         self.asked: Callable[[set[str]], None] = lambda names: None
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return self.jobs[raw_id]
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         self.setting_down()
         await asyncio.sleep(0.3)
         self.done.append(f"down {name}")
@@ -59,22 +59,22 @@ class TwoJobs(HalfDone):
                 self.jobs[job.raw_id] = dataclasses.replace(job, state="COMPLETING")
         return self.all[name]
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         self.jobs[job.raw_id] = dataclasses.replace(job, state="PENDING", restarts=job.restarts + 1)
         if self.requeue_refused:
             raise SlurmError(self.requeue_refused)
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)}")
         return job
 
     async def set_start_time(self, job: Job, start: str) -> None: ...
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         self.asked(set(names))
-        return await super().owners(names)
+        return await super().read_owners(names)
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return [Reservation(n, tuple(nodes), ("u",), "ACTIVE", frozenset()) for n, nodes in self.held.items()]
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
@@ -89,13 +89,13 @@ class TwoJobs(HalfDone):
     async def delete_reservation(self, name: str) -> bool:
         return self.held.pop(name, None) is not None
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return ()
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         return list(names)
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
 

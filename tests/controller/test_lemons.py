@@ -90,7 +90,7 @@ def test_a_node_that_did_harm_is_chosen_last(kept: Lemons) -> None:
             slurm.states |= {"n4": "ALLOCATED", "n5": "ALLOCATED"}
         held = Held(slurm=slurm, raw_id=1, user_id=5001, say=nothing, note=nothing, wanted=wanted, lemons=kept.count)
         job = dataclasses.replace(PENDING, partition="main")
-        await held.reserve(job, await slurm.nodes(), ["n1", "n3"], ["n2"])
+        await held.reserve(job, await slurm.read_nodes(), ["n1", "n3"], ["n2"])
         (found,) = slurm.held.values()
         return list(found)
 

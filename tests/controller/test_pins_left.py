@@ -40,13 +40,13 @@ class Waits(FakeSlurm):
     def __init__(self, job: Job) -> None:
         self.current, self.done = job, list[str]()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return self.current
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         return {FIRST.raw_id: WatchedJob(FIRST.raw_id, self.current.state, FIRST.user_id, self.current.nodes)}
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)} in {reservation or 'none'}")
         self.current = dataclasses.replace(self.current, req_nodes=tuple(nodes), reservation=reservation)
         return self.current

@@ -102,7 +102,7 @@ def test_a_read_that_fails_when_nobody_waits_any_more_is_no_fault(tmp_path: Path
     answered, complaints = asyncio.Event(), list[Any]()
 
     class Slow(FakeSlurm):
-        async def job(self, raw_id: int) -> Job:
+        async def read_job(self, raw_id: int) -> Job:
             await answered.wait()
             raise UnknownJob("Invalid job id specified")
 

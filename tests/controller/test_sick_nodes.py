@@ -72,10 +72,10 @@ class Scene(FakeSlurm):
             lambda kind, raw_id, host, why: self.alerts.append((kind, host)),
         )
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         return {name: node("MIXED+DRAIN" if name in self.drained else "MIXED", name) for name in names}
 
-    async def node_drain(self, name: str, reason: str) -> None:
+    async def drain_node(self, name: str, reason: str) -> None:
         if self.refuses:
             raise SlurmError("no")
         self.drained[name] = reason

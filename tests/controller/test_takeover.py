@@ -49,34 +49,34 @@ class HalfDone(FakeSlurm):
         self.boot = 0.0
         self.done: list[str] = []
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         if self.current is None:
             raise UnknownJob("gone")
         return self.current
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         wanted = list(names)
         return {n: node for n, node in self.all.items() if not wanted or n in wanted}
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         return {n: {(JOB.user_id, JOB.raw_id), *self.strangers} for n in names}
 
-    async def config(self) -> SlurmConfig:
+    async def read_config(self) -> SlurmConfig:
         return SlurmConfig((("ctl", "ctl"),), "/x", self.boot, {})
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return []
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         return {"main": "UP"}
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         self.done.append(f"down {name}")
         self.all[name] = dataclasses.replace(self.all[name], state="DOWN", reason=reason)
         self.current = dataclasses.replace(JOB, state="COMPLETED", restarts=JOB.restarts)
         return self.all[name]
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         self.done.append(f"resume {name}")
         self.all[name] = dataclasses.replace(self.all[name], flags=frozenset())
 
@@ -154,9 +154,9 @@ def test_a_node_that_we_have_not_drained_is_left_alone(tmp_path: Path, reason: s
 class Meddled(HalfDone):
     """An administrator takes the node back while it is being judged."""
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         self.all["n2"] = dataclasses.replace(self.all["n2"], reason="", flags=frozenset())
-        return await super().owners(names)
+        return await super().read_owners(names)
 
 
 def test_a_node_that_is_taken_back_while_it_is_judged_is_left_alone(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ class Reserving(HalfDone):
         self.held: dict[str, list[str]] = {}
         self.at_create: Callable[[str], None] = lambda name: None
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
@@ -260,13 +260,13 @@ class Reserving(HalfDone):
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
         self.held[name] = list(nodes)
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return ()
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         return list(names)
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
 
@@ -395,7 +395,7 @@ def test_a_node_that_slurm_has_no_record_of_any_more_is_done_with(tmp_path: Path
     """`scontrol show node` of one that was removed fails: all nodes are asked for."""
 
     class Removed(Reserving):
-        async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+        async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
             if "n2" in list(names):
                 raise SlurmError("Node n2 not found")
             return {n: node for n, node in self.all.items() if n != "n2"}
@@ -451,7 +451,7 @@ class Waiting(Reserving):
         self.current = dataclasses.replace(JOB, state="PENDING", restarts=JOB.restarts + 1, nodes=())
         self.held[NAME] = ["n1", "n3"]
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)}")
         return job
 

@@ -29,7 +29,7 @@ class Failed(Waiting):
         self.all["n2"] = dataclasses.replace(self.all["n2"], state=node)
         self.current = dataclasses.replace(JOB, state=state, nodes=(), end_time=time.time() - ago_s)
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         self.done.append("requeue")
         self.current = dataclasses.replace(job, state="RUNNING", restarts=job.restarts + 1, nodes=("n1", "n3", "n4"))
 
