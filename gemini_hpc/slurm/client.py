@@ -41,7 +41,7 @@ from gemini_hpc.slurm.ways import ApiReader, Surprise, Unreadable, Way
 
 log = logging.getLogger("gemini_hpc.controller")
 T = TypeVar("T")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # Slurm's own MessageTimeout, by default
 PARALLEL_COMMANDS = 4
 _DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
 _IDS_PER_CALL = 400

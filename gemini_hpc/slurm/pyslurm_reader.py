@@ -33,7 +33,7 @@ T = TypeVar("T")
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pyslurm_worker.py")
 # Importing takes part of this time; an import that finds no configuration can hang for a minute.
 START_TIMEOUT_S = 5.0
-KILLED_WITHIN_S = 1.0
+KILLED_WITHIN_S = 1.0  # a worker that SIGKILL has not ended by then hangs in the kernel
 MAX_ANSWER_BYTES = 256 << 20  # for a cluster with 100,000 nodes
 
 
