@@ -111,7 +111,7 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
     settings = facts.settings
     if not settings.controller_hosts():
         raise RefusedError("controller_host is empty: without a controller there is nothing to see")
-    if mode := Gate(settings).why_not([partition]):
+    if mode := Gate(settings).explain_refusal([partition]):
         raise RefusedError(f"the controller would not act ({mode}): see docs/first_month.md")
     if not settings.canary_program:
         raise RefusedError("canary_program is not set, so that slurmd could not be started again: see docs/admin.md")

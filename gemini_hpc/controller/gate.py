@@ -1,7 +1,7 @@
 """The gate before every act on Slurm: one rule decides by the site's `mode` whether an act may be done.
 
 The controller and the epilog's hold get Slurm only through `GatedSlurm`. Callers that prepare an act for long ask the
-same rule first (`Gate.why_not`), and record what they leave undone (`withheld.Withheld`).
+same rule first (`Gate.explain_refusal`), and record what they leave undone (`withheld.Withheld`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gate:
         self.mode = settings.mode
         self._canary = frozenset(settings.canary_partitions)
 
-    def why_not(self, partitions: Iterable[str]) -> str:
+    def explain_refusal(self, partitions: Iterable[str]) -> str:
         """Return why no act may touch a job or node of these partitions; "" if it may.
 
         Args:
@@ -43,9 +43,9 @@ class Gate:
             return ""
         return f'mode = "canary", and {",".join(named) or "no partition"} is not in canary_partitions'
 
-    def why_not_job(self, job: Job | None) -> str:
+    def explain_job_refusal(self, job: Job | None) -> str:
         """Return why no act may touch this job; "" if it may. None is a job that Slurm no longer knows."""
-        return self.why_not(job.partition.split(",") if job is not None else ())
+        return self.explain_refusal(job.partition.split(",") if job is not None else ())
 
 
 class GatedSlurm(SlurmApi):
@@ -74,10 +74,10 @@ class GatedSlurm(SlurmApi):
     async def _check_node(self, what: str, name: str) -> None:
         if self._gate.mode != ACT and name not in self._of_node:
             await self.read_nodes([name])
-        self._check(f"{what} of node {name}", self._gate.why_not(self._of_node.get(name, ())))
+        self._check(f"{what} of node {name}", self._gate.explain_refusal(self._of_node.get(name, ())))
 
     def _check_job(self, what: str, job: Job) -> None:
-        self._check(f"{what} of job {job.id}", self._gate.why_not_job(job))
+        self._check(f"{what} of job {job.id}", self._gate.explain_job_refusal(job))
 
     async def _check_reservation(self, what: str, name: str) -> None:
         """Check an act on a reservation of ours, whose name has the job's number."""
@@ -86,7 +86,7 @@ class GatedSlurm(SlurmApi):
         if self._gate.mode != ACT and raw_id and raw_id not in self._of_job:
             with suppress(UnknownJob):
                 await self.read_job(raw_id)
-        self._check(f"{what} of reservation {name}", self._gate.why_not(self._of_job.get(raw_id, ())))
+        self._check(f"{what} of reservation {name}", self._gate.explain_refusal(self._of_job.get(raw_id, ())))
 
     # ---- queries ---------------------------------------------------------------------------------------
 

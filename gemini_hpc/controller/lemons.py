@@ -45,7 +45,7 @@ Visits = dict[str, list[Visit]]
 _decoder = msgspec.json.Decoder(Visits)
 
 
-def read(path: str, since: float) -> Visits:
+def read_visits(path: str, since: float) -> Visits:
     """Return the entries after `since` by node, oldest first.
 
     Raises:
@@ -66,7 +66,7 @@ class Lemons:
         if not days:
             return
         try:
-            self._visits = read(self._path, self._since())
+            self._visits = read_visits(self._path, self._since())
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as exc:
@@ -75,7 +75,7 @@ class Lemons:
     def _since(self) -> float:
         return clock.time() - self._days * DAY_S
 
-    def add(self, node: str, what: str, job: int, why: str) -> None:
+    def add_visit(self, node: str, what: str, job: int, why: str) -> None:
         """Add an entry. A node that is red after several lives of one job counts once for that job."""
         visits = self._visits.get(node, [])
         if not self._days or (what != "fenced" and any((v.what, v.job) == (what, job) for v in visits)):
@@ -93,11 +93,11 @@ class Lemons:
         since = self._since()
         return [visit for visit in self._visits.get(node, ()) if visit.t >= since]
 
-    def count(self, node: str) -> int:
+    def count_visits(self, node: str) -> int:
         """Return the number of entries of a node, at most `MOST_VISITS`."""
         return len(self._fresh(node))
 
-    def rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
+    def list_rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
         """Return the rows of those nodes that have entries, worst first, without any text about other jobs."""
         found = [(node, visits) for node in nodes if (visits := self._fresh(node))]
         found.sort(key=lambda entry: (-len(entry[1]), entry[0]))

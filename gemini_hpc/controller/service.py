@@ -57,7 +57,7 @@ async def _act(settings: Settings, slurm: Slurm) -> None:
     first = True
     while True:
         primary = Primary(slurm)
-        config = await primary.wait()
+        config = await primary.wait_in_charge()
         try:
             controller = Controller(settings, slurm, primary, config.state_save)
         except LockTakenError as exc:
@@ -84,7 +84,7 @@ def main(settings: Settings, verbose: bool = False) -> int:
     """Run in the foreground until SIGTERM. Return 0, or 1 after one line on stderr."""
     logs.to(sys.stderr, verbose=verbose)
     try:
-        startup.become(settings)
+        startup.become_slurm_user(settings)
         startup.take_limits()
         find_tool("scontrol")
         asyncio.run(_main(settings))

@@ -62,7 +62,7 @@ class WithheldAct(msgspec.Struct, frozen=True):
     evidence: str = ""
     judged_at: float = 0.0
 
-    def same(self, act: str, job: int, restart: int, node: str) -> bool:
+    def is_same(self, act: str, job: int, restart: int, node: str) -> bool:
         """Return whether this is the same act: a node's drain is the same for all of its jobs while it is open."""
         if act == DRAIN:
             return (self.act, self.node, self.verdict) == (act, node, OPEN)
@@ -72,7 +72,7 @@ class WithheldAct(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(list[WithheldAct])
 
 
-def read(path: str) -> list[WithheldAct]:
+def read_acts(path: str) -> list[WithheldAct]:
     """Return the acts, oldest first.
 
     Raises:
@@ -83,7 +83,7 @@ def read(path: str) -> list[WithheldAct]:
         return _decoder.decode(f.read(MOST_BYTES))
 
 
-def score(acts: Iterable[WithheldAct]) -> dict[str, int]:
+def count_verdicts(acts: Iterable[WithheldAct]) -> dict[str, int]:
     """Return the number of acts by verdict."""
     counts = Counter(a.verdict for a in acts)
     return {verdict: counts[verdict] for verdict in VERDICTS}
@@ -144,13 +144,13 @@ class Withheld:
         self._told: set[tuple[str, int, int]] = set()
         self.acts: list[WithheldAct] = []
         try:
-            self.acts = read(self._path)
+            self.acts = read_acts(self._path)
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as exc:
             log.warning("event=withheld-not-read path=%s %s", self._path, exc)
 
-    def add(self, act: str, job: int, restart: int, node: str, why: str, mode: str) -> bool:
+    def record_act(self, act: str, job: int, restart: int, node: str, why: str, mode: str) -> bool:
         """Record an act that was not done; return False if it is known already.
 
         Args:
@@ -161,7 +161,7 @@ class Withheld:
             why: The reason for the act. No text of a user.
             mode: The reason why it was not done.
         """
-        if any(known.same(act, job, restart, node) for known in self.acts):
+        if any(known.is_same(act, job, restart, node) for known in self.acts):
             return False
         self.acts.append(WithheldAct(clock.time(), act, job, restart, node, why[:_WHY_CHARS]))
         self._save()

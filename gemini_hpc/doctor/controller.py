@@ -158,7 +158,7 @@ def harmful(facts: HostFacts) -> Outcome:
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
     try:
-        found = lemons.read(path, clock.time() - days * lemons.DAY_S)
+        found = lemons.read_visits(path, clock.time() - days * lemons.DAY_S)
     except FileNotFoundError:
         return ok("no node was fenced or found red yet")
     except (OSError, msgspec.MsgspecError) as exc:
@@ -191,7 +191,7 @@ def mode(facts: HostFacts) -> Outcome:
     facts.need_slurm_user("the controller's records")
     path = os.path.join(s.state_dir, withheld.FILE)
     try:
-        acts = withheld.read(path)
+        acts = withheld.read_acts(path)
     except FileNotFoundError:
         acts = []
     except (OSError, msgspec.MsgspecError) as exc:
@@ -199,7 +199,7 @@ def mode(facts: HostFacts) -> Outcome:
     if not acts:
         return ok(f"{where}; nothing was withheld yet")
     since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
-    count = withheld.score(acts)
+    count = withheld.count_verdicts(acts)
     told = f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
     told += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
     false = [a for a in acts if a.verdict == withheld.REFUTED]

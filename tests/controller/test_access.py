@@ -162,7 +162,7 @@ def test_operators_of_slurmdbd() -> None:
     for case in cases:
         kind, rows, yes = case
         database = Database(kind, rows)
-        who = Operators((), (0,), Accounting(database).operator)
+        who = Operators((), (0,), Accounting(database).is_operator)
         assert ask(who, GAMES.pw_uid) == [yes], case
         assert database.asked == (kind == "slurmdbd"), case
 
@@ -192,5 +192,5 @@ def tattling_slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
         called.append(" ".join((tool, *args)))
         return ""
 
-    monkeypatch.setattr(slurm.Slurm, "_run", run)
+    monkeypatch.setattr(slurm.Slurm, "_run_tool", run)
     return lambda: "\n".join(called)

@@ -124,7 +124,7 @@ def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
             await watch.poll_jobs()
 
     known = Registry(str(tmp_path / "jobs"))
-    known.track(JOB).save()
+    known.track_job(JOB).write_entry()
     for state in ("PENDING", "FAILED"):
         asyncio.run(work(watcher(known), state))
     for state in ("FAILED", "PENDING", "COMPLETED"):
@@ -152,12 +152,12 @@ def test_an_accounting_that_does_not_answer_is_awaited_once_for_all_jobs(tmp_pat
     logs = EventLogs(str(tmp_path / "jobs"))
     journal, lemons = Journal(str(tmp_path / "journal")), Lemons(str(tmp_path), 0)
     for raw_id in (JOB.raw_id, JOB.raw_id + 1, JOB.raw_id + 2):
-        known.track(dataclasses.replace(JOB, raw_id=raw_id)).save()
+        known.track_job(dataclasses.replace(JOB, raw_id=raw_id)).write_entry()
         logs.claim_log(raw_id, JOB.user_id)
     recoveries = Recoveries(settings, slurm, journal, logs, known, Primary(slurm), lemons)
     asyncio.run(JobWatch(settings, slurm, known, recoveries).poll_jobs())
     assert len(slurm.noted) == 1
-    ended = [any(e.name == "ended" for e in logs.read(i, JOB.user_id)) for i in known.jobs]
+    ended = [any(e.name == "ended" for e in logs.read_events(i, JOB.user_id)) for i in known.jobs]
     assert ended == [True] * 3, "all ends are known all the same"
 
 

@@ -59,9 +59,9 @@ def test_given_back(
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         return dict.fromkeys(targets, port)
 
-    monkeypatch.setattr(probe, "reached", reached)
+    monkeypatch.setattr(probe, "probe_ports", reached)
     slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
-    journal.write("1.0", "down", "before", node="n1")
+    journal.write_line("1.0", "down", "before", node="n1")
     look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal, Gate(Settings())).check_fenced
 
     async def many() -> None:
@@ -73,7 +73,7 @@ def test_given_back(
     assert slurm.resumed == times, "twice a day at most"
     journal.close()
     again = Journal(str(tmp_path / "journal"))
-    assert again.given_back("n1", give_back.DAY_S) == times and again.fenced_at()["n1"] <= time.time()
+    assert again.count_given_back("n1", give_back.DAY_S) == times and again.read_fence_times()["n1"] <= time.time()
     again.close()
 
 
@@ -100,9 +100,9 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         return dict.fromkeys(targets, Port.ANSWERS)
 
-    monkeypatch.setattr(probe, "reached", reached)
+    monkeypatch.setattr(probe, "probe_ports", reached)
     slurm, journal = ScriptedSlurm(REASON, NEW, keeps=True), Journal(str(tmp_path / "journal"))
-    journal.write("1.0", "down", "before", node="n1")
+    journal.write_line("1.0", "down", "before", node="n1")
     look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal, Gate(Settings())).check_fenced
 
     async def many() -> None:
@@ -113,7 +113,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
                 slurm.node = dataclasses.replace(slurm.node, state=state)
 
     asyncio.run(many())
-    assert slurm.resumed == 1 and journal.given_back("n1", give_back.DAY_S) == 1
+    assert slurm.resumed == 1 and journal.count_given_back("n1", give_back.DAY_S) == 1
     journal.close()
 
 
@@ -129,4 +129,4 @@ def test_what_others_have_drained_keeps_their_reason() -> None:
         state, reason, kept = case
         reasons = f" Reason={reason}" if reason else ""
         node = parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")
-        assert give_back.drained_for(node) == kept, case
+        assert give_back.find_drain_reason(node) == kept, case

@@ -59,9 +59,9 @@ class Waits(FakeSlurm):
 def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) -> list[str]:
     """What the watcher changes in some rounds after `wait_s`; `first`: what the controller had seen before."""
     known = Registry(str(path / "jobs"))
-    track = known.track(first or slurm.current)
+    track = known.track_job(first or slurm.current)
     if first is not None:
-        track.save()
+        track.write_entry()
         known = Registry(str(path / "jobs"))  # it was started anew since
     settings = Settings(state_dir=str(path))
     logs, journal = EventLogs(str(path / "jobs")), Journal(str(path / "journal"))
