@@ -22,7 +22,7 @@ log = logging.getLogger("gemini_hpc.controller")
 
 MAX_LOG_BYTES = 1 << 20
 TOLD_S = 60.0  # dropped events are reported at most once in this time
-KEPT_S = 14 * 86400.0  # older logs are removed when the controller starts
+KEPT_S = 14 * clock.DAY_S  # older logs are removed when the controller starts
 MAX_EVENTS_AT_ONCE = 256
 _CLOCK_SKEW_S = 3600.0  # an agent's time further from ours is replaced by ours
 _HEAD = "owner"

@@ -24,7 +24,6 @@ from gemini_hpc.slurm.facts import Node
 log = logging.getLogger("gemini_hpc.controller")
 
 PER_DAY = 2
-DAY_S = 86400.0
 MAX_INTERVAL_S = 10.0  # longest pause between two checks
 _STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
 
@@ -82,7 +81,8 @@ class GiveBack:
                 await self._resume(node)
 
     async def _resume(self, node: Node) -> None:
-        if self._journal.count_given_back(node.name, DAY_S) >= PER_DAY or self._gate.explain_refusal(node.partitions):
+        given_back = self._journal.count_given_back(node.name, clock.DAY_S)
+        if given_back >= PER_DAY or self._gate.explain_refusal(node.partitions):
             return
         self._journal.write_line(NODES, "resume", "before", node=node.name)
         await self._slurm.resume_node(node.name)

@@ -17,7 +17,7 @@ from gemini_hpc import clock
 from gemini_hpc.files import replace_file
 
 _COMPACT_BYTES = 1 << 20
-_KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
+_KEEP_S = clock.DAY_S  # a compacted journal keeps lines of the last day
 
 
 NODES = "nodes"  # the key of lines that belong to no recovery

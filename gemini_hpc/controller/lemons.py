@@ -20,7 +20,6 @@ log = logging.getLogger("gemini_hpc.controller")
 FILE = "lemons.json"
 MOST_NODES, MOST_VISITS = 1024, 16
 AGAIN = 2  # this many entries are worth a warning
-DAY_S = 86400.0
 MOST_BYTES = 8 << 20
 _WHY_CHARS = 150
 
@@ -73,7 +72,7 @@ class Lemons:
             log.warning("event=lemons-not-read path=%s %s", self._path, exc)
 
     def _since(self) -> float:
-        return clock.time() - self._days * DAY_S
+        return clock.time() - self._days * clock.DAY_S
 
     def add_visit(self, node: str, what: str, job: int, why: str) -> None:
         """Add an entry. A node that is red after several lives of one job counts once for that job."""

@@ -30,7 +30,6 @@ log = logging.getLogger("gemini_hpc.controller")
 EVERY_S = 15.0  # Prometheus' usual interval
 MOST_JOBS = 500  # whose agents are asked in a round, the newest first
 _AT_ONCE = 8  # jobs whose agents are asked at the same time
-DAY_S = 86400.0
 # the controller's own events that are counted
 EVENTS = (
     *("confirmed", "dismissed", "not_fenced", "down", "sent_back", "running", "goes_on", "held", "let_go"),
@@ -162,7 +161,7 @@ class Metrics:
         yield GaugeMetricFamily(
             "gemini_hpc_fence_budget_left", "Nodes that may still be fenced in it, by `fence_budget_nodes`.", left
         )
-        drained = journal.count_drained(DAY_S)
+        drained = journal.count_drained(clock.DAY_S)
         yield GaugeMetricFamily("gemini_hpc_drained_nodes", "Nodes drained as sick within a day.", drained)
         withheld = GaugeMetricFamily(
             "gemini_hpc_withheld_acts", "Acts that the mode withheld, by Slurm's verdict.", labels=["verdict"]

@@ -40,7 +40,7 @@ from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.controller.withheld import FENCE, REQUEUE
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.facts import PENDING, RUNNING, Job, Node
+from gemini_hpc.slurm.facts import PENDING, RUNNING, SLURMD_TIMEOUT_S, Job, Node
 from gemini_hpc.wire.inspect_schema import InspectAsk
 from gemini_hpc.wire.ports import candidates as agent_ports
 
@@ -53,7 +53,7 @@ AGAIN_S = 2.0  # retry for this long if our own reachability check fails or Slur
 RESERVE_S = 10.0  # retry for this long to reserve nodes if Slurm does not answer
 COLLECT_S = 0.3  # a new report is awaited for this long: more nodes may have died
 WATCH_S = 60.0  # a suspect is judged for this long before it is dismissed
-LEFT_S = 600.0  # nodes left to Slurm are watched for so long: SlurmdTimeout is 300 s by default
+LEFT_S = 2 * SLURMD_TIMEOUT_S  # nodes left to Slurm are watched for so long
 LINKED_FACTOR = 2.0  # an agent counts as connected if a message came within so many confirmation times
 MAX_SUSPECTS = 64
 ACTS = (Act.FENCE, Act.ADOPT, Act.REQUEUE)

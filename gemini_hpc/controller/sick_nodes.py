@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import NODES, Journal
@@ -23,7 +24,6 @@ from gemini_hpc.wire.controller import HealthVerdict, RedNode
 
 log = logging.getLogger("gemini_hpc.controller")
 
-DAY_S = 86400.0
 REASON = "gemini-hpc: sick"  # prefix of the Reason of nodes that are drained here
 _WORDS = {
     HealthVerdict.RED: "the health check is red",
@@ -98,7 +98,7 @@ class SickNodeDrains:
         try:
             async with self._one:
                 nodes = await self._slurm.read_nodes([host])
-                allowed, drained = self._settings.sick_nodes_per_day, self._journal.count_drained(DAY_S)
+                allowed, drained = self._settings.sick_nodes_per_day, self._journal.count_drained(clock.DAY_S)
                 why = explain_refusal(RedNodeCase(nodes.get(host), allowed, drained))
                 if not why and (mode := self._gate.explain_refusal(nodes[host].partitions)):
                     if self._withheld.record_act(DRAIN, red.job, red.restart, host, found, mode):

@@ -18,7 +18,7 @@ from gemini_hpc import clock
 from gemini_hpc.files import replace_file
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmReading
-from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, Job, Node
+from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, SLURMD_TIMEOUT_S, Job, Node
 
 log = logging.getLogger("gemini_hpc.controller")
 
@@ -28,10 +28,9 @@ OPEN, CONFIRMED, REFUTED = "open", "confirmed", "refuted"
 VERDICTS = (CONFIRMED, REFUTED, OPEN)
 WORDS = {FENCE: "fenced", REQUEUE: "requeued for", DRAIN: "drained"}
 LOOK_S = 10.0  # a job's end is visible for MinJobAge, 300 s by default
-WINDOW_S = 900.0  # three times Slurm's default SlurmdTimeout, after which Slurm itself sets a dead node DOWN
-DRAIN_WINDOW_S = 86400.0  # sick hardware is found by its next jobs
-DAY_S = 86400.0
-KEPT_S = 90 * DAY_S  # the first month and what came before
+WINDOW_S = 3 * SLURMD_TIMEOUT_S  # by then Slurm itself has set a dead node DOWN
+DRAIN_WINDOW_S = clock.DAY_S  # sick hardware is found by its next jobs
+KEPT_S = 90 * clock.DAY_S  # the first month and what came before
 MOST = 2000
 MOST_BYTES = 4 << 20
 _WHY_CHARS = 200

@@ -158,7 +158,7 @@ def harmful(facts: HostFacts) -> Outcome:
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
     try:
-        found = lemons.read_visits(path, clock.time() - days * lemons.DAY_S)
+        found = lemons.read_visits(path, clock.time() - days * clock.DAY_S)
     except FileNotFoundError:
         return ok("no node was fenced or found red yet")
     except (OSError, msgspec.MsgspecError) as exc:

@@ -11,6 +11,8 @@ CUT_SHORT = frozenset((FAILED, NODE_FAIL, COMPLETED))
 _STOPPED = frozenset(("SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"))
 _WAITING = frozenset((PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
 LIVE = _STOPPED | _WAITING | {RUNNING, COMPLETING, CONFIGURING}
+# Slurm sets a silent node DOWN after this time, unless slurm.conf has another SlurmdTimeout.
+SLURMD_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)

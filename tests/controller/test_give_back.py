@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import give_back, probe
 from gemini_hpc.controller.fencing import REASON, Port
@@ -73,7 +74,7 @@ def test_given_back(
     assert slurm.resumed == times, "twice a day at most"
     journal.close()
     again = Journal(str(tmp_path / "journal"))
-    assert again.count_given_back("n1", give_back.DAY_S) == times and again.read_fence_times()["n1"] <= time.time()
+    assert again.count_given_back("n1", clock.DAY_S) == times and again.read_fence_times()["n1"] <= time.time()
     again.close()
 
 
@@ -113,7 +114,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
                 slurm.node = dataclasses.replace(slurm.node, state=state)
 
     asyncio.run(many())
-    assert slurm.resumed == 1 and journal.count_given_back("n1", give_back.DAY_S) == 1
+    assert slurm.resumed == 1 and journal.count_given_back("n1", clock.DAY_S) == 1
     journal.close()
 
 
