@@ -37,13 +37,14 @@ def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: w
     _forgo_openssl()
     gc.disable()  # imports create no garbage, and every job waits for them
     from gemini_hpc.agent.daemon import serve
+    from gemini_hpc.agent.peers.identity import AgentIdentity
     from gemini_hpc.agent.tier import worker_process
 
     gc.freeze()
     gc.enable()
     worker_process.use(channel)
-    share = (args.share_bytes, args.share)
-    return serve(settings, job=args.job, uid=args.uid, node=args.node, directory=args.dir, again=again, share=share)
+    identity = AgentIdentity(settings, args.job, args.uid, args.node, args.dir, again)
+    return serve(identity, (args.share_bytes, args.share))
 
 
 def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore) -> int:

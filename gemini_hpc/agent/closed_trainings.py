@@ -10,15 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gemini_hpc import clock
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.agent.replicas.closings import Closings
-from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.replicas.replicas import Replicas
+from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.agent.tier.node_writer import NodeWriter
-from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.core.sequence import Closed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
@@ -38,18 +35,10 @@ class _Count(NamedTuple):
 class ClosedTrainings:
     """The closed trainings of one agent, as reported by its ranks, its peers and the root."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        trainings: Trainings,
-        store: Store,
-        closings: Closings,
-        saver: Saver,
-        writer: NodeWriter,
-        spawn: Spawn,
-    ) -> None:
-        self._membership, self._trainings, self._store = membership, trainings, store
-        self._closings, self._saver, self._writer, self._spawn = closings, saver, writer, spawn
+    def __init__(self, context: AgentContext, replicas: Replicas, tier: TierParts) -> None:
+        self._membership, self._spawn = context.membership, context.spawn
+        self._trainings, self._store, self._closings = replicas.trainings, replicas.store, replicas.closings
+        self._saver, self._writer = tier.saver, tier.writer
         self._round = (-1, 0)
         self._own: dict[str, _Count] = {}
         self._due: dict[str, float] = {}  # when this agent's own count is sent

@@ -9,10 +9,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.config import ConfigError
 from gemini_hpc.wire import controller, inspect_schema, peer, protocol
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
@@ -72,11 +69,9 @@ class Listener(Protocol):
 class ControllerLink:
     """A link that dials the controller for as long as the agent lives. Without a controller only speed is lost."""
 
-    def __init__(
-        self, identity: AgentIdentity, membership: Membership, listener: Listener, log: Log, spawn: Spawn
-    ) -> None:
-        self._identity, self._membership, self._listener = identity, membership, listener
-        self._log, self._spawn = log, spawn
+    def __init__(self, context: AgentContext, listener: Listener) -> None:
+        self._identity, self._membership, self._listener = context.identity, context.membership, listener
+        self._log, self._spawn = context.log, context.spawn
         self.notice = ""  # the controller's notice for users
         self.may_act = False  # the job is in a partition of the canary
         self._link: Link | None = None

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gemini_hpc import clock, logs
@@ -26,6 +26,7 @@ from gemini_hpc.agent.inspect_part import InspectView
 from gemini_hpc.agent.launches import Launches
 from gemini_hpc.agent.own_directory import OwnDirectory
 from gemini_hpc.agent.peer_server import PeerServer
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
@@ -43,6 +44,7 @@ from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Store
@@ -62,20 +64,22 @@ from gemini_hpc.agent.tier.keeps import NamedVersions
 from gemini_hpc.agent.tier.node_writer import NodeWriter
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.transfer.push_sender import PushSender
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.agent.wake_peers import Wake
-from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
 from gemini_hpc.wire import inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import LocalClient, LocalServer, Reply
+from gemini_hpc.wire.message import Message
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
+_Receive = Callable[[Incarnation, str, Any], None]  # with the peer's host and its message
 _log = logging.getLogger("gemini_hpc.agent")
 _HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # seconds in which a killed agent has released its memory and its directory
 _TICK_S = 0.2
@@ -86,178 +90,135 @@ _PLACE_S = 0.5  # pause between looks at the agent's own directory: a prolog wai
 class Agent:
     """The agent of one job on this node. `run` returns when all memory has been freed."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        job: int,
-        uid: int,
-        node: str,
-        directory: str,
-        again: bool,
-        share: tuple[int, str] = (0, ""),
-    ) -> None:
+    def __init__(self, identity: AgentIdentity, share: tuple[int, str] = (0, "")) -> None:
         """Create the agent's parts and connect them.
 
         Args:
-            settings: The site's settings.
-            job: The job's id.
-            uid: User id of the job's owner.
-            node: This node's name in Slurm.
-            directory: The job's directory on this node.
-            again: Another agent of the job has died here.
+            identity: The agent's identity.
             share: The job's share of the node's memory cap, as the prolog knows it; see `Budget`.
         """
-        me = self.identity = AgentIdentity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
-        me.address, me.interface = interface_address(settings.interface)
-        here = self.membership = Membership()
-        events = self._events = EventLog(node, lambda: here.restart, self._print)
-        log, spawn = events.log, Tasks(events.log).spawn
-        self._log, self._complain, self._spawn = log, events.log_rate_limited, spawn
+        self.identity, settings, directory = identity, identity.settings, identity.directory
+        identity.address, identity.interface = interface_address(settings.interface)
+        membership = self.membership = Membership()
+        events = EventLog(identity.node, lambda: membership.restart, self._print)
+        context = AgentContext(identity, membership, events, Tasks(events.log).spawn)
+        self._log, self._complain, self._spawn = events.log, events.log_rate_limited, context.spawn
         self._local: LocalServer | None = None
-        self._place = OwnDirectory(directory, uid)
+        self._place = OwnDirectory(directory, identity.uid)
         self._looked_at, self._told_gone = -math.inf, False
 
         self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
-        self.trainings = trainings = Trainings(node, here, store, self._notes, self._sealed, log)
+        self.trainings = trainings = Trainings(context, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
-        self._sick = sick = SickNodes(node, here, log, spawn, self._found_sick)
-        self.launches = Launches(
-            job, node, here, log, sick.ended, sick.unhealthy, lambda: trainings.begun, settings.health_check
-        )
-        self._hangs = Hangs(node, directory, settings.hang_s, here, trainings, self.launches, sick.hung, log, spawn)
+        self._sick = sick = SickNodes(context, self._found_sick)
+        self.launches = Launches(context, sick.ended, sick.unhealthy, lambda: trainings.begun)
+        self._hangs = Hangs(context, trainings, self.launches, sick.hung)
         stats, self._cpu = StatsStore(), CpuUse(settings, store)
-        tier = TierChoice(settings, uid, here)
-        rejections, closings = Rejections(self.pledges, log), Closings(here, self.pledges, log)
-        keeps = self.keeps = NamedVersions(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
-        self.controller_link = ControllerLink(me, here, self, log, spawn)
+        self.controller_link = ControllerLink(context, self)
         events.add_follower(self.controller_link.send_event)
+        self._predecessor = Predecessor(context, self.controller_link)
 
-        self._outlines = Outlines(node, here, spawn)
-        filling = SlotWrites(here, trainings, log, spawn, store.pool, self._outlines.completed)
-        incoming = PushReceiver(here, trainings, store, filling, log)
-        self.rescue = Rescue(
-            here,
-            store,
-            trainings,
-            self._outlines,
-            filling,
-            incoming.drop_peers,
-            log,
-            spawn,
-            self.controller_link.register,
+        outlines, rejections = Outlines(context), Rejections(self.pledges, events.log)
+        filling = SlotWrites(context, trainings, store.pool, outlines.completed)
+        closings = Closings(membership, self.pledges, events.log)
+        self._replicas = replicas = Replicas(store, trainings, filling, outlines, rejections, closings)
+
+        choice = TierChoice(settings, identity.uid, membership)
+        keeps = NamedVersions(context, self.pledges, rejections, choice, wanted=self._keep_wanted)
+        writer = NodeWriter(context, store)
+        saver = Saver(context, trainings, choice, keeps, rejections, writer, salvaging=lambda: self.salvage.busy)
+        self.salvage = Salvage(context, trainings, store, rejections, saver, writer)
+        tier = TierParts(choice, keeps, writer, saver, self.salvage)
+        self.keeps, self.saver = keeps, saver
+
+        self.transfers = Transfers(
+            PushReceiver(membership, trainings, store, filling, events.log),
+            PushSender(membership, store, filling, context.spawn),
+            PullScheduler(context, store, trainings, choice, self._predecessor),
         )
+        self.rescue = Rescue(context, replicas, self.transfers.incoming.drop_peers, self.controller_link.register)
         self.spares = Spares(
-            node,
-            here,
+            context,
             self.launches,
-            log,
-            spawn,
             self._begin_incarnation,
             self._left_out,
             first=self.rescue.wait_idle,
             costs=self.rescue.out_of_reach,
             hold=trainings.hold_ranks,
         )
-        self._predecessor = Predecessor(me, here, self.controller_link, spawn)
-        self.transfers = Transfers(
-            incoming,
-            PushSender(here, store, filling, spawn),
-            PullScheduler(me, here, store, trainings, tier, self._predecessor, log, spawn),
-        )
-        node_writer = NodeWriter(me, here, store, spawn)
-        self.saver = saver = Saver(
-            me, here, trainings, tier, keeps, rejections, node_writer, log, spawn, salvaging=lambda: self.salvage.busy
-        )
-        self._closed = ClosedTrainings(here, trainings, store, closings, saver, node_writer, spawn)
-        self.salvage = Salvage(node, here, trainings, store, rejections, saver, node_writer, log, spawn)
-        sessions = Sessions(
-            me, here, trainings, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
-        )
+        self._closed = closed = ClosedTrainings(context, replicas, tier)
         self.service = RankRequests(
-            node,
-            here,
-            sessions,
-            store,
-            trainings,
-            filling,
-            self.transfers.outgoing,
-            self.transfers.pulls,
-            saver,
-            keeps,
-            rejections,
-            self._closed,
-            self._outlines,
+            context,
+            Sessions(context, replicas, tier, stats, notice=lambda: self.controller_link.notice),
+            replicas,
+            self.transfers,
+            tier,
+            closed,
             self.rescue,
             stats,
-            PlainEnds(node, self.launches),
-            events,
-            spawn,
+            PlainEnds(identity.node, self.launches),
         )
         self.member = RecoveryMember(
-            me,
-            here,
+            context,
             self.state,
-            store,
-            trainings,
+            replicas,
             self.transfers,
-            saver,
-            self.salvage,
             tier,
-            rejections,
-            closings,
             self.service,
             self.controller_link,
             self._predecessor,
-            log,
-            spawn,
         )
-        self._retention = Retention(
-            settings,
-            here,
-            store.budget,
-            tier,
+        self._retention = Retention(context, store.budget, tier, self._farewell, clock.monotonic())
+        self._good_end = GoodEnd(context, trainings, tier, self._retention, lambda: self.finished)
+        self._waker = Wake(context, self.attach)
+        self._fence = SelfFence(context, self.controller_link, trainings)
+        self._view = InspectView(
+            context,
+            replicas,
             saver,
-            self.salvage,
-            spawn,
-            self._farewell,
-            clock.monotonic(),
-        )
-        self._good_end = GoodEnd(here, trainings, saver, keeps, self._retention, lambda: self.finished)
-        self._waker = Wake(me, here, self.attach, events, spawn)
-        self._fence = SelfFence(
-            settings.self_fence_s, settings.mode, here, self.controller_link, trainings, log, spawn
-        )
-        self._picture = InspectView(
-            me,
-            here,
-            trainings,
-            store,
             stats,
             self._cpu,
-            rejections,
-            saver,
             self.state,
-            events,
             live=self.rescue.live,
             kept_until=self._retention.kept_until,
         )
         self._peer_server = PeerServer(
-            me,
-            here,
+            context,
             store,
             self.transfers.incoming,
             self._waker,
-            FlushRequests(job, here, trainings, saver, self.salvage, spawn),
-            self._picture,
+            FlushRequests(context, trainings, saver, self.salvage),
+            self._view,
             lambda: self.member.inventory(verify=False),
             self.spares,
-            events.log_rate_limited,
-            barred=self._retention.barred,
-            taken=self._taken_over,
+            self._retention,
         )
+        self._receivers = self._register_receivers()
+        self._handlers: dict[type, Callable[[Any], local.Message | Awaitable[local.Message]]] = {
+            local.Attach: self.attach,
+            local.Epilog: self._epilog,
+            local.LaunchRequest: self.launches.ask,
+            local.VerdictRequest: self._verdict,
+        }
+
+    def _register_receivers(self) -> dict[type[Message], _Receive]:
+        """Return the receiver of each type of message from a peer."""
+        outlines, keeps, salvage = self._replicas.outlines, self.keeps, self.salvage
+        receivers: list[tuple[_Receive, Sequence[type[Message]]]] = [
+            (self.trainings.on_message, (peer.VoteUp, peer.DecisionDown)),
+            (self.launches.on_message, (peer.Launch,)),
+            (self._sick.on_message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)),
+            (self._closed.on_message, (peer.ClosedUp, peer.ClosedDown)),
+            (self._hangs.on_message, (peer.StandingUp, peer.HungDown)),
+            (self.spares.on_message, (peer.MoveUp, peer.HoldDown)),
+            (lambda _, host, m: outlines.on_outline(host, m), (peer.Outline, peer.OutlineDigest)),
+            (self.saver.on_message, (peer.SaveDown, peer.SaveUp, peer.SaveOver)),
+            (lambda _, host, m: keeps.on_message(host, m), (peer.KeepWish, peer.KeepDone)),
+            (lambda _, host, m: salvage.on_message(host, m), _SCAVENGES),
+        ]
+        return {kind: receive for receive, kinds in receivers for kind in kinds}
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -466,22 +427,7 @@ class Agent:
         here.detached = self.saver.succeeded = False
         self._retention.attached()
         self._good_end.attached()
-        mesh = Mesh(
-            me.settings,
-            job=me.job,
-            restart=m.restart,
-            uid=me.uid,
-            host=me.node,
-            instance=me.instance,
-            hosts=hosts,
-            on_link=self._on_link,
-            on_message=self._on_message,
-            on_dead=self._on_dead,
-            complain=self._complain,
-            expected=expected,
-            lost=m.lost,
-            on_view=self.spares.on_nodes_lost,
-        )
+        mesh = Mesh(me, m.restart, hosts, self, self._complain, expected=expected, lost=m.lost)
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
             self.member.attach(m)  # written to disk before any peer or the controller learns of it
@@ -571,53 +517,29 @@ class Agent:
             self.saver.detached(dead=dead)
         return local.Ok("hold" if hold else "detached", here.restart, self._sick.suspects_this_node)
 
-    def _taken_over(self, heir: int) -> None:
-        """Leave: another job of the owner has taken over all that it wanted of this one."""
-        self._retention.leave(clock.monotonic(), f"job {heir} has taken it over", save=False)
-
     # ---- peers -----------------------------------------------------------------------------------------
 
-    def _on_link(self, name: str) -> None:
+    def on_link(self, host: str) -> None:
+        """Handle a new link to a peer."""
         incarnation = self.membership.incarnation
         assert incarnation is not None  # the link belongs to it
-        incarnation.rounds.on_link(name)
-        self.trainings.on_link(incarnation, name)
-        self.launches.on_link(incarnation, name)
-        self._outlines.on_link(name)
-        self._closed.on_link(incarnation, name)
+        incarnation.rounds.on_link(host)
+        self.trainings.on_link(incarnation, host)
+        self.launches.on_link(incarnation, host)
+        self._replicas.outlines.on_link(host)
+        self._closed.on_link(incarnation, host)
 
-    def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
+    def on_message(self, host: str, message: protocol.AnyMessage) -> None:
+        """Handle a message of a peer."""
         incarnation = self.membership.incarnation
         assert incarnation is not None
-        rounds = incarnation.rounds
-        if rounds.on_message(name, message):
+        if incarnation.rounds.on_message(host, message):
             return
-        if isinstance(message, (peer.VoteUp, peer.DecisionDown)):
-            self.trainings.on_message(incarnation, name, message)
-        elif isinstance(message, peer.Launch):
-            self.launches.on_launch(incarnation, name, message)
-        elif isinstance(message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)):
-            self._sick.on_message(incarnation, name, message)
-        elif isinstance(message, (peer.ClosedUp, peer.ClosedDown)):
-            self._closed.on_message(incarnation, name, message)
-        elif isinstance(message, (peer.StandingUp, peer.HungDown)):
-            self._hangs.on_message(incarnation, name, message)
-        elif isinstance(message, (peer.MoveUp, peer.HoldDown)):
-            self.spares.on_message(incarnation, name, message)
-        elif isinstance(message, (peer.Outline, peer.OutlineDigest)):
-            self._outlines.on_outline(name, message)
-        elif isinstance(message, peer.SaveDown) and name == rounds.parent:
-            self.saver.wanted(message)
-        elif isinstance(message, peer.SaveUp) and name in rounds.children:
-            self.saver.on_report(message)
-        elif isinstance(message, peer.SaveOver) and name == rounds.parent and message.round == rounds.round:
-            self.saver.ended()
-        elif isinstance(message, (peer.KeepWish, peer.KeepDone)):
-            self.keeps.on_message(name, message)
-        elif isinstance(message, _SCAVENGES):
-            self.salvage.on_message(name, message)
+        if (receive := self._receivers.get(type(message))) is not None:
+            receive(incarnation, host, message)
 
-    def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
+    def on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
+        """Handle the death of a peer, see `MeshListener`."""
         if self.membership.incarnation is None or not self.deaths_matter(clock.monotonic()):
             return
         if not self.membership.detached:
@@ -628,6 +550,10 @@ class Agent:
         self.rescue.died()
         self.controller_link.report(host, witnesses)
         self.spares.died()
+
+    def on_nodes_lost(self, hosts: tuple[str, ...]) -> None:
+        """Handle the view of a peer that goes on without these nodes."""
+        self.spares.on_nodes_lost(hosts)
 
     def _found_sick(self, host: str, why: str) -> None:
         """Leave a node that is alive and does harm, if a spare replaces it."""
@@ -654,7 +580,7 @@ class Agent:
 
     def inspect(self, request: int) -> inspect_schema.InspectPart:
         """Return this node's view of the job."""
-        return self._picture.part(request)
+        return self._view.part(request)
 
     def ends_in(self, left_s: int | None) -> None:
         """Note that Slurm ends the job in so many seconds. None means that no time is set."""
@@ -690,23 +616,19 @@ class Agent:
     # ---- the local socket ------------------------------------------------------------------------------
 
     async def _handle_local(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
+        handle = self._handlers.get(type(request))
+        is_given = isinstance(request, local.TakeOver)
+        if handle is None and not is_given:
+            return await self.service.handle(client, request, fds)
+        for fd in fds:
+            os.close(fd)
         if isinstance(request, local.TakeOver):
-            for fd in fds:
-                os.close(fd)
             return handover.give_copy(request, self.store, self._retention.barred, self._log)
-        if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest, local.LaunchRequest)):
-            for fd in fds:
-                os.close(fd)
-            if isinstance(request, local.LaunchRequest):
-                return await self.launches.ask(request), []
-            if isinstance(request, local.Attach):
-                return await self.attach(request), []
-            if isinstance(request, local.Epilog):
-                return self._epilog(request), []
-            return self._verdict(), []
-        return await self.service.handle(client, request, fds)
+        assert handle is not None
+        answer = handle(request)
+        return await answer if isinstance(answer, Awaitable) else answer, []
 
-    def _verdict(self) -> local.Verdict:
+    def _verdict(self, _: local.VerdictRequest) -> local.Verdict:
         incarnation = self.membership.incarnation
         if incarnation is None:
             return local.Verdict()
@@ -734,22 +656,12 @@ def _view(m: local.Attach) -> View:
     return view
 
 
-def serve(
-    settings: Settings,
-    *,
-    job: int,
-    uid: int,
-    node: str,
-    directory: str,
-    again: bool,
-    share: tuple[int, str] = (0, ""),
-) -> int:
+def serve(identity: AgentIdentity, share: tuple[int, str] = (0, "")) -> int:
     """Run an agent in this process until it is released, and return the exit status."""
     logs.to(sys.stdout)
 
     async def run() -> None:
-        agent = Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again, share=share)
-        await agent.run()
+        await Agent(identity, share).run()
 
     asyncio.run(run())
     sys.stdout.flush()

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.retention import Retention
-from gemini_hpc.agent.tier.keeps import NamedVersions
-from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.tier.tier_parts import TierParts
 
 
 class GoodEnd:
@@ -21,26 +20,24 @@ class GoodEnd:
 
     def __init__(
         self,
-        membership: Membership,
+        context: AgentContext,
         trainings: Trainings,
-        saver: Saver,
-        keeps: NamedVersions,
+        tier: TierParts,
         retention: Retention,
         finished: Callable[[], bool | None],
     ) -> None:
         """Create the watch for a good end.
 
         Args:
-            membership: The agent's membership data.
+            context: The agent's context.
             trainings: The agent's trainings.
-            saver: Saver of versions to the tier.
-            keeps: Versions to keep by name.
+            tier: The agent's part in saves to the tier.
             retention: Decides when the memory is freed.
             finished: Returns whether all ranks that train here have closed their checkpointers.
         """
-        self._membership, self._trainings = membership, trainings
-        self._saver, self._keeps, self._retention = saver, keeps, retention
-        self._finished = finished
+        self._membership, self._trainings = context.membership, trainings
+        self._saver, self._keeps = tier.saver, tier.keeps
+        self._retention, self._finished = retention, finished
         self._doubted = False  # the training has succeeded here, but a peer is missed
 
     def attached(self) -> None:

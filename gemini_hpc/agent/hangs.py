@@ -17,10 +17,8 @@ from pathlib import Path
 
 from gemini_hpc import clock
 from gemini_hpc.agent.launches import Launches
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core.standstill import HangStanding, Judge, describe_hang, shortened
@@ -44,33 +42,24 @@ class Hangs:
 
     def __init__(
         self,
-        node: str,
-        directory: str,
-        site_s: float,
-        membership: Membership,
+        context: AgentContext,
         trainings: Trainings,
         launches: Launches,
         culprit: Callable[[Incarnation, HangStanding], None],
-        log: Log,
-        spawn: Spawn,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
         """Create the search.
 
         Args:
-            node: This node's name.
-            directory: The job's directory on this node.
-            site_s: The site's `hang_s`, in seconds.
-            membership: The agent's membership data.
+            context: The agent's context.
             trainings: The agent's trainings.
             launches: Restarts the ranks of a step.
             culprit: Called at the root with each hang.
-            log: Logs an event.
-            spawn: Starts a background task.
             now: Clock in seconds, for tests.
         """
-        self._node, self._site_s, self._membership, self._trainings = node, site_s, membership, trainings
-        self._launches, self._culprit, self._log, self._spawn, self._now = launches, culprit, log, spawn, now
+        self._node, self._site_s, self._membership = context.node, context.settings.hang_s, context.membership
+        self._log, self._spawn = context.log, context.spawn
+        self._trainings, self._launches, self._culprit, self._now = trainings, launches, culprit, now
         self._looked_at = 0.0
         self._round = (-1, 0)
         # by training and child, with the time of the report
@@ -78,7 +67,7 @@ class Hangs:
         self._loud: set[str] = set()  # trainings that have been reported to the parent
         self._judges: dict[str, Judge] = {}
         self._acted: set[str] = set()
-        self._directory, self._stacks = directory, 0
+        self._directory, self._stacks = context.identity.directory, 0
         self._kept: dict[str, str] = {}  # by training: the file with the stack of its rank
 
     @property

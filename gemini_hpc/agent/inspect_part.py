@@ -8,11 +8,8 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent.cpu_use import CpuUse
-from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.replicas.rejections import Rejections
-from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.peers.context import AgentContext
+from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.stats_store import StatsStore
@@ -33,16 +30,12 @@ class InspectView:
 
     def __init__(
         self,
-        identity: AgentIdentity,
-        membership: Membership,
-        trainings: Iterable[Training],
-        store: Store,
+        context: AgentContext,
+        replicas: Replicas,
+        saver: Saver,
         stats: StatsStore,
         cpu: CpuUse,
-        rejections: Rejections,
-        saver: Saver,
         state: StateFile,
-        log: EventLog,
         *,
         live: Callable[[str], tuple[int, ...]],
         kept_until: Callable[[], float],
@@ -50,22 +43,19 @@ class InspectView:
         """Create the view.
 
         Args:
-            identity: The agent's identity.
-            membership: The agent's membership data.
-            trainings: The agent's trainings.
-            store: The agent's copies.
+            context: The agent's context.
+            replicas: The agent's copies.
+            saver: Saver of versions to the tier.
             stats: Statistics of the ranks.
             cpu: The processors that the agent uses.
-            rejections: Versions that were rejected.
-            saver: Saver of versions to the tier.
             state: File of the recovery state.
-            log: The agent's events.
             live: Returns the ranks of a training whose shards could be copied from live state here.
             kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
         """
-        self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
-        self._stats, self._cpu, self._rejections, self._saver = stats, cpu, rejections, saver
-        self._state, self._log, self._live, self._kept_until = state, log, live, kept_until
+        self._identity, self._membership, self._log = context.identity, context.membership, context.events
+        self._trainings, self._store, self._rejections = replicas.trainings, replicas.store, replicas.rejections
+        self._saver, self._stats, self._cpu, self._state = saver, stats, cpu, state
+        self._live, self._kept_until = live, kept_until
 
     def _training_name(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None

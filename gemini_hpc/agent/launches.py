@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from gemini_hpc import clock
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.core.attempts import End, Known
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.wire import local, peer
@@ -24,30 +24,23 @@ class Launches:
 
     def __init__(
         self,
-        job: int,
-        node: str,
-        membership: Membership,
-        log: Callable[..., None],
+        context: AgentContext,
         ended: Callable[[str, int, int, Cause, int], None],
         unhealthy: Callable[[int, str], None],
         begun: Callable[[], int],
-        check: str = "",
     ) -> None:
         """Create an empty table of steps.
 
         Args:
-            job: The job's id.
-            node: This node's name.
-            membership: The agent's membership data.
-            log: Logs an event.
+            context: The agent's context.
             ended: Called when a rank here has ended by itself. Its arguments are step, attempt, rank, cause, and the
                 newest version that the attempt had begun to save here (`begun`).
             unhealthy: Called with a rank and the result of the health check that followed its failure.
             begun: Returns the newest version that ranks have begun to save here.
-            check: The site's health check.
         """
-        self._job, self._node, self._membership, self._log = job, node, membership, log
-        self._ended, self._unhealthy, self._begun, self._check = ended, unhealthy, begun, check
+        self._job, self._node, self._check = context.identity.job, context.node, context.settings.health_check
+        self._membership, self._log = context.membership, context.log
+        self._ended, self._unhealthy, self._begun = ended, unhealthy, begun
         self._steps: dict[str, Known] = {}
         self._watched: set[str] = set()  # steps with launchers here
         self.is_left_out = False
@@ -188,7 +181,7 @@ class Launches:
 
     # ---- peers -----------------------------------------------------------------------------------------
 
-    def on_launch(self, incarnation: Incarnation, host: str, m: peer.Launch) -> None:
+    def on_message(self, incarnation: Incarnation, host: str, m: peer.Launch) -> None:
         """Take a tree neighbour's knowledge of a step."""
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             known = self._steps.get(m.step, Known())

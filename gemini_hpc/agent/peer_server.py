@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from gemini_hpc import clock
 from gemini_hpc.agent.inspect_part import InspectView
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.tier.flush import FlushRequests
 from gemini_hpc.agent.transfer import pull_source
@@ -34,43 +35,35 @@ class PeerServer:
 
     def __init__(
         self,
-        identity: AgentIdentity,
-        membership: Membership,
+        context: AgentContext,
         store: Store,
         incoming: PushReceiver,
         waker: Wake,
         flush: FlushRequests,
-        picture: InspectView,
+        view: InspectView,
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
         spares: Spares,
-        complain: Callable[[str], None],
-        *,
-        barred: Callable[[], str],
-        taken: Callable[[int], None],
+        retention: Retention,
     ) -> None:
         """Create the server; `listen` opens the port.
 
         Args:
-            identity: The agent's identity.
-            membership: The agent's membership data.
+            context: The agent's context.
             store: The agent's copies.
             incoming: Receives copies from other nodes.
             waker: Answers summons.
             flush: Answers `gemini-hpc flush`.
-            picture: The agent's view of the job.
+            view: The agent's view of the job.
             inventory: Returns the inventory of this node, unverified.
             spares: Answers `gemini-hpc evacuate`.
-            complain: Logs a fault that a stranger can cause.
-            barred: Returns the reason why no other job is served, or "".
-            taken: Called with the job that has taken over this node's copies.
+            retention: Decides whether other jobs of the owner are served.
         """
-        self._identity, self._membership, self._store = identity, membership, store
-        self._incoming, self._waker, self._flush, self._picture = incoming, waker, flush, picture
-        self._inventory, self._spares, self._complain = inventory, spares, complain
-        self._barred, self._taken = barred, taken
+        self._identity, self._membership, self._events = context.identity, context.membership, context.events
+        self._store, self._incoming, self._waker, self._flush = store, incoming, waker, flush
+        self._view, self._inventory, self._spares, self._retention = view, inventory, spares, retention
         self._count = 0
         self._lobby = PreauthLimit(_MAX_STRANGERS)
-        self._operators = Operators(identity.settings.operators, self._owners)
+        self._operators = Operators(context.settings.operators, self._owners)
 
     @property
     def _owners(self) -> tuple[int, ...]:
@@ -116,7 +109,7 @@ class PeerServer:
             finally:
                 self._count -= 1
         except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
-            self._complain(f"connection from {address} ended: {str(exc) or type(exc).__name__}")
+            self._events.log_rate_limited(f"connection from {address} ended: {str(exc) or type(exc).__name__}")
         finally:
             writer.close()
 
@@ -132,7 +125,7 @@ class PeerServer:
             return "not yours"
         if hello.heir:  # another job of the owner may read copies that are kept for no other use
             known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != me.job
-            return self._barred() if known else "not a peer"
+            return self._retention.barred() if known else "not a peer"
         if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
             return ""  # a newer incarnation that went on elsewhere may read the copies kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
@@ -167,8 +160,9 @@ class PeerServer:
             await self._spares.answer(link)
         elif purpose == "taken":
             async with asyncio.timeout(_ANSWER_S):
-                if isinstance(await link.receive(), peer.TakenOver) and not self._barred():
-                    self._taken(link.session.peer_heir)
+                if isinstance(await link.receive(), peer.TakenOver) and not self._retention.barred():
+                    reason = f"job {link.session.peer_heir} has taken it over"
+                    self._retention.leave(clock.monotonic(), reason, save=False)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.Collect):
@@ -177,7 +171,7 @@ class PeerServer:
             async with asyncio.timeout(_ANSWER_S):
                 message = await link.receive()
                 if isinstance(message, inspect_schema.InspectAsk):
-                    await link.flush(self._picture.part(message.request, message.record))
+                    await link.flush(self._view.part(message.request, message.record))
 
     def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
         find = self._store.find_parity if ask.parity else self._store.find

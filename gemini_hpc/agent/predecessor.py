@@ -13,10 +13,8 @@ from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.agent import handover
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.round_plan import PredecessorState
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.core import recovery_plan
@@ -48,10 +46,9 @@ class HolderDirectory(Protocol):
 class Predecessor:
     """The predecessor as one agent sees it. Only the coordinator asks its agents and reports to them."""
 
-    def __init__(
-        self, identity: AgentIdentity, membership: Membership, controller: HolderDirectory, spawn: Spawn
-    ) -> None:
-        self._identity, self._membership, self._controller, self._spawn = identity, membership, controller, spawn
+    def __init__(self, context: AgentContext, controller: HolderDirectory) -> None:
+        self._identity, self._membership, self._spawn = context.identity, context.membership, context.spawn
+        self._controller = controller
         self._owed: peer.Takeover | None = None  # takeover whose agents do not know so yet
         self._gate = asyncio.Semaphore(_AT_ONCE)
 

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from gemini_hpc import clock
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
-from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas import galois, replica_fills
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
-from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.pledges import Wish
-from gemini_hpc.agent.replicas.rejections import Rejections
-from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.replicas.replicas import Replicas
+from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.rescue import Rescue
 from gemini_hpc.agent.sessions import RequestRejected, Sessions
 from gemini_hpc.agent.stats_store import StatsStore
-from gemini_hpc.agent.tier.keeps import NamedVersions
-from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.agent.transfer.pull import PullFailed
-from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
-from gemini_hpc.agent.transfer.push_sender import PushSender
 from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import is_digest
 from gemini_hpc.core.slots import Refused, Stamp
@@ -48,35 +43,46 @@ class RankRequests:
 
     def __init__(
         self,
-        node: str,
-        membership: Membership,
+        context: AgentContext,
         sessions: Sessions,
-        store: Store,
-        trainings: Trainings,
-        filling: SlotWrites,
-        outgoing: PushSender,
-        pulls: PullScheduler,
-        saver: Saver,
-        keeps: NamedVersions,
-        rejections: Rejections,
+        replicas: Replicas,
+        transfers: Transfers,
+        tier: TierParts,
         closed: ClosedTrainings,
-        outlines: Outlines,
         rescue: Rescue,
         stats: StatsStore,
         ends: PlainEnds,
-        log: EventLog,
-        spawn: Spawn,
     ) -> None:
-        self._node, self._membership, self._sessions = node, membership, sessions
-        self._store, self._trainings = store, trainings
-        self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
-        self._saver, self._keeps, self._rejections, self._closed = saver, keeps, rejections, closed
-        self._outlines, self._rescue = outlines, rescue
-        self._stats, self._ends, self._log, self._spawn = stats, ends, log, spawn
+        self._node, self._membership = context.node, context.membership
+        self._log, self._spawn = context.events, context.spawn
+        self._store, self._trainings, self._filling = replicas.store, replicas.trainings, replicas.filling
+        self._rejections, self._outlines = replicas.rejections, replicas.outlines
+        self._outgoing, self._pulls = transfers.outgoing, transfers.pulls
+        self._saver, self._keeps = tier.saver, tier.keeps
+        self._sessions, self._closed, self._rescue, self._stats, self._ends = sessions, closed, rescue, stats, ends
         self._fills: dict[tuple[str, int, int], LocalClient] = {}
         self._keepers: dict[tuple[str, int], LocalClient] = {}
         self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
         self._populating = asyncio.Lock()  # one core is enough for what nothing waits for
+        self._handlers: dict[type, Callable[[LocalClient, Any], Reply | Awaitable[Reply]]] = {
+            local.Register: self._register,
+            local.BeginVersion: self._on_begin,
+            local.Fill: self._fill,
+            local.Filled: self._filled,
+            local.Landed: self._landed,
+            local.Abort: self._abort,
+            local.Fetch: self._fetch,
+            local.OpenPush: self._open_push,
+            local.OpenRescue: self._open_rescue,
+            local.Event: self._log_event,
+            local.Finished: self._finished,
+            local.Reject: self._reject,
+            local.KeepVersion: self._keep,
+            local.LiveOn: self._live_on,
+            local.OutlineWritten: self._outline_written,
+            local.Unfilled: self._unfilled,
+            **dict.fromkeys((local.Traffic, local.Timeline, local.CacheBytes, local.FetchCached), self._on_stats),
+        }
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
@@ -132,79 +138,72 @@ class RankRequests:
     async def handle(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
         """Answer one request of a training rank, and close the descriptors."""
         try:
+            if isinstance(request, local.Hello):
+                return await self._hello(client, request, fds)
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
-            if isinstance(request, local.Hello):
-                welcome = await self._sessions.hello(client, request, fds)
-                self._ends.record_rank(client, request.step, request.rank)
-                return welcome
-            if isinstance(request, local.Register):
-                return await self._register(client, request)
-            if isinstance(request, local.BeginVersion):
-                return self._on_begin(client, request)
-            if isinstance(request, local.Fill):
-                return self._fill(client, request)
-            if isinstance(request, local.Filled):
-                return self._filled(client, request)
-            if isinstance(request, local.Landed):
-                return self._landed(client, request)
-            if isinstance(request, local.Abort):
-                return self._abort(client, request)
-            if isinstance(request, local.Fetch):
-                return await self._fetch(client, request)
-            if isinstance(request, local.OpenPush):
-                return self._open_push(client, request)
-            if isinstance(request, local.Event):
-                self._on_event(client, request)
-                if self._events.take_tokens():
-                    name, detail = _plain(request.name, 40), request.detail[:300]
-                    self._log.log(name, version=request.version, detail=detail, t=request.t)
-                else:
-                    self._log.log_rate_limited(f"process {client.pid} sends more events than the log keeps")
-                return local.Ok(), []
-            if isinstance(request, local.Finished):
-                self._sessions.own(client, request)
-                training = self._sessions.training(client, request.training)
-                training.finished.add(request.rank)
-                self._closed.close(training, self._sessions.series(client), request.version)
-                return local.Ok(), []
-            if isinstance(request, local.Reject):
-                self._sessions.own(client, request)
-                training = self._sessions.training(client, request.training)
-                if training.chosen is None or training.chosen.version != request.version:
-                    raise RequestRejected(f"the ranks have not loaded version {request.version}")
-                epoch = self._membership.epoch
-                if why := self._rejections.reject(training, epoch, request.reason, fresh=request.fresh):
-                    raise RequestRejected(why)
-                return local.Ok(), []
-            if isinstance(request, local.KeepVersion):
-                self._sessions.own(client, request)
-                if why := self._keeps.ask(Wish(request.training, request.name, request.version)):
-                    raise RequestRejected(why)
-                return local.Ok(), []
-            if isinstance(request, local.LiveOn):
-                self._sessions.own(client, request)
-                self._outlines.lives_on(request.training, request.rank, request.nodes)
-                return local.Ok(), []
-            if isinstance(request, local.OutlineWritten):
-                self._sessions.own(client, request)
-                _, shard = self._shard(client, request.training, request.rank)
-                stamp = Stamp(self._membership.epoch, request.version)
-                # the message comes later than the write, perhaps when the slot is complete
-                if not shard.pushed and request.slot in (0, 1) and shard.pair.slots[request.slot].stamp == stamp:
-                    self._outlines.on_written(shard, request.slot, request.small_bytes, request.areas, request.moment)
-                return local.Ok(), []
-            if isinstance(request, local.OpenRescue):
-                self._sessions.own(client, request)
-                return local.Ok(), [self._rescue.open(client, request.training, request.rank)]
-            if isinstance(request, (local.Traffic, local.Timeline, local.CacheBytes, local.FetchCached)):
-                return self._on_stats(client, request), []
+            if (handle := self._handlers.get(type(request))) is not None:
+                reply = handle(client, request)
+                return await reply if isinstance(reply, Awaitable) else reply
         except (RequestRejected, NoMemory) as exc:
             return local.Error(str(exc), isinstance(exc, RequestRejected) and exc.later), []
         finally:
             for fd in fds:
                 os.close(fd)
         return local.Error("not a request of a training rank"), []
+
+    async def _hello(self, client: LocalClient, m: local.Hello, fds: list[int]) -> Reply:
+        welcome = await self._sessions.hello(client, m, fds)
+        self._ends.record_rank(client, m.step, m.rank)
+        return welcome
+
+    def _finished(self, client: LocalClient, m: local.Finished) -> Reply:
+        self._sessions.own(client, m)
+        training = self._sessions.training(client, m.training)
+        training.finished.add(m.rank)
+        self._closed.close(training, self._sessions.series(client), m.version)
+        return local.Ok(), []
+
+    def _reject(self, client: LocalClient, m: local.Reject) -> Reply:
+        self._sessions.own(client, m)
+        training = self._sessions.training(client, m.training)
+        if training.chosen is None or training.chosen.version != m.version:
+            raise RequestRejected(f"the ranks have not loaded version {m.version}")
+        if why := self._rejections.reject(training, self._membership.epoch, m.reason, fresh=m.fresh):
+            raise RequestRejected(why)
+        return local.Ok(), []
+
+    def _keep(self, client: LocalClient, m: local.KeepVersion) -> Reply:
+        self._sessions.own(client, m)
+        if why := self._keeps.ask(Wish(m.training, m.name, m.version)):
+            raise RequestRejected(why)
+        return local.Ok(), []
+
+    def _live_on(self, client: LocalClient, m: local.LiveOn) -> Reply:
+        self._sessions.own(client, m)
+        self._outlines.lives_on(m.training, m.rank, m.nodes)
+        return local.Ok(), []
+
+    def _outline_written(self, client: LocalClient, m: local.OutlineWritten) -> Reply:
+        self._sessions.own(client, m)
+        _, shard = self._shard(client, m.training, m.rank)
+        # the message comes later than the write, perhaps when the slot is complete
+        stamp = Stamp(self._membership.epoch, m.version)
+        if not shard.pushed and m.slot in (0, 1) and shard.pair.slots[m.slot].stamp == stamp:
+            self._outlines.on_written(shard, m.slot, m.small_bytes, m.areas, m.moment)
+        return local.Ok(), []
+
+    def _open_rescue(self, client: LocalClient, m: local.OpenRescue) -> Reply:
+        self._sessions.own(client, m)
+        return local.Ok(), [self._rescue.open(client, m.training, m.rank)]
+
+    def _log_event(self, client: LocalClient, m: local.Event) -> Reply:
+        self._on_event(client, m)
+        if self._events.take_tokens():
+            self._log.log(_plain(m.name, 40), version=m.version, detail=m.detail[:300], t=m.t)
+        else:
+            self._log.log_rate_limited(f"process {client.pid} sends more events than the log keeps")
+        return local.Ok(), []
 
     def _on_event(self, client: LocalClient, m: local.Event) -> None:
         """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
@@ -213,6 +212,7 @@ class RankRequests:
             return
         if m.name == "skipped":  # skipped versions are steps, too
             training.pace.reached(m.version)
+            self._leave_out(client, m.version)
             for (name, rank), keeper in self._keepers.items():
                 shard = self._store.get(name, rank)
                 if keeper is client and shard is not None and not shard.pushed:
@@ -238,12 +238,12 @@ class RankRequests:
 
     def _on_stats(
         self, client: LocalClient, m: local.Traffic | local.Timeline | local.CacheBytes | local.FetchCached
-    ) -> local.Ok | local.CachedBytes:
+    ) -> Reply:
         """Store or return statistics of a rank. Only the rank itself may send them."""
         self._sessions.own(client, m)
         stats = self._stats
         if isinstance(m, local.FetchCached):
-            return local.CachedBytes(stats.recall(m.training, m.rank, m.key))
+            return local.CachedBytes(stats.recall(m.training, m.rank, m.key)), []
         if isinstance(m, local.CacheBytes):
             stats.store_data(m.training, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
@@ -252,7 +252,7 @@ class RankRequests:
             stats.traffic(m.training, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
         else:
             stats.timeline(m.training, m.rank, m.timeline)
-        return local.Ok()
+        return local.Ok(), []
 
     async def _register(self, client: LocalClient, m: local.Register) -> Reply:
         training = self._authorize(client, m)
@@ -369,6 +369,18 @@ class RankRequests:
         if not replica_fills.end(client, shard, m.version, m.present):
             raise RequestRejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
         return local.Ok(), []
+
+    def _unfilled(self, client: LocalClient, m: local.Unfilled) -> Reply:
+        self._sessions.own(client, m)
+        self._leave_out(client, m.version)
+        return local.Ok(), []
+
+    def _leave_out(self, client: LocalClient, version: int) -> None:
+        """Record that this rank fills no other rank's shard in this version."""
+        for (name, rank), keeper in self._keepers.items():
+            shard = self._store.get(name, rank)
+            if keeper is client and shard is not None and shard.pushed:
+                shard.unfilled = max(shard.unfilled, version)
 
     def _being_filled(self, client: LocalClient, name: str, rank: int, index: int, version: int) -> Shard | None:
         _, shard = self._shard(client, name, rank)

@@ -7,23 +7,15 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from gemini_hpc.agent import outside_inventory, restart_state
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.failure_domains import FailureDomains
-from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.round_plan import PredecessorState
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
-from gemini_hpc.agent.replicas.closings import Closings
-from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.seal_notes import Within
-from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.salvage import Salvage
-from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import hostlist
 from gemini_hpc.core.placement import PlacementOrder
@@ -45,31 +37,23 @@ class RecoveryMember:
 
     def __init__(
         self,
-        identity: AgentIdentity,
-        membership: Membership,
+        context: AgentContext,
         state: restart_state.StateFile,
-        store: Store,
-        trainings: Trainings,
+        replicas: Replicas,
         transfers: Transfers,
-        saver: Saver,
-        salvage: Salvage,
-        tier: TierChoice,
-        rejections: Rejections,
-        closings: Closings,
+        tier: TierParts,
         service: RankRequests,
         controller: outside_inventory.HolderSource,
         predecessor: Predecessor,
-        log: Log,
-        spawn: Spawn,
     ) -> None:
-        self._identity, self._membership, self._state = identity, membership, state
-        self._store, self._trainings, self._transfers = store, trainings, transfers
-        self._saver, self._salvage, self._tier, self._rejections = saver, salvage, tier, rejections
-        self._closings = closings
-        self._service, self._controller, self._log, self._spawn = service, controller, log, spawn
-        self._predecessor = predecessor
+        self._identity, self._membership = context.identity, context.membership
+        self._log, self._spawn, self._state = context.log, context.spawn, state
+        self._store, self._trainings, self._transfers = replicas.store, replicas.trainings, transfers
+        self._rejections, self._closings = replicas.rejections, replicas.closings
+        self._saver, self._salvage, self._tier = tier.saver, tier.salvage, tier.choice
+        self._service, self._controller, self._predecessor = service, controller, predecessor
         self._domains = FailureDomains(
-            identity.settings.failure_domains, lambda problem: self.log("warning", detail=problem)
+            context.settings.failure_domains, lambda problem: self.log("warning", detail=problem)
         )
 
     @property

@@ -23,15 +23,12 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory
-from gemini_hpc.agent.replicas.outlines import KeptOutline, Outlines
-from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Key, Shard, Store
-from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.replicas.outlines import KeptOutline
+from gemini_hpc.agent.replicas.replicas import Replicas
+from gemini_hpc.agent.replicas.store import Key, Shard
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -79,32 +76,22 @@ class Rescue:
 
     def __init__(
         self,
-        membership: Membership,
-        store: Store,
-        trainings: Trainings,
-        outlines: Outlines,
-        filling: SlotWrites,
+        context: AgentContext,
+        replicas: Replicas,
         forsake: Callable[[set[str]], Awaitable[None]],
-        log: Log,
-        spawn: Spawn,
         tell: Callable[[], None],
     ) -> None:
         """Create the rescue service.
 
         Args:
-            membership: The agent's membership data.
-            store: The agent's copies.
-            trainings: The agent's trainings.
-            outlines: Outlines of shards.
-            filling: Fills slots.
+            context: The agent's context.
+            replicas: The agent's copies.
             forsake: Ends all transfers from these hosts.
-            log: Logs an event.
-            spawn: Starts a background task.
             tell: Reports to the controller that a rescue has begun or is over.
         """
-        self._membership, self._store, self._trainings = membership, store, trainings
-        self._outlines, self._filling, self._forsake = outlines, filling, forsake
-        self._log, self._spawn, self._tell = log, spawn, tell
+        self._membership, self._log, self._spawn = context.membership, context.log, context.spawn
+        self._store, self._trainings, self._outlines = replicas.store, replicas.trainings, replicas.outlines
+        self._filling, self._forsake, self._tell = replicas.filling, forsake, tell
         self._channels: dict[str, dict[int, RescueChannel]] = {}
         self._tried: set[tuple[Key, Stamp]] = set()
         self._again = False

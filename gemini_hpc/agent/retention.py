@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.memory import Budget
-from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.salvage import Salvage
-from gemini_hpc.agent.tier.saver import Saver
-from gemini_hpc.config import Settings
+from gemini_hpc.agent.tier.tier_parts import TierParts
 
 _LOOK_S = 0.2
 _EMPTY_S = 30.0
@@ -81,32 +77,24 @@ class Retention:
 
     def __init__(
         self,
-        settings: Settings,
-        membership: Membership,
+        context: AgentContext,
         budget: Budget,
-        tier: TierChoice,
-        saver: Saver,
-        salvage: Salvage,
-        spawn: Spawn,
+        tier: TierParts,
         farewell: Callable[[str], None],
         now: float,
     ) -> None:
         """Create the decision's state at the agent's start.
 
         Args:
-            settings: The site's settings.
-            membership: The agent's membership data.
+            context: The agent's context.
             budget: Memory in use.
-            tier: The job's tier.
-            saver: Saver of versions to the tier.
-            salvage: Saves survivors' versions to the tier.
-            spawn: Starts a background task.
+            tier: The agent's part in saves to the tier.
             farewell: Called once, with the reason, when all memory is about to be freed.
             now: The time, in monotonic seconds.
         """
-        self._settings, self._membership, self._budget = settings, membership, budget
-        self._tier, self._saver, self._salvage = tier, saver, salvage
-        self._spawn, self._farewell = spawn, farewell
+        self._settings, self._membership, self._spawn = context.settings, context.membership, context.spawn
+        self._tier, self._saver, self._salvage = tier.choice, tier.saver, tier.salvage
+        self._budget, self._farewell = budget, farewell
         self._ended_at = now
         self._waits = False
         self._unwanted_since: float | None = None  # since when the memory should be freed

@@ -13,9 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.settings import ACT, CANARY
 from gemini_hpc.wire.local_server import LocalClient
@@ -48,28 +46,18 @@ class SelfFence:
     """A watch for being cut off. `check_alone` is called a few times a second."""
 
     def __init__(
-        self,
-        limit_s: float,
-        mode: str,
-        membership: Membership,
-        controller: ControllerConnection,
-        trainings: Iterable[Training],
-        log: Log,
-        spawn: Spawn,
+        self, context: AgentContext, controller: ControllerConnection, trainings: Iterable[Training]
     ) -> None:
         """Create the watch.
 
         Args:
-            limit_s: `self_fence_s`; 0 means never.
-            mode: The setting `mode`.
-            membership: The agent's membership data.
+            context: The agent's context.
             controller: The connection to the controller.
             trainings: The agent's trainings.
-            log: Logs an event.
-            spawn: Starts a background task.
         """
-        self._limit_s, self._mode, self._membership, self._controller = limit_s, mode, membership, controller
-        self._trainings, self._log, self._spawn = trainings, log, spawn
+        self._limit_s, self._mode = context.settings.self_fence_s, context.settings.mode
+        self._membership, self._log, self._spawn = context.membership, context.log, context.spawn
+        self._controller, self._trainings = controller, trainings
         self._alone_since: float | None = None
         self._asking: asyncio.Task[None] | None = None
         self._told = False  # that the mode withholds it

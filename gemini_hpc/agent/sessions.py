@@ -8,15 +8,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
-from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.stats_store import StatsStore
-from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.core.sequence import Place, passed, step_of
@@ -63,29 +60,24 @@ class Sessions:
 
     def __init__(
         self,
-        identity: AgentIdentity,
-        membership: Membership,
-        trainings: Trainings,
-        saver: Saver,
-        tier: TierChoice,
-        rejections: Rejections,
+        context: AgentContext,
+        replicas: Replicas,
+        tier: TierParts,
         stats: StatsStore,
         notice: Callable[[], str],
     ) -> None:
         """Create an empty table of sessions.
 
         Args:
-            identity: The agent's identity.
-            membership: The agent's membership data.
-            trainings: The agent's trainings.
-            saver: Saver of versions to the tier.
-            tier: The job's tier.
-            rejections: Versions that were rejected.
+            context: The agent's context.
+            replicas: The agent's copies.
+            tier: The agent's part in saves to the tier.
             stats: Statistics of the ranks.
             notice: Returns the controller's notice for users.
         """
-        self._identity, self._membership, self._trainings, self._saver = identity, membership, trainings, saver
-        self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
+        self._identity, self._membership = context.identity, context.membership
+        self._trainings, self._rejections = replicas.trainings, replicas.rejections
+        self._saver, self._tier, self._stats, self._notice = tier.saver, tier.choice, stats, notice
         self._clients: dict[LocalClient, RankSessionEntry] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------

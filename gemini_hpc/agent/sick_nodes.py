@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.core.culprits import SICK, Blame, Cause, Ends, Key, RankFailure, Tally, describe_cause
 from gemini_hpc.core.standstill import HangStanding
 from gemini_hpc.wire import peer
@@ -30,25 +28,15 @@ _STEP_CHARS = 64
 class SickNodes:
     """The failures that one agent knows of."""
 
-    def __init__(
-        self,
-        node: str,
-        membership: Membership,
-        log: Log,
-        spawn: Spawn,
-        found: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, context: AgentContext, found: Callable[[str, str], None]) -> None:
         """Create an empty record of failures.
 
         Args:
-            node: This node's name.
-            membership: The agent's membership data.
-            log: Logs an event.
-            spawn: Starts a background task.
+            context: The agent's context.
             found: Called at the root with a node to leave, and the reason.
         """
-        self._node, self._membership = node, membership
-        self._log, self._spawn, self._found = log, spawn, found
+        self._node, self._membership = context.node, context.membership
+        self._log, self._spawn, self._found = context.log, context.spawn, found
         self._is_red = False
         self._open: dict[Key, Ends] = {}
         self._judged: dict[Key, None] = {}

@@ -13,10 +13,8 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent.launches import Launches
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.core.views import View
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
@@ -36,11 +34,8 @@ class Spares:
 
     def __init__(
         self,
-        node: str,
-        membership: Membership,
+        context: AgentContext,
         launches: Launches,
-        log: Log,
-        spawn: Spawn,
         enter: Callable[[local.Attach, View], object],
         leave: Callable[[], None],
         *,
@@ -51,19 +46,17 @@ class Spares:
         """Create this agent's part.
 
         Args:
-            node: This node's name.
-            membership: The agent's membership data.
+            context: The agent's context.
             launches: Restarts the ranks of steps.
-            log: Logs an event.
-            spawn: Starts a background task.
             enter: Begins another view.
             leave: Ends all that runs here, because the job goes on without this node.
             first: Returns when all that must precede another view is over.
             costs: Returns whether some sealed state could not be recovered without these nodes.
             hold: Makes ranks here, up to this epoch, stop at the next sealed version; 0 lets all go on.
         """
-        self._node, self._membership, self._launches = node, membership, launches
-        self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
+        self._node, self._membership = context.node, context.membership
+        self._log, self._spawn = context.log, context.spawn
+        self._launches, self._enter, self._leave, self._first = launches, enter, leave, first
         self._costs, self._hold = costs, hold
         self._moving: set[str] = set()
         self._waits: Incarnation | None = None  # in which nodes are waited for

@@ -13,11 +13,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from gemini_hpc.agent.peers.event_log import EventLog
-from gemini_hpc.agent.peers.identity import AgentIdentity
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
@@ -30,25 +27,15 @@ DIAL_S, ANSWER_S = 1.0, 2.0
 class Wake:
     """An agent's part in summoning peers."""
 
-    def __init__(
-        self,
-        identity: AgentIdentity,
-        membership: Membership,
-        attach: Callable[[local.Attach], Awaitable[local.Message]],
-        log: EventLog,
-        spawn: Spawn,
-    ) -> None:
+    def __init__(self, context: AgentContext, attach: Callable[[local.Attach], Awaitable[local.Message]]) -> None:
         """Create this agent's part.
 
         Args:
-            identity: The agent's identity.
-            membership: The agent's membership data.
+            context: The agent's context.
             attach: Makes the agent enter an incarnation.
-            log: The agent's events.
-            spawn: Starts a background task.
         """
-        self._identity, self._membership, self._attach = identity, membership, attach
-        self._log, self._spawn = log, spawn
+        self._identity, self._membership, self._attach = context.identity, context.membership, attach
+        self._log, self._spawn = context.events, context.spawn
 
     async def call(self, incarnation: Incarnation) -> None:
         """Summon absent partners until all agents agree or this incarnation is over."""

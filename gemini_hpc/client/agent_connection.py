@@ -30,7 +30,7 @@ EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
 Reply = tuple[local.Reply, list[int]]
-Posted = local.Traffic | local.Timeline | local.CacheBytes | local.OutlineWritten
+Posted = local.Traffic | local.Timeline | local.CacheBytes | local.OutlineWritten | local.Unfilled
 Exchange = Callable[..., Reply]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -125,7 +126,7 @@ class RankSession:
         self.gate: SealGate
         self.guard: StepGuard
         self._waiting_said = ""
-        self._seal_reported = False
+        self._seal_reported = self._goes_on = False
 
     # ---- reports ---------------------------------------------------------------------------------------
 
@@ -156,15 +157,32 @@ class RankSession:
             survives = f"any {lost} node{'s' * (lost > 1)} of a group may be lost"
         self.say(f"protected since step {version}: {copies}, {survives}")
 
-    def tell_resumed(self, load_s: float) -> None:
-        """Print, on rank 0, which nodes have changed and what is resumed from, with the cost of the failure.
+    def tell_resumed(self, began: float, fetched: float, shards: int) -> None:
+        """Report the version that is loaded now, for the user and in the event log.
+
+        Rank 0 prints which nodes have changed and what is resumed from, with the cost of the failure.
 
         Args:
-            load_s: Seconds in which the version was loaded.
+            began: Unix time at which the load began.
+            fetched: Unix time at which this rank had all shards that it needs.
+            shards: Number of these shards.
         """
-        for change in self.welcome.changes:
+        welcome, done = self.welcome, clock.time()
+        for change in welcome.changes:
             self.say_once(change)
-        self.say_once(joining.resumed(self.welcome, self.version, load_s, clock.time()))
+        self.say_once(joining.resumed(welcome, self.version, done - began, done))
+        detail = {"rank": self.rank, "began": began, "fetched": fetched, "loaded": done, "shards": shards}
+        if welcome.reached >= self.version:
+            detail["repeated"] = welcome.reached - self.version
+        assert self.client is not None
+        self.client.event("resumed", self.version, json.dumps(detail), t=done)
+        self._goes_on = True
+
+    def report_first_iteration(self) -> None:
+        """Record in the event log that the first iteration after a resume is over, at the first call after one."""
+        if self._goes_on:
+            self._goes_on = False
+            self.event("first_iteration", f"rank {self.rank}")
 
     def count_step(self) -> None:
         """Count one completed `step()`. The agent sees the count even if this process is killed next."""

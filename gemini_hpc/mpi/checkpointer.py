@@ -15,7 +15,9 @@ from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
 from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.summary_sender import SummarySender
 from gemini_hpc.core.digest import digest
+from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
@@ -81,13 +83,13 @@ class Checkpointer:
         if len(set(given)) > 1:
             raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
         self._chunk_bytes = chunk_bytes
-        self._interval = SaveInterval(every, overhead, self._rank, self._say)
-        self._beside = False  # copies travel while the program computes
-        self._began_at = self._waited_s = self._cost_s = 0.0  # of the newest version
-        self._last = self._settled = 0  # the newest version, and the newest of which the time to its seal is known
+        self._interval = SaveInterval(every, overhead, self._rank, self._say, lambda: self._session.gate.seal)
+        self._waited_s = self._cost_s = 0.0  # of the newest version
+        self._last = 0  # the newest version
         self._resumed = self._closed = False
         self._kept: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}  # by rank, this rank first
         self._exchange: Exchange | None = None
+        self._summaries: SummarySender | None = None
         self._begun: dict[int, int] = {}  # slots being filled, by rank
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -153,7 +155,7 @@ class Checkpointer:
                 session.leave_what_is_done()
                 session.tell_others()
                 return 0
-            began = clock.monotonic()
+            began = clock.time()
             shards: list[Saved] = []
             try:
                 shards = self._fetch(welcome)
@@ -166,9 +168,10 @@ class Checkpointer:
                 session.try_again("the saved state cannot be loaded without the agents")
         else:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
+        fetched = clock.time()
         self._load(shards, welcome.chosen_world == self._world)
-        session.version = self._last = self._settled = welcome.chosen_version
-        session.tell_resumed(clock.monotonic() - began)
+        session.version = self._last = welcome.chosen_version
+        session.tell_resumed(began, fetched, len(shards))
         session.tell_closed()
         return session.version
 
@@ -222,11 +225,15 @@ class Checkpointer:
             raise RuntimeError("step() after close()")
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
-        self._interval.enter()
+        interval, j = self._interval, self._interval.j
+        interval.enter()
         try:
             self._step()
+            if self._summaries is not None:
+                sends = bool(self._session.outgoing)
+                self._summaries.send_summary(lambda: interval.state(sends=sends), now=interval.j != j)
         finally:
-            self._interval.leave()
+            interval.leave()
 
     def _step(self) -> None:
         session, interval = self._session, self._interval
@@ -235,6 +242,7 @@ class Checkpointer:
                 return
             session.begun_without_resume()
         session.count_step()
+        session.report_first_iteration()
         session.report_first_seal()
         if not session.protected or not interval.saves(session.version):
             return
@@ -280,11 +288,13 @@ class Checkpointer:
             self._cost_s = 0.0
             return
         # A wait is the same at every j where nothing travels beside the program.
-        own_s = spent_s - waited_s if self._beside else spent_s
+        own_s = spent_s - waited_s if self._interval.beside else spent_s
         self._cost_s += own_s
         if began is not None:
             self._interval.cost(self._cost_s)
-            self._cost_s, self._began_at = 0.0, began
+            self._cost_s = 0.0
+            if self._interval.beside:
+                self._interval.latency.begin_version(VersionTimes(self._last, taken_at=began))
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -296,11 +306,12 @@ class Checkpointer:
 
     def _register(self) -> bool:
         """Reserve memory for this rank's shard and those kept for others, at the first step (collective)."""
+        session = self._session
         sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
         made: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}
         problem = ""
         try:
-            for rank in [self._rank, *self._session.incoming]:
+            for rank in [self._rank, *session.incoming]:
                 keeper: ShardOwner[MappedShard[MappedSlot]] = ShardOwner()
                 keeper.shard = self._ask_for(rank, sizes[rank])
                 made[rank] = keeper
@@ -313,6 +324,8 @@ class Checkpointer:
             self._lost = found
             return False
         self._kept = made
+        assert session.client is not None
+        self._summaries = SummarySender(session.client, session.name, self._rank)
         self._used = [int(raw) for raw in self._words.all(str(self._arrays.layout.small_offset).encode())]
         self._start_thread()
         return True
@@ -435,15 +448,9 @@ class Checkpointer:
 
     def _time_seal(self) -> None:
         """Record how long the previous version took to its seal, or takes so far."""
-        gate, version = self._session.gate, self._last
-        if not self._beside or not self._began_at or version == self._settled:
-            return
-        (_, sealed), at = gate.seal
-        if sealed == version and at >= self._began_at:
-            self._settled = version
-            self._interval.sealed(at - self._began_at)
-        elif sealed < version and not gate.degraded and not gate.abandoned(version):
-            self._interval.sealed(clock.monotonic() - self._began_at)
+        gate = self._session.gate
+        pointless = gate.degraded or gate.abandoned(self._last)
+        self._interval.latency.poll(None if pointless else clock.monotonic())
 
     def _finish_exchange(self, exchange: Exchange, began: float, most_s: float) -> bool:
         """Return whether the exchange of the previous version is over, in `most_s` seconds from `began` on."""
@@ -466,7 +473,7 @@ class Checkpointer:
         from mpi4py import MPI
 
         if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
-            self._beside = True
+            self._interval.beside = True
             threading.Thread(target=self._move, name="gemini-mpi", daemon=True).start()
 
     def _move(self) -> None:

@@ -6,19 +6,18 @@ and take the largest j. So they agree, whatever each of them has measured.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.client import stats_messages
+from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, late_seals
 from gemini_hpc.core.pace import IterationPace
+from gemini_hpc.core.seal_latency import SealLatency
+from gemini_hpc.core.version_cost import VersionCost
 from gemini_hpc.core.wait_budget import WaitBudget
-
-_SURE = 3  # versions that are measured before j changes; the cheapest of this many is what a version costs at least
-_LATEST = 8
-_TELL_AGAIN = 4  # the user is told again when versions are this many times as rare
-_TOLD_WAIT_S = 1.0  # least wait for the first versions that the user is told of: a shorter one goes unnoticed
+from gemini_hpc.wire.traffic import TrafficState
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True):
@@ -38,9 +37,18 @@ class SaveInterval:
 
     Attributes:
         j: One version in j is saved.
+        beside: Copies travel while the program computes.
+        latency: Time from `step()` to the seal, for versions whose copies travel beside the program.
     """
 
-    def __init__(self, every: int, overhead: float, rank: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        every: int,
+        overhead: float,
+        rank: int,
+        say: Callable[[str], None],
+        seal: Callable[[], tuple[tuple[int, int], float]],
+    ) -> None:
         """Create a choice that saves every version at first.
 
         Args:
@@ -48,14 +56,13 @@ class SaveInterval:
             overhead: The ceiling, as a share of the program's time.
             rank: The rank.
             say: Prints a line for the user.
+            seal: Returns the last sealed (epoch, version) and its time (CLOCK_MONOTONIC, seconds).
         """
-        self.j = max(1, every)
-        self._every, self._overhead, self._rank, self._say = every, overhead, rank, say
-        self._next, self._told = 0, 1
-        self._pace, self._budget, self._settled = IterationPace(overhead), WaitBudget(overhead), False
-        self._own: deque[float] = deque(maxlen=_SURE)
-        self._met: deque[float] = deque(maxlen=_SURE)
-        self._sealed: deque[float] = deque(maxlen=_LATEST)
+        self.j, self.beside = max(1, every), False
+        self._every, self._overhead, self._rank, self._next = every, overhead, rank, 0
+        self._told = IntervalReporter(rank, overhead, say, "program")
+        self._pace, self._budget = IterationPace(overhead), WaitBudget(overhead)
+        self._cost, self.latency = VersionCost(), SealLatency(seal)
         self._met_s = 0.0
         self._left_at: float | None = None
 
@@ -85,35 +92,21 @@ class SaveInterval:
         """Record the seconds that the ranks' meeting in a `step()` took on this rank."""
         self._met_s = seconds
 
-    def sealed(self, seconds: float) -> None:
-        """Record the seconds from a version's `step()` to its seal, or to now where there is none yet."""
-        self._sealed.append(seconds)
-
     def spend(self, seconds: float) -> None:
         """Record seconds that the program has lost now."""
         self._budget.spend(seconds)
 
     def cost(self, seconds: float) -> None:
         """Record the seconds of the program that one version has cost at any j, meetings excluded."""
-        self._own.append(seconds)
-
-    @property
-    def own_s(self) -> float:
-        """Return the seconds that a version costs the program at least."""
-        return min(self._own, default=0.0) + min(self._met, default=0.0)
-
-    @property
-    def sealed_s(self) -> float:
-        """Return the seconds from step() to seal below which three quarters of the versions stay; 0.0: unknown."""
-        return sorted(self._sealed)[(3 * len(self._sealed)) // 4] if self._sealed else 0.0
+        self._cost.add(seconds)
 
     # ---- the choice ------------------------------------------------------------------------------------
 
     def need(self) -> Need:
         """Return what this rank needs, for all ranks."""
-        if self._every or len(self._own) < _SURE:
+        if self._every or not self._cost.known:
             return Need(0, self._met_s)
-        wish = self._pace.wish(self.j, self.j, self.sealed_s, self.own_s, 0)
+        wish = self._pace.wish(self.j, self.j, self.latency.whole_s, self._cost.whole_s, 0)
         return Need(wish.j, self._met_s)
 
     def adopt_needs(self, needs: Sequence[Need], version: int) -> None:
@@ -126,33 +119,42 @@ class SaveInterval:
         if self._every:
             return
         # A rank that comes early waits for the program's own imbalance. The last one shows what the meeting costs.
-        self._met.append(min(need.met_s for need in needs))
+        self._cost.held(min(need.met_s for need in needs))
         if all(need.j > 0 for need in needs):
             self.j = max(need.j for need in needs)
-            self._report_interval(next(rank for rank, need in enumerate(needs) if need.j == self.j))
+            self._told.end_first_phase(self._budget)
+            because = next(rank for rank, need in enumerate(needs) if need.j == self.j)
+            self._told.report(self.j, self._awaited, lambda news: self._why(), mine=self._rank == because)
         self._next = version + self.j
 
-    def _report_interval(self, because: int) -> None:
-        if not self._settled:
-            self._settled = True
-            waited_s = self._budget.first_waited_s
-            self._budget.end_first_phase()
-            if waited_s >= _TOLD_WAIT_S and self._rank == 0:
-                self._say(
-                    f"rank 0: the program has waited {waited_s:.1f} s for its first versions; "
-                    f"from now on versions take at most {100 * self._overhead:g} % of its time"
-                )
-        if not (self.j >= _TELL_AGAIN * self._told or self._told <= 1 < self.j):
-            return
-        self._told = self.j
-        if self._rank != because:
-            return
-        usual_s = self._pace.usual_s
-        if self.own_s > self._overhead * usual_s:
-            why = f"step() takes {self.own_s:.2g} s to capture the state"
-        else:
-            why = f"a version is sealed {self.sealed_s:.2g} s after step() (copy, digests, votes)"
-        self._say(
-            f"rank {self._rank}: {why} in iterations of {usual_s:.2g} s: saving one version in {self.j}; "
-            f"a failure repeats at most {2 * self.j} steps"
+    @property
+    def _awaited(self) -> int:
+        """Return the iterations until a version is awaited: to the end of the one in which the next is saved."""
+        return self.j + 1
+
+    def _why(self) -> Reason:
+        """Return the reason why not every version is saved, as this rank measures it, and a remedy."""
+        usual_s, own_s = self._pace.usual_s, self._cost.whole_s
+        if own_s <= self._overhead * usual_s:
+            return late_seals(self.latency.whole_s, usual_s)
+        helps = "fewer bytes a rank: the arrays over more ranks"
+        if not self.beside:
+            helps = "MPI_THREAD_MULTIPLE: with it copies travel beside the program"
+        return Reason(f"step() takes {own_s:.2g} s to capture the state in iterations of {usual_s:.2g} s", helps)
+
+    def state(self, *, sends: bool) -> TrafficState:
+        """Return the state for the agent.
+
+        Args:
+            sends: Copies go to other nodes.
+        """
+        return stats_messages.traffic(
+            scheme="background",
+            transport="mpi" if sends else "none",
+            stage="steady" if self._every or self._told.settled else "profile",
+            j=self.j,
+            s=self._awaited,
+            ceiling=self._overhead,
+            sealed_s=self.latency.whole_s or None,
+            reason=self._told.reason,
         )

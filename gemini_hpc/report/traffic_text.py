@@ -45,10 +45,10 @@ def _traffic(ranks: Sequence[Row]) -> str:
     planned = [r for r in ranks if r["stage"] == "steady" and r["chunks"]]
     if first["scheme"] == "none":
         return text + "no version is saved"
-    if first["scheme"] not in _FITTED:
-        text += f"not fitted into idle spans; {_frequency(first)}"
-    elif first["transport"] == "none":
+    if first["transport"] == "none":
         text += f"nothing is sent (one replica); {_frequency(first)}"
+    elif first["scheme"] not in _FITTED:
+        text += f"not fitted into idle spans; {_frequency(first)}"
     elif not planned:
         stage = "the training is being profiled" if first["stage"] != "steady" else "no plan"
         text += f"{stage}; {_frequency(first)}"

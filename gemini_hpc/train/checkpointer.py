@@ -116,7 +116,6 @@ class Checkpointer:
         self._not_given = NotGiven(given, tree.optimizers)
         self._times = Times()
         self._closed = False
-        self._first_done = True
         self._session = session = RankSession(
             ranks,
             name,
@@ -200,7 +199,7 @@ class Checkpointer:
             return
         self._gate.resumed_from, self._gate.passed = found.stamp, False
         self._engine.own_copy, self._engine.planning.kept_capacity = found.own_copy, found.small_capacity
-        self._versions.resumed, self._first_done = True, False
+        self._versions.resumed = True
 
     def reject(self, reason: str, *, fresh: bool = False) -> int:
         """Reject the state that `resume()` has loaded and take an older version, from memory or the tier.
@@ -256,10 +255,7 @@ class Checkpointer:
         self._gate.passed = False
         self._versions.capture_step()
         self._gate.taken()
-        if not self._first_done:
-            self._first_done = True
-            if session.client is not None:
-                session.client.event("first_iteration", session.version, f"rank {session.rank}")
+        session.report_first_iteration()
         self._times.stepped(time.perf_counter() - began)
 
     @property

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gemini_hpc import clock
+from gemini_hpc.client import stats_messages
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, SlotMappings
 from gemini_hpc.client.session import RankSession
@@ -29,7 +30,6 @@ from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
 from gemini_hpc.train.replication.reserved import Reserved
-from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
 from gemini_hpc.train.schedule.capture_cost import dearest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor

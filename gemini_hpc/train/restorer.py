@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -128,17 +127,11 @@ class Restorer:
         )
         if mine:
             self._set_generators(small["rng"])
-        done = clock.time()
-        session.tell_resumed(done - began)
+        session.tell_resumed(began, fetched, len(shards))
         session.tell_closed()
         self._tell_data()
         self._tell_counts(restore.counts(small, welcome.chosen_world))
         self._tell_begins_anew()
-        assert session.client is not None
-        detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
-        if welcome.reached >= session.version:
-            detail["repeated"] = welcome.reached - session.version
-        session.client.event("resumed", session.version, json.dumps(detail), t=done)
         return session.version
 
     # ---- rejecting -------------------------------------------------------------------------------------

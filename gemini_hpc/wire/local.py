@@ -392,6 +392,15 @@ class Filled(OfRank, frozen=True, tag="filled"):
     present: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
+class Unfilled(OfRank, frozen=True, tag="unfilled"):
+    """A report that this rank fills no other rank's shard in this version. Only the newest report counts.
+
+    `Ok` answers. The agent does not wait for the rank when the version arrives.
+    """
+
+    version: Version
+
+
 class Begun(Message, frozen=True, tag="begun"):
     """Permission to fill this slot.
 
@@ -737,6 +746,7 @@ Request = (
     | OpenPush
     | LiveOn
     | OutlineWritten
+    | Unfilled
     | OpenRescue
     | Event
     | Finished

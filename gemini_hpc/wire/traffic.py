@@ -37,7 +37,8 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         t: Time of the report.
         scheme: Way of the copies: `gemini`, `naive`, `no_pipeline`, `background`, `blocking` or `none`.
-        transport: What carries them now: `host`, `nccl`, `gloo` (NCCL was left) or `none` (there is no receiver).
+        transport: What carries them now: `host`, `nccl`, `gloo` (NCCL was left), `mpi` (a program without torch) or
+            `none` (there is no receiver).
         stage: `profile` (collectives are timed), `plan`, `agree` (between the ranks) or `steady` (under a plan).
         problem: Reason why copies are not fitted into idle spans; "": nothing is wrong.
         j: Every j-th version is saved.
@@ -66,7 +67,8 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
         ceiling: Share of the time that checkpoints may cost (`Traffic(overhead=...)`).
         judged_in: Iterations until an `overhead` above `ceiling` makes saves rarer in any case; 0: it does now.
         sealed_s: Usual time from `step()` to the seal.
-        reason: Reason why only one version in several is saved, and what helps; "": each one is.
+        reason: Reason why only one version in several is saved, and what helps, by the rank that needs it; "": each
+            version is saved, or another rank needs it.
     """
 
     t: Time

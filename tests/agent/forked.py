@@ -9,6 +9,8 @@ import sys
 
 from gemini_hpc.agent import __main__ as supervisor
 from gemini_hpc.agent.daemon import serve as run_agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
+from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.agent.tier import worker_process, workers
 from gemini_hpc.agent.transfer import arrival, stripes
 from gemini_hpc.config import Settings
@@ -33,7 +35,8 @@ def start(request: Request) -> None:
     """Run an agent of this user, without MUNGE where "open"; where "tiered" with what works on the tier.
 
     speaks: the oldest and the newest version of the protocol; else this release's.
-    stripes: connections of a pair of agents; else as this machine's cores make it. flips: see `flip`.
+    stripes: connections of a pair of agents; else as this machine's cores make it.
+    flips: see `flip`. fill_wait_s: `replica_fills.WAIT_S`.
     """
     if request["open"]:  # credentials that anybody can open
         munge.encode = lambda payload, *, for_uid: payload
@@ -44,6 +47,8 @@ def start(request: Request) -> None:
         flip(at)
     if request.get("stripes"):
         stripes.usual = lambda: request["stripes"]
+    if request.get("fill_wait_s"):
+        replica_fills.WAIT_S = request["fill_wait_s"]
     if request["tiered"]:  # workers are forked by a supervisor, with which the agent dies
         mine = workers.Workers(workers.tier)
         if agent := os.fork():
@@ -53,7 +58,7 @@ def start(request: Request) -> None:
         mine.sock.close()
         worker_process.use(workers.SupervisorChannel(mine.theirs))
     settings = Settings(interface="lo", memory_floor_bytes=0, **request["settings"])
-    sys.exit(run_agent(settings, uid=os.geteuid(), **request["agent"]))
+    sys.exit(run_agent(AgentIdentity(settings, uid=os.geteuid(), **request["agent"])))
 
 
 if __name__ == "__main__":

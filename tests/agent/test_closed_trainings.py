@@ -14,6 +14,8 @@ from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.core.sequence import Closed
 from gemini_hpc.wire import peer
 
+from .contexts import made_context
+
 CLOSED = Closed("default", 9, 0, "run")
 
 
@@ -29,8 +31,9 @@ class Agent:
         self.incarnation.send_down = lambda m: [self.send(child, m) for child in rounds.children]
         here: Any = SimpleNamespace(incarnation=self.incarnation, live=self.incarnation, restart=0, epoch=5)
         self.closings = Closings(here, Pledges(str(directory)), lambda *_, **__: None)
-        nothing: Any = []
-        self.trainings = ClosedTrainings(here, nothing, nothing, self.closings, nothing, nothing, nothing)
+        replicas: Any = SimpleNamespace(trainings=[], store=[], closings=self.closings)
+        tier: Any = SimpleNamespace(saver=None, writer=None)
+        self.trainings = ClosedTrainings(made_context(here), replicas, tier)
 
     def send(self, host: str, message: Any) -> bool:
         self.sent.append((host, message))

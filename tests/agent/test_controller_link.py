@@ -9,13 +9,13 @@ import pytest
 
 from gemini_hpc.agent import controller_link
 from gemini_hpc.agent.controller_link import ControllerLink
-from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.retention import _JUST_S, Retention
-from gemini_hpc.config import Settings
 from gemini_hpc.core.views import View
 from gemini_hpc.wire.controller import Registration, Report
 from gemini_hpc.wire.local import Attach
+
+from .contexts import made_context
 
 
 @pytest.mark.parametrize(("matters", "hosts"), [(True, ["n2"]), (False, [])])
@@ -26,8 +26,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True)
     membership.incarnation = incarnation
     listener: Any = SimpleNamespace(deaths_matter=lambda now: matters, finished=None)
-    log: Any = lambda *_, **__: None  # noqa: E731
-    mine = ControllerLink(AgentIdentity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
+    mine = ControllerLink(made_context(membership), listener)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]
     mine.beat(0.0)
     assert [m.host for m in sent if isinstance(m, Report)] == hosts
@@ -39,8 +38,7 @@ def test_the_controller_hears_whether_the_training_has_finished() -> None:
     incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True, hosts=view.hosts)
     membership.incarnation = incarnation
     listener: Any = SimpleNamespace(deaths_matter=lambda now: False, finished=None, rescuing=False)
-    log: Any = lambda *_, **__: None  # noqa: E731
-    mine = ControllerLink(AgentIdentity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
+    mine = ControllerLink(made_context(membership), listener)
     mine._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
     for finished in (None, False, False, True, True, False):
         listener.finished = finished
@@ -57,8 +55,8 @@ def test_the_controller_hears_whether_the_training_has_finished() -> None:
     ],
 )
 def test_a_job_has_just_ended(ago_s: float, waits: bool, told: bool) -> None:
-    parts: Any = SimpleNamespace()
-    mine = Retention(Settings(), Membership(), parts, parts, parts, parts, parts, parts, 0.0)
+    parts: Any = SimpleNamespace(choice=None, saver=None, salvage=None)
+    mine = Retention(made_context(Membership()), parts, parts, parts, 0.0)
     mine.ended(1000.0)
     if waits:
         mine.job_waits()

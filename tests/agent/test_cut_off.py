@@ -16,6 +16,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.wire.local import Attach
 
+from .contexts import made_context
+
 HOSTS = ("n1", "n2", "n3", "n4", "n5")
 
 
@@ -36,16 +38,18 @@ class Agent:
         here.noderanks = {host: rank for rank, host in enumerate(HOSTS[:4])}
         trainings: Any = [SimpleNamespace(name="default", sealed=Stamp(1, 9) if sealed else None)]
         unused: Any = None
-        rescue = Rescue(here, unused, trainings, unused, unused, unused, unused, unused, unused)
+        replicas: Any = SimpleNamespace(trainings=trainings, store=None, outlines=None, filling=None)
+        rescue = Rescue(made_context(here), replicas, unused, unused)
         rescue.live = lambda name: (2,) if live else ()  # type: ignore[method-assign]
         launches: Any = SimpleNamespace(lost=lambda gone, why: None)
         self.tasks: list[asyncio.Task[None]] = []
         self.spares = Spares(
-            "n1",
-            here,
+            made_context(
+                here,
+                log=lambda name, **_: self.events.append(name),
+                spawn=lambda made: self.tasks.append(asyncio.ensure_future(made)),
+            ),
             launches,
-            lambda name, **_: self.events.append(name),
-            lambda made: self.tasks.append(asyncio.ensure_future(made)),  # type: ignore[arg-type]
             lambda attach, view: setattr(self, "lost", attach.lost),
             lambda: None,
             first=lambda: asyncio.sleep(0),

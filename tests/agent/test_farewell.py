@@ -25,6 +25,8 @@ from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.link import Link, LinkClosed
 from gemini_hpc.wire.message import Message
 
+from .contexts import QuietListener, made_context
+
 HOSTS = ("n1", "n2")
 
 
@@ -49,8 +51,8 @@ async def linked() -> AsyncIterator[tuple[Link, Link]]:
 
 def mesh(host: str) -> Mesh:
     """Return the mesh of an agent on this host, which dials nobody."""
-    quiet = {name: lambda *_: None for name in ("on_link", "on_message", "on_dead", "complain")}
-    return Mesh(Settings(), job=1, restart=0, uid=os.getuid(), host=host, instance="x", hosts=HOSTS, **quiet)
+    identity = AgentIdentity(Settings(), 1, os.getuid(), host, "", instance="x")
+    return Mesh(identity, 0, HOSTS, QuietListener(), lambda text: None)
 
 
 async def turns() -> None:
@@ -151,10 +153,7 @@ def test_the_controller_reads_the_last_that_an_agent_tells() -> None:
     async def run() -> None:
         async with linked() as (near, far):
             listener: Any = SimpleNamespace(finished=None)
-            log: Any = lambda *_, **__: None  # noqa: E731
-            line = ControllerLink(
-                AgentIdentity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), Membership(), listener, log, log
-            )
+            line = ControllerLink(made_context(Membership()), listener)
             served = asyncio.ensure_future(line._serve(near))
             await turns()
             told = EventRecord(1.0, "released", "n1", 0, 5, "the training succeeded")

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from gemini_hpc.agent.inspect_part import InspectView
-from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import Voting
-from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.query.inspect_document import inspect_document
@@ -20,23 +18,20 @@ from gemini_hpc.wire import control_page, local
 from gemini_hpc.wire.inspect_schema import InspectPart, TrainingState
 
 from .conftest import JOB, STEP, AgentProcess
+from .contexts import made_context
 
 
 def state(training: Training) -> TrainingState:
     silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda *_: None, sentences=lambda _: (), problem="")
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
-    identity, store = AgentIdentity(Settings(), JOB, 0, "n1", ""), Store(nothing)
+    replicas: Any = SimpleNamespace(trainings=[training], store=Store(nothing), rejections=silent)
     made = InspectView(
-        identity,
-        Membership(),
-        [training],
-        store,
+        made_context(Membership(), job=JOB),
+        replicas,
         silent,
         silent,
         silent,
         silent,
-        silent,
-        nothing,
         live=lambda name: (),
         kept_until=lambda: 0.0,
     )

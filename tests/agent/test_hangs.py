@@ -17,6 +17,8 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.wire import control_page, peer, progress_page
 from gemini_hpc.wire.progress_page import Progress
 
+from .contexts import made_context
+
 HANG_S = 40.0
 Spawned = Coroutine[Any, Any, None]
 
@@ -62,15 +64,17 @@ class Node:
         self.begun: list[str] = []
         launches: Any = SimpleNamespace(hung=lambda launch, rank, what: not self.begun.append(what))
         self.hangs = Hangs(
-            self.name,
-            str(net.directory),
-            HANG_S,
-            self.membership,
+            made_context(
+                self.membership,
+                self.name,
+                directory=str(net.directory),
+                log=self.log,
+                spawn=self.spawn,
+                hang_s=HANG_S,
+            ),
             trainings,
             launches,
             lambda _, standing: net.blamed.append((self.name, standing.least.rank)),
-            self.log,
-            self.spawn,
             now=lambda: net.now,
         )
         self.training.plan(None, 3)

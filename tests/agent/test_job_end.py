@@ -10,6 +10,7 @@ import pytest
 
 from gemini_hpc import clock
 from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier.keeps import NamedVersions
@@ -21,7 +22,7 @@ from gemini_hpc.wire import local
 
 async def attached(directory: Path, *, closed: bool) -> tuple[Agent, Mesh]:
     """An agent whose job runs, and its links; closed: all ranks have closed their checkpointers."""
-    agent = Agent(Settings(), job=77, uid=os.getuid(), node="n1", directory=str(directory), again=False)
+    agent = Agent(AgentIdentity(Settings(), 77, os.getuid(), "n1", str(directory)))
     await agent.attach(local.Attach(77, 0, "n1", "n1", 1))
     training = agent.trainings.named("default")
     training.greeted.add(0)

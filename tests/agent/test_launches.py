@@ -16,6 +16,8 @@ from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.views import View
 from gemini_hpc.wire import local, peer
 
+from .contexts import made_context
+
 
 def end(rank: int, cause: Cause = Cause.RAISED, text: str = "ended") -> dict[str, Any]:
     """A rank that has failed."""
@@ -55,14 +57,10 @@ class Net:
         membership = Membership()
         membership.incarnation, membership.detached = self.incarnations[name], False
         return Launches(
-            7,
-            name,
-            membership,
-            self._log(name),
+            made_context(membership, name, log=self._log(name), health_check="/site/check"),
             lambda *end: self.ended.append((name, *end)),
             lambda *red: self.red.append((name, *red)),
             lambda: 30,
-            "/site/check",
         )
 
     def _log(self, name: str) -> Callable[..., None]:
@@ -75,7 +73,7 @@ class Net:
             source, target, message = self.sent.popleft()
             count += 1
             if not self.lost:
-                self.agents[target].on_launch(self.incarnations[target], source, message)
+                self.agents[target].on_message(self.incarnations[target], source, message)
         return count
 
     def link(self, one: str, other: str) -> None:
@@ -183,7 +181,7 @@ def test_launchers_and_agents_of_an_earlier_version() -> None:
         net = Net()
         said = await net.state("n3", failed="rank 2 ended", rank=2, cause=Cause.CRASHED)
         assert said.attempt == 1 and said.first == End("rank 2 ended", Cause.CRASHED, 2)
-        net.agents["n1"].on_launch(net.incarnations["n1"], "n2", peer.Launch("7.1", 3, "rank 0 ended", "", False))
+        net.agents["n1"].on_message(net.incarnations["n1"], "n2", peer.Launch("7.1", 3, "rank 0 ended", "", False))
         assert (await net.state("n1", step="7.1", attempt=2)).first == End("rank 0 ended")
 
     asyncio.run(play())
@@ -254,7 +252,7 @@ def test_steps_are_apart_and_not_without_number() -> None:
 def test_strangers_and_jobs_that_have_ended_are_not_heard() -> None:
     async def play() -> None:
         net = Net()
-        net.agents["n1"].on_launch(net.incarnations["n1"], "n3", peer.Launch("7.0", 9, "", "", False))
+        net.agents["n1"].on_message(net.incarnations["n1"], "n3", peer.Launch("7.0", 9, "", "", False))
         assert (await net.state("n1")).attempt == 0
         net.agents["n1"]._membership.detached = True
         assert isinstance(await net.agents["n1"].ask(local.LaunchRequest("7.0", 0)), local.Error)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import inspect_schema, protocol
 from gemini_hpc.wire.message import Message
+
+from .contexts import QuietListener
 
 
 class OneMessage:
@@ -46,19 +49,11 @@ def test_a_message_that_cannot_be_taken(where: str, monkeypatch: pytest.MonkeyPa
         return dialled[-1]
 
     async def run() -> None:
-        mesh = Mesh(
-            Settings(),
-            job=1,
-            restart=0,
-            uid=0,
-            host="n2",
-            instance="x",
-            hosts=("n1", "n2"),
-            on_link=fail if where == "on_link" else lambda *_: None,
-            on_message=fail,
-            on_dead=lambda *_: None,
-            complain=complaints.append,
-        )
+        listener: Any = QuietListener()
+        listener.on_message = fail
+        if where == "on_link":
+            listener.on_link = fail
+        mesh = Mesh(AgentIdentity(Settings(), 1, 0, "n2", ""), 0, ("n1", "n2"), listener, complaints.append)
         mesh.want(["n1"])
         async with asyncio.timeout(10):
             while len(dialled) < 3:

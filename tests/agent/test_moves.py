@@ -16,6 +16,8 @@ from gemini_hpc.agent.spares import Spares
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.local import Attach
 
+from .contexts import made_context
+
 HOSTS = ["n1", "n2", "n3", "n4"]
 SEAL = "seal"
 
@@ -41,11 +43,8 @@ class Agent:
         here.incarnation, here.detached, here.epoch = self.incarnation, False, 5
         launches: Any = SimpleNamespace(lost=lambda gone, why: None)
         self.spares = Spares(
-            self.name,
-            here,
+            made_context(here, self.name, spawn=net.spawn),
             launches,
-            lambda *_, **__: None,
-            net.spawn,
             lambda attach, view: self.views.append(attach.lost),
             lambda: None,
             first=lambda: asyncio.sleep(0),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.store import Shard, Store
@@ -21,6 +20,8 @@ from gemini_hpc.tier import version
 from gemini_hpc.wire.stored import NodeFile
 from tests.agent.supervising import supervisor
 from tests.tier import slots
+
+from .contexts import made_context
 
 ROWS = (TensorRow("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = Stamp(2, 7)
@@ -37,8 +38,7 @@ class Node:
         self.store = Store(self.budget)
         membership = Membership()
         membership.noderanks, membership.detached = {"n0": 0, "n1": 1}, False
-        identity = AgentIdentity(Settings(), 7, 0, "n1", "")
-        self.saver = NodeWriter(identity, membership, self.store, asyncio.ensure_future)
+        self.saver = NodeWriter(made_context(membership), self.store)
 
     async def hold(self, rank: int, home: int, stamp: Stamp = STAMP) -> Shard:
         made = slots.make(rank, 2, ROWS, [(0, (32 * rank, 0), (32, 16))], stamp=stamp)

@@ -23,6 +23,8 @@ from gemini_hpc.format.slot_header import SlotLayout, parse_header
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.message import Message
 
+from .contexts import made_context
+
 HOSTS = {f"n{k + 1}": k for k in range(4)}
 SMALL = b"generators"
 _ROW = TensorRow("w", "uint8", (256,), True, "cpu")
@@ -52,7 +54,7 @@ def spawn(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def kept(here: Here) -> Outlines:
-    return Outlines("n1", here, spawn)  # type: ignore[arg-type]
+    return Outlines(made_context(here, spawn=spawn))
 
 
 def outline(version: int = 7, **changes: Any) -> peer.Outline:
@@ -127,7 +129,7 @@ def test_what_does_not_fit_together_fills_nothing(changes: dict[str, Any]) -> No
 def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
     """Ranks tell of their outlines in a thread of its own, which the copy may overtake."""
     here = Here()
-    outlines = Outlines("n3", here, spawn)  # type: ignore[arg-type]
+    outlines = Outlines(made_context(here, "n3", spawn=spawn))
     shard = Shard("default", 2, 4, 2, LAYOUT.total, [Memfd("test", LAYOUT.total, slot=True) for _ in range(2)])
     try:
         with shard.memory[0].view() as view:

@@ -129,8 +129,10 @@ def payload(rank: int, version: int, used: int = USED) -> bytes:
 class Site:
     """Three agents and three ranks; version 3 is sealed."""
 
-    def __init__(self, directory: Path, size: int = SIZE, used: int = USED, stripes: int = 0, flips: int = 0) -> None:
-        self.job = RealJob(directory, 3, 2, heartbeat_s=2.0, stripes=stripes, flips=flips)
+    def __init__(
+        self, directory: Path, size: int = SIZE, used: int = USED, stripes: int = 0, flips: int = 0, **job: Any
+    ) -> None:
+        self.job = RealJob(directory, 3, 2, heartbeat_s=2.0, stripes=stripes, flips=flips, **job)
         self.ranks = [Rank(self.job, k, size, used) for k in range(3)]
         self.version = 0
         self.round = self.ranks[0].page.round

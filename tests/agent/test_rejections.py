@@ -18,6 +18,8 @@ from gemini_hpc.core.views import View
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.local import Attach
 
+from .contexts import made_context
+
 
 class Agent:
     """Of an agent what these two ask for: `n1` in round 3, below `n0` and above `n2`, unless it is the root."""
@@ -33,9 +35,8 @@ class Agent:
         mesh: Any = SimpleNamespace(send=self.send)
         membership = Membership()
         membership.incarnation = Incarnation(Attach(7, 0, "n[0-2]", "n1", 2), View(("n0", "n1", "n2")), mesh, rounds)
-        self.keeps = NamedVersions(
-            membership, pledges, self.rejections, cast(Any, self.tier), self.log, wanted=lambda: None
-        )
+        context = made_context(membership, log=self.log)
+        self.keeps = NamedVersions(context, pledges, self.rejections, cast(Any, self.tier), wanted=lambda: None)
 
     def send(self, host: str, message: Any) -> bool:
         self.sent.append((host, message))

@@ -30,6 +30,8 @@ from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Stored
 
+from .contexts import made_context
+
 SEALED, DIGEST = Stamp(1, 5), "0" * 32
 
 
@@ -102,8 +104,9 @@ class Agent:
         self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), View(net.hosts), me, rounds)
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
-        self.salvage = Salvage(node, self.membership, me.trainings, me.store, rejections, me, me, me.log, me.spawn)
-        self.flush = FlushRequests(12, self.membership, me.trainings, me, self.salvage, me.spawn)
+        context = made_context(self.membership, node, job=12, log=me.log, spawn=me.spawn)
+        self.salvage = Salvage(context, me.trainings, me.store, rejections, me, me)
+        self.flush = FlushRequests(context, me.trainings, me, self.salvage)
 
     @property
     def saver(self) -> Agent:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
@@ -18,6 +19,8 @@ from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.config import Settings
 from gemini_hpc.core.views import View
 from gemini_hpc.wire.local import Attach
+
+from .contexts import QuietListener, made_context
 
 LIMIT_S = 0.1
 
@@ -60,13 +63,14 @@ class World:
             membership.incarnation = Incarnation(attach, View(self.hosts), mesh, cast(Any, None))
         trainings: Any = [SimpleNamespace(present={0: self.rank})]
         fence = SelfFence(
-            self.limit_s,
-            self.mode,
-            membership,
+            made_context(
+                membership,
+                log=lambda name, **_: self.logged.append(name),
+                self_fence_s=self.limit_s,
+                mode=self.mode,
+            ),
             self.controller,
             trainings,
-            lambda name, **_: self.logged.append(name),
-            asyncio.ensure_future,
         )
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -150,8 +154,7 @@ def test_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest.MonkeyP
 
     async def run() -> bool:
         hosts = tuple(f"n{i}" for i in range(1, 201))
-        quiet = {name: lambda *_: None for name in ("on_link", "on_message", "on_dead", "complain")}
-        mesh = Mesh(Settings(), job=1, restart=0, uid=0, host="n1", instance="x", hosts=hosts, **quiet)
+        mesh = Mesh(AgentIdentity(Settings(), 1, 0, "n1", ""), 0, hosts, QuietListener(), lambda text: None)
         mesh.dead.update({"n3", "n4"})
         try:
             return await mesh.anybody(10.0)

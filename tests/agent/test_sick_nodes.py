@@ -17,6 +17,8 @@ from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import peer
 
+from .contexts import made_context
+
 NAMES = ("n1", "n2", "n3")
 
 
@@ -39,9 +41,8 @@ class Net:
         def spawn(work: Coroutine[Any, Any, None]) -> Any:
             self.judging.append(work)
 
-        return SickNodes(
-            name, self.memberships[name], log, spawn, lambda host, why: self.found.append((name, host, why))
-        )
+        context = made_context(self.memberships[name], name, log=log, spawn=spawn)
+        return SickNodes(context, lambda host, why: self.found.append((name, host, why)))
 
     def begin(self, restart: int) -> None:
         """An incarnation."""

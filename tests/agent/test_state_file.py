@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.restart_state import NAME, State, StateFile
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import local, peer
@@ -88,7 +89,7 @@ def test_nobody_hears_of_an_incarnation_before_the_file_says_it(
     file = StateFile(str(tmp_path))
 
     async def enter() -> None:
-        agent = Agent(Settings(), job=77, uid=os.getuid(), node="n1", directory=str(tmp_path), again=False)
+        agent = Agent(AgentIdentity(Settings(), 77, os.getuid(), "n1", str(tmp_path)))
         monkeypatch.setattr(agent.controller_link, "register", lambda: said.append(file.read()))
         monkeypatch.setattr(agent.controller_link, "send_event", lambda *_: said.append(file.read()))
         monkeypatch.setattr(agent, "_log", lambda *_, **__: said.append(file.read()))

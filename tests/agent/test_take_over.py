@@ -118,6 +118,16 @@ def test_the_tier_where_it_is_newer() -> None:
     assert {order.sources for order in newer.pulls} == {(peer.TIER,)} and len(newer.pulls) == 3
 
 
+def test_steps_after_the_version_that_is_taken_are_known() -> None:
+    """Ranks report them at their resume, as repeated; a training that is not taken repeats nothing."""
+    records = tuple(
+        msgspec.structs.replace(record, stop=peer.Stop(5.0, reached={"default": 8 + k, "other": 3}))
+        for k, record in enumerate(left().records)
+    )
+    assert taken(PredecessorState(17, records)).stop == peer.Stop(reached={"default": 10})
+    assert taken(PredecessorState(17)).stop == peer.Stop()
+
+
 class Heir(Host):
     """One agent of a job that goes on from job 17."""
 

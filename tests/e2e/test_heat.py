@@ -53,6 +53,7 @@ def test_a_program_chooses_its_tier_and_fewer_nodes_are_left(cluster: Cluster, t
     until(lambda: any(tier.glob(f"gemini-{job.id}/default/*/manifest.*")), 60, what="a version on the tier")
     told = cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
     assert f"tier {tier}: version " in " ".join(told.split()), told
+    assert "traffic: background over mpi: " in " ".join(told.split()), told
     hosts = job.hosts()
     spared = [node for node in cluster.node_names if node not in hosts][:2]
     for node in set(cluster.node_names) - set(spared):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from gemini_hpc.query.summary_line import summary_line
+from gemini_hpc.wire import local
+from gemini_hpc.wire.inspect_schema import EventRecord
 from tests.train.fake_agent import FakeJob
 
 from .jobs import MPICH, OPENMPI, Mpi, MpiRun, lacking
@@ -74,10 +78,17 @@ def test_every_version_is_sealed_and_a_requeued_run_ends_alike(
     assert not job.corrupt
     assert [s.version for s in job.seals] == list(range(1, 18))
     assert job.requeue(lost=(1,)) is not None
+    job.reached = 19
     again = ran(start(mpi, job, {**options, "seed": 9, "mpi": {"level": level}}), 2)
     assert [r["start"] for r in again] == [17, 17]
     assert told(again) == told(whole)
     assert job.sealed is not None and job.sealed.version == STEPS and job.finished == {0, 1}
+    log = [EventRecord(e.t, e.name, f"n{node}", 1, e.version, e.detail) for node, e in job.events]
+    found = sorted((json.loads(e.detail) for e in log if e.name == "resumed"), key=lambda detail: detail["rank"])
+    assert [(d["rank"], d["shards"], d["repeated"]) for d in found] == [(0, 1, 2), (1, 1, 2)]
+    assert all(d["began"] <= d["fetched"] <= d["loaded"] for d in found)
+    assert [e.version for e in log if e.name == "first_iteration"] == [18, 18]
+    assert summary_line(log, 2, 0, 2).endswith("; last saved step 17; 2 steps repeated")
 
 
 def test_parts_are_loaded_by_another_number_of_ranks(
@@ -157,6 +168,12 @@ def test_short_steps_are_saved_rarely(mpi: Mpi, make_job: MakeJob, start: Callab
     assert [s.version for s in job.seals][:3] == [1, 2, 3]
     (line,) = [line for line in run.said().splitlines() if "saving one version in" in line]
     assert "to capture the state in iterations of" in line and "a failure repeats at most" in line
+    newest = {m.rank: m.state for m in job.told if isinstance(m, local.Traffic)}
+    assert [newest[rank].transport for rank in (0, 1)] == ["mpi", "mpi"]
+    assert newest[0].j == newest[1].j > 1
+    helps = "fewer bytes a rank" if level == "multiple" else "MPI_THREAD_MULTIPLE"
+    (reason,) = [state.reason for state in newest.values() if state.reason]
+    assert f"what helps: {helps}" in reason
 
 
 def test_long_steps_are_all_saved(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:

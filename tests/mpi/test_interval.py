@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc import clock
+from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.mpi.interval import SaveInterval
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
@@ -44,7 +45,8 @@ class Ranks:
 
     def __init__(self, hand: Hand, world: int, every: int = 0, overhead: float = 0.01) -> None:
         self.said: list[str] = []
-        self.all = [SaveInterval(every, overhead, rank, self.said.append) for rank in range(world)]
+        self.seal = (0, 0), 0.0
+        self.all = [SaveInterval(every, overhead, rank, self.said.append, lambda: self.seal) for rank in range(world)]
         self.hand, self.version = hand, 0
         self.saved: list[int] = []
 
@@ -65,7 +67,9 @@ class Ranks:
                 rank.spend(own_s)
                 rank.cost(own_s)
                 if sealed_s:
-                    rank.sealed(sealed_s)
+                    rank.latency.begin_version(VersionTimes(self.version, taken_at=0.0))
+                    self.seal = (1, self.version), sealed_s
+                    rank.latency.poll()
         for rank in self.all:
             rank.leave()
 
@@ -106,6 +110,12 @@ def test_the_rank_that_needs_most_decides_and_says_so(
     assert line.endswith(
         f"{why} in iterations of 0.1 s: saving one version in {j}; a failure repeats at most {2 * j} steps"
     )
+    states = [rank.state(sends=True) for rank in ranks.all]
+    assert {(s.j, s.repeated, s.stage, s.transport) for s in states} == {(j, 2 * j, "steady", "mpi")}
+    (number,) = [number for number, state in enumerate(states) if state.reason]
+    assert line.startswith(f"rank {number}: ") and states[number].reason.startswith(
+        f"{why} in iterations of 0.1 s; what helps: "
+    )
 
 
 @given(SECONDS, SECONDS, SECONDS)
@@ -122,12 +132,25 @@ def test_within_twenty_versions_nothing_costs_more_than_the_ceiling(
     assert rank.j == 10_000 or lost_s <= 1.26 * 0.01 * rank.j * usual_s
 
 
+@pytest.mark.parametrize(("beside", "helps"), [(True, "fewer bytes a rank"), (False, "MPI_THREAD_MULTIPLE")])
+def test_what_helps(hand: Hand, beside: bool, helps: str) -> None:
+    clock.use(hand)
+    ranks = Ranks(hand, 1)
+    ranks.all[0].beside = beside
+    assert ranks.all[0].state(sends=True).stage == "profile"
+    for _ in range(20):
+        ranks.step([(0.1, 0.05, 0.0, 0.0)])
+    assert f"what helps: {helps}" in ranks.all[0].state(sends=True).reason
+
+
 def test_a_chosen_interval_stays(hand: Hand) -> None:
     clock.use(hand)
     ranks = Ranks(hand, 2, every=3)
     for _ in range(30):
         ranks.step([(0.001, 1.0, 1.0, 1.0)] * 2)
     assert ranks.saved == list(range(3, 31, 3)) and not ranks.said
+    state = ranks.all[0].state(sends=False)
+    assert (state.j, state.reason, state.stage, state.transport) == (3, "", "steady", "none")
     assert ranks.all[0].patience_s is None
 
 

@@ -20,13 +20,13 @@ import pytest
 from gemini_hpc.cli import report
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.main import main
+from gemini_hpc.client import stats_messages
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
 from gemini_hpc.query.ask import Recorded
 from gemini_hpc.report import drawing
 from gemini_hpc.report.html_page import Pictures, render
 from gemini_hpc.report.report_data import Shown, choose, document, idle, in_words, saved_steps, shown
-from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, Record, RecordAsk, TrainingState
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 

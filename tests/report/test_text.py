@@ -104,6 +104,20 @@ def test_rarer_versions_have_a_reason_and_what_helps() -> None:
     assert f"fewer versions: {reason}" in text
 
 
+def test_an_mpi_program() -> None:
+    reason = "step() takes 0.01 s to capture the state in iterations of 0.1 s; what helps: fewer bytes a rank"
+    fields: dict[str, Any] = {"scheme": "background", "stage": "steady", "sealed_s": 0.02}
+    fields |= {"j": 10, "s": 11, "repeated": 20}
+    found = lines(rows(TrafficState(1.0, transport="mpi", reason=reason, **fields)))
+    assert found == [
+        "traffic: background over mpi: not fitted into idle spans; every 10th version is saved, over 11 iterations: "
+        "a failure repeats at most 20 steps; sealed 20.0 ms after step()",
+        f"fewer versions: {reason}",
+    ]
+    alone = lines(rows(TrafficState(1.0, transport="none", **fields)))
+    assert alone[0].startswith("traffic: background over none: nothing is sent (one replica); every 10th version")
+
+
 def test_a_slow_link_and_a_lower_frequency_are_said() -> None:
     slow = but(j=2, s=2, repeated=3, spilled_bytes=5_000_000, fitting_bytes=55_100_000, late_s=0.042)
     _, traffic, trouble = lines(rows(STEADY, slow))

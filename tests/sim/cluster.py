@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
@@ -152,23 +153,24 @@ class Node:
         still: Any = _Still()
         trainings, transfers, spawn = cast(Any, _Sets()), cast(Any, _Transfers()), cast(Any, self.jobs.append)
         tier = TierChoice(self.identity.settings, 0, self.membership)
+        context = AgentContext(self.identity, self.membership, cast(Any, self), spawn)
         self.member = cluster.member(
-            self.identity,
-            self.membership,
+            context,
             self.state,
-            store=cast(Any, self.store),
-            trainings=trainings,
-            transfers=transfers,
-            saver=still,
-            salvage=still,
-            tier=tier,
-            rejections=self.rejections,
-            closings=Closings(self.membership, pledges, self.log),
+            cast(
+                Any,
+                SimpleNamespace(
+                    store=self.store,
+                    trainings=trainings,
+                    rejections=self.rejections,
+                    closings=Closings(self.membership, pledges, self.log),
+                ),
+            ),
+            transfers,
+            cast(Any, SimpleNamespace(saver=still, salvage=still, choice=tier)),
             service=still,
             controller=still,
-            predecessor=Predecessor(self.identity, self.membership, still, spawn),
-            log=self.log,
-            spawn=spawn,
+            predecessor=Predecessor(context, still),
         )
         self.member.node = self
         self.rounds = cluster.rounds(self.member, name, cluster.hosts, self.jobs.append, FANOUT)

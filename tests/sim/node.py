@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import local
@@ -49,9 +50,7 @@ class Seat:
         process.on_kill.append(self._died)
 
         def make() -> SimAgent:
-            agent = SimAgent(
-                node.settings, job=self.job, uid=uid, node=node.name, directory=self.directory, again=again
-            )
+            agent = SimAgent(AgentIdentity(node.settings, self.job, uid, node.name, self.directory, again))
             agent.process, agent.world = process, world
             return agent
 

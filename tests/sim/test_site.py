@@ -27,10 +27,10 @@ def test_nothing_goes_wrong(names: list[str], seeds: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "mix"])
 def test_nothing_goes_wrong_for_many(name: str) -> None:
-    run_program("tests.sim.scenarios", name, "--first", 1000, "--seeds", 150)
+    run_program("tests.sim.scenarios", name, "--first", 1000, "--seeds", 150, timeout_s=2900.0)
 
 
 @pytest.mark.slow

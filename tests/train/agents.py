@@ -33,6 +33,7 @@ class RealNode:
     heartbeat_s: float = 0.1
     stripes: int = 0
     flips: int = 0  # the place of a byte that changes when it first comes with a push
+    fill_wait_s: float = 0.0
     process: Child | None = None
     path: str = field(init=False)
 
@@ -61,6 +62,7 @@ class RealNode:
             tiered=self.tiered,
             stripes=self.stripes,
             flips=self.flips,
+            fill_wait_s=self.fill_wait_s,
         )
         self.ask(local.VerdictRequest())
 
@@ -118,9 +120,10 @@ class RealJob:
         heartbeat_s: float = 0.1,
         stripes: int = 0,
         flips: int = 0,
+        fill_wait_s: float = 0.0,
     ) -> None:
         directory.mkdir()
-        self._stripes, self._flips = stripes, flips
+        self._stripes, self._flips, self._fill_wait_s = stripes, flips, fill_wait_s
         self._parity, self._heartbeat_s = parity, heartbeat_s
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
@@ -142,6 +145,7 @@ class RealJob:
                     self._heartbeat_s,
                     self._stripes,
                     self._flips,
+                    self._fill_wait_s,
                 )
         replies: dict[str, local.Reply] = {}
 

@@ -194,6 +194,7 @@ class Node:
                 chosen_version=chosen.version,
                 chosen_world=job.chosen_world,
                 lost=job.lost,
+                reached=job.reached,
                 group=placement.ring(self.rank, len(job.nodes), job.m, job.order) if job.m <= len(job.nodes) else (),
             ), [self.page_fd]
         if isinstance(m, local.Register):
@@ -331,6 +332,7 @@ class FakeJob:
         self.sealed: Stamp | None = None
         self.seals: list[Stamp] = []
         self.lost: tuple[str, ...] = ()
+        self.reached = 0  # newest step of the launch before; 0: unknown
         self.events: list[tuple[int, local.Event]] = []
         self.told: list[local.Traffic | local.Timeline | local.CacheBytes] = []
         self.listens = True  # False: agents of a version that knows nothing of `told`

@@ -12,8 +12,8 @@ import pytest
 from waiting import until
 
 from gemini_hpc.client import agent_connection as client
+from gemini_hpc.client import stats_messages
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, RefusedForNow
-from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.wire import local
 
 from .fake_agent import FakeJob

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -53,12 +54,14 @@ def test_bit_identical(make_job: MakeJob, kind: str, world: int, nodes: int, m: 
     assert whole[0]["report"]["captured"]["eager"] == {}
     chosen = job.requeue(lost=(nodes - 1,) if m > 1 else ())
     assert chosen is not None and chosen.version == 7
+    job.reached = 8
     resumed = train(job, world, seed=1234, **options)  # other weights, other generators: all must come from memory
     assert_continues(whole, resumed, 7)
     assert not job.ancestors, "memory of the same size is used again"
     assert job.sealed is not None and job.sealed.version == 12
     assert job.finished == set(range(world))
     assert len(job.saw("resumed")) == len(job.saw("first_iteration")) == world
+    assert {json.loads(event.detail)["repeated"] for event in job.saw("resumed")} == {1}
 
 
 @pytest.mark.witness("a DDP training that is killed goes on bit for bit")

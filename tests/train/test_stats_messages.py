@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.train.schedule import stats_messages
+from gemini_hpc.client import stats_messages
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import MAX_CHUNKS, MAX_OPS, MAX_PER_SPAN, MAX_SPANS, Operation, TrafficState
 

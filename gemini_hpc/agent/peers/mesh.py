@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.failure_detector import Doubt, Effect, FailureDetector, Liveness, Probe
-from gemini_hpc.config import Settings
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError, OtherView
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
@@ -25,37 +26,60 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _PART_S = 1.0  # seconds in which any reachable peer has received a farewell
 
 
+class MeshListener(Protocol):
+    """The agent, as far as its links to peers concern it."""
+
+    def on_link(self, host: str) -> None:
+        """Handle a new link to a peer."""
+
+    def on_message(self, host: str, message: protocol.AnyMessage) -> None:
+        """Handle a message of a peer."""
+
+    def on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
+        """Handle the death of a peer.
+
+        Args:
+            host: The peer.
+            witnesses: The hosts that found it dead.
+            known: The death was known when the incarnation began.
+        """
+
+    def on_nodes_lost(self, hosts: tuple[str, ...]) -> None:
+        """Handle the view of a peer that goes on without these nodes."""
+
+
 class Mesh:
     """The links of one agent in one incarnation."""
 
     def __init__(
         self,
-        settings: Settings,
-        *,
-        job: int,
+        identity: AgentIdentity,
         restart: int,
-        uid: int,
-        host: str,
-        instance: str,
         hosts: tuple[str, ...],
-        on_link: Callable[[str], None],
-        on_message: Callable[[str, protocol.AnyMessage], None],
-        on_dead: Callable[[str, tuple[str, ...], bool], None],
+        listener: MeshListener,
         complain: Callable[[str], None],
+        *,
         expected: Collection[str] = (),
         lost: tuple[str, ...] = (),
-        on_view: Callable[[tuple[str, ...]], None] = lambda lost: None,
     ) -> None:
-        self._lost, self._on_view = lost, on_view
-        self._settings = settings
-        self._job, self.restart, self._uid = job, restart, uid
-        self.host, self._instance, self.hosts = host, instance, hosts
-        self._on_link, self._on_message, self._on_dead = on_link, on_message, on_dead
-        self._complain = complain
+        """Create the mesh without links.
+
+        Args:
+            identity: The agent's identity.
+            restart: Number of the incarnation.
+            hosts: Its nodes.
+            listener: Handles links, messages and deaths.
+            complain: Logs a fault of a peer.
+            expected: Hosts whose agents were alive in the incarnation before.
+            lost: Nodes of the incarnation that it goes on without.
+        """
+        self._identity, self._settings = identity, identity.settings
+        self._listener, self._complain, self._lost = listener, complain, lost
+        self.host, self.restart, self.hosts = identity.node, restart, hosts
         self.position = {h: i for i, h in enumerate(hosts)}
         self.links: dict[str, Link] = {}
         self.ports: dict[str, int] = {}
-        self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic(), expected)
+        self.detector = FailureDetector(self.host, hosts, self.silence_s, clock.monotonic(), expected)
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
         self._parting = False
@@ -89,12 +113,12 @@ class Mesh:
         return HandshakeClient(
             purpose=purpose,
             cluster=self._settings.cluster_name,
-            job=self._job,
+            job=self._identity.job,
             restart=self.restart,
             source=self.host,
             target=target,
-            instance=self._instance,
-            server_uid=self._uid,
+            instance=self._identity.instance,
+            server_uid=self._identity.uid,
             lost=self._lost,
         )
 
@@ -109,7 +133,7 @@ class Mesh:
             TimeoutError: The peer does not answer in time.
             HandshakeError: The peer refuses, or does not authenticate.
         """
-        ports = candidates(self._settings, self._job)
+        ports = candidates(self._settings, self._identity.job)
         known = self.ports.get(name)
         if known is not None:
             ports = [known, *(p for p in ports if p != known)]
@@ -118,7 +142,7 @@ class Mesh:
         try:
             link, port = await connect_any(address, ports, lambda: self.client(name, purpose), timeout_s)
         except OtherView as exc:
-            self._on_view(exc.lost)
+            self._listener.on_nodes_lost(exc.lost)
             raise
         self.ports[name] = port
         return link
@@ -145,7 +169,7 @@ class Mesh:
                 link.finish(peer.AgentLeft())
             else:
                 self._do(self.detector.record_message(name, clock.monotonic()))
-                self._on_link(name)
+                self._listener.on_link(name)
             while True:
                 message = await link.receive()
                 if self._parting:
@@ -194,7 +218,7 @@ class Mesh:
         elif isinstance(message, peer.AgentLeft):
             self._do(self.detector.leaves(name))
         else:
-            self._on_message(name, message)
+            self._listener.on_message(name, message)
 
     def silent(self) -> set[str]:
         """Return the partners that are suspected now: silent, or without a link."""
@@ -245,7 +269,7 @@ class Mesh:
                 for other in self.links:
                     self.send(other, peer.Liveness(effect.host, effect.alive, self.restart))
             else:
-                self._on_dead(effect.host, effect.witnesses, effect.known)
+                self._listener.on_dead(effect.host, effect.witnesses, effect.known)
 
     async def _probe(self, probe: Probe) -> None:
         try:

@@ -101,16 +101,21 @@ def merged_stop(records: Iterable[peer.InventoryRecord], noderanks: Mapping[str,
     for host, rank in sorted(noderanks.items(), key=lambda item: item[1]):
         if before.get(rank, host) not in noderanks:
             replaced[before[rank], host] = None
-    reached: dict[str, int] = {}
-    for stop in stops:
-        for name, version in stop.reached.items():
-            reached[name] = max(version, reached.get(name, 0))
     return peer.Stop(
         min((stop.at for stop in stops if stop.at), default=0.0),
         tuple(sorted({host for stop in stops for host in stop.lost})),
         tuple(replaced),
-        reached,
+        _reached(stops),
     )
+
+
+def _reached(stops: Iterable[peer.Stop]) -> dict[str, int]:
+    """Return the newest step that ranks have completed, by training."""
+    found: dict[str, int] = {}
+    for stop in stops:
+        for name, version in stop.reached.items():
+            found[name] = max(version, found.get(name, 0))
+    return found
 
 
 def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.TrainingPlan) -> dict[int, set[str]]:
@@ -227,6 +232,7 @@ def take_over(
     for order in theirs.pulls:
         holders.setdefault((order.copy.training, order.copy.rank), []).append(order.dest)
     taken = {s.name: _ours(s, holders) for s in theirs.trainings if s.chosen is not None}
+    reached = {name: step for name, step in _reached(r.stop for r in left.records).items() if name in taken}
     return msgspec.structs.replace(
         plan,
         noderanks=made.noderanks,
@@ -239,6 +245,7 @@ def take_over(
             for order in theirs.pulls
         ),
         takeover=takeover,
+        stop=msgspec.structs.replace(plan.stop, reached=reached | plan.stop.reached),
         closed=sequence.merged((*plan.closed, *_closed(left.records))),
     )
 

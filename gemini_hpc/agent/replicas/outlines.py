@@ -16,9 +16,8 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.mesh import Mesh
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.core import placement
 from gemini_hpc.core.moments import Moment
@@ -79,8 +78,8 @@ class KeptOutline(NamedTuple):
 class Outlines:
     """The outlines of one agent: sent outlines of its own shards, and kept outlines of other shards."""
 
-    def __init__(self, node: str, membership: Membership, spawn: Spawn) -> None:
-        self._node, self._membership, self._spawn = node, membership, spawn
+    def __init__(self, context: AgentContext) -> None:
+        self._node, self._membership, self._spawn = context.node, context.membership, context.spawn
         self._live: dict[tuple[str, int], tuple[int, ...]] = {}  # nodes with the tensors of own shards
         self._told: dict[tuple[str, str, int], str] = {}  # key of the directory that a peer has, by peer and shard
         self._sent: dict[tuple[str, int], tuple[Stamp, list[str]]] = {}  # the newest outline, and its receivers

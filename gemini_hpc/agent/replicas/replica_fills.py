@@ -75,6 +75,7 @@ async def ended(client: LocalClient, shards: list[Shard]) -> None:
 
 def release(shard: Shard) -> None:
     """Forget the fill, because its memory is registered anew."""
+    shard.unfilled = 0
     if shard.fill is not None:
         _end_fill(shard, shard.fill)
         shard.fill = None
@@ -97,7 +98,8 @@ async def awaited(shard: Shard, version: int) -> Fill | str | None:
         fill = shard.fill
         if fill is None or not version - _LATE <= fill.version <= version:
             return None
-        if (shard.unlike or fill.is_last) and fill.version < version:  # no rank here fills it any more
+        is_left_out = shard.unlike or fill.is_last or shard.unfilled >= version
+        if is_left_out and fill.version < version:  # no rank here fills it
             return None
         if fill.version == version and fill.over.is_set():
             slot = shard.pair.slots[fill.index]

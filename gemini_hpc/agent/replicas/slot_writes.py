@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.store import PendingDigest, Shard
 from gemini_hpc.agent.replicas.training import Training
@@ -23,25 +21,21 @@ class SlotWrites:
 
     def __init__(
         self,
-        membership: Membership,
+        context: AgentContext,
         trainings: Trainings,
-        log: Log,
-        spawn: Spawn,
         pool: DigestPool,
         completed: Callable[[Shard, int], None] = lambda shard, index: None,
     ) -> None:
         """Create the writes.
 
         Args:
-            membership: This agent's view of the job.
+            context: The agent's context.
             trainings: Trainings of this agent.
-            log: Event log.
-            spawn: Starts a background task.
             pool: Threads that make the digests.
             completed: Called with the shard and index of each slot that becomes complete.
         """
-        self._membership, self._trainings, self._log, self._spawn = membership, trainings, log, spawn
-        self._pool, self._completed = pool, completed
+        self._membership, self._log, self._spawn = context.membership, context.log, context.spawn
+        self._trainings, self._pool, self._completed = trainings, pool, completed
 
     def begin_write(self, training: Training, shard: Shard, version: int) -> int:
         """Return the index of the slot to fill with this version of the current epoch.

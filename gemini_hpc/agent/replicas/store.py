@@ -52,6 +52,7 @@ class Shard:
         pushed: The home's agent fills the shard. A training rank here fills at most the parts that it has as
             well.
         fill: Newest version that a training rank here fills in part.
+        unfilled: Newest version that it has left out.
         unlike: Reason why a training rank here must not fill it.
         handed_back: Slots that a process has given to this agent after its predecessor's death.
         half_back: One slot is still to be handed back. The pair has no vote, and no other process writes to it.
@@ -74,6 +75,7 @@ class Shard:
     rescued_round: int = 0
     pushed: bool = False
     fill: Fill | None = None
+    unfilled: int = 0
     unlike: str = ""
     handed_back: frozenset[int] = frozenset()
     half_back: bool = False

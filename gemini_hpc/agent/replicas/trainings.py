@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
@@ -26,25 +25,21 @@ class Trainings:
 
     def __init__(
         self,
-        node: str,
-        membership: Membership,
+        context: AgentContext,
         store: Store,
         notes: SealNotes,
         on_sealed: Callable[[Training, int, Stamp], None],
-        log: Log,
     ) -> None:
         """Create the empty collection.
 
         Args:
-            node: Name of this node.
-            membership: This agent's view of the job.
+            context: The agent's context.
             store: Shards of this node.
             notes: File of the last seals, for a successor of this agent.
             on_sealed: Called with the training, the round and the stamp of each version that is sealed.
-            log: Event log.
         """
-        self._node, self._membership, self._store, self._notes = node, membership, store, notes
-        self._on_sealed, self._log = on_sealed, log
+        self._node, self._membership, self._log = context.node, context.membership, context.log
+        self._store, self._notes, self._on_sealed = store, notes, on_sealed
         self._trainings: dict[str, Training] = {}
         self._recounts: set[str] = set()
         self._held = 0

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
@@ -26,17 +25,9 @@ _TIER_S = 10.0  # the tier must list its versions within this time
 class FlushRequests:
     """An agent's answers to flush requests."""
 
-    def __init__(
-        self,
-        job: int,
-        membership: Membership,
-        trainings: Iterable[Training],
-        saver: Saver,
-        salvage: Salvage,
-        spawn: Spawn,
-    ) -> None:
-        self._job, self._membership, self._trainings = job, membership, trainings
-        self._saver, self._salvage, self._spawn = saver, salvage, spawn
+    def __init__(self, context: AgentContext, trainings: Iterable[Training], saver: Saver, salvage: Salvage) -> None:
+        self._job, self._membership, self._spawn = context.identity.job, context.membership, context.spawn
+        self._trainings, self._saver, self._salvage = trainings, saver, salvage
 
     async def answer(self, link: Link) -> None:
         """Serve one admitted caller."""

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.pledges import Pledges, Wish
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.tier.choice import TierChoice
@@ -32,26 +31,24 @@ class NamedVersions:
 
     def __init__(
         self,
-        membership: Membership,
+        context: AgentContext,
         pledges: Pledges,
         rejections: Rejections,
         tier: TierChoice,
-        log: Log,
         *,
         wanted: Callable[[], None],
     ) -> None:
         """Create the wishes.
 
         Args:
-            membership: This agent's view of the job.
+            context: The agent's context.
             pledges: File of lasting requests.
             rejections: Rejected versions.
             tier: Choice of the job's tier.
-            log: Event log.
             wanted: Called at the root, about once a second, while wishes wait.
         """
-        self._membership, self._pledges, self._rejections = membership, pledges, rejections
-        self._tier, self._log, self._wants = tier, log, wanted
+        self._membership, self._log = context.membership, context.log
+        self._pledges, self._rejections, self._tier, self._wants = pledges, rejections, tier, wanted
         self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: another version has the name
         self._again_at = 0.0
 

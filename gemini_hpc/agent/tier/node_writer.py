@@ -15,9 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.tier import worker_process
@@ -52,8 +50,9 @@ class WantedVersion:
 class NodeWriter:
     """The writer of one agent."""
 
-    def __init__(self, identity: AgentIdentity, membership: Membership, store: Store, spawn: Spawn) -> None:
-        self._identity, self._membership, self._store, self._spawn = identity, membership, store, spawn
+    def __init__(self, context: AgentContext, store: Store) -> None:
+        self._identity, self._membership, self._spawn = context.identity, context.membership, context.spawn
+        self._store = store
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, WantedVersion] = {}  # the current or last save,

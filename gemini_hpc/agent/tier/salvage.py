@@ -17,10 +17,8 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
@@ -43,20 +41,18 @@ class Salvage:
 
     def __init__(
         self,
-        node: str,
-        membership: Membership,
+        context: AgentContext,
         trainings: Iterable[Training],
         store: Store,
         rejections: Rejections,
         saver: Saver,
         writer: NodeWriter,
-        log: Log,
-        spawn: Spawn,
     ) -> None:
-        self._node, self._membership, self._trainings, self._store = node, membership, trainings, store
-        self._rejections, self._saver, self._writer = rejections, saver, writer
-        self._log, self._spawn = log, spawn
-        self._decides = SalvageRules(node)
+        self._node, self._membership = context.node, context.membership
+        self._log, self._spawn = context.log, context.spawn
+        self._trainings, self._store, self._rejections = trainings, store, rejections
+        self._saver, self._writer = saver, writer
+        self._decides = SalvageRules(context.node)
         self._events: deque[events.Event] = deque()
         self._stepping = False
         self._clock: asyncio.Task[None] | None = None

@@ -18,10 +18,8 @@ from contextlib import suppress
 from itertools import count
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import AgentIdentity
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.peers.context import AgentContext
+from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import save_events as events
@@ -51,35 +49,30 @@ class Saver:
 
     def __init__(
         self,
-        identity: AgentIdentity,
-        membership: Membership,
+        context: AgentContext,
         trainings: Iterable[Training],
         tier: TierChoice,
         keeps: NamedVersions,
         rejections: Rejections,
         node: NodeWriter,
-        log: Log,
-        spawn: Spawn,
         *,
         salvaging: Callable[[], bool],
     ) -> None:
         """Create the saver.
 
         Args:
-            identity: Identity of this agent.
-            membership: This agent's view of the job.
+            context: The agent's context.
             trainings: Trainings of this agent.
             tier: Choice of the job's tier.
             keeps: Wishes to keep versions.
             rejections: Rejected versions.
             node: Writer of this node's files.
-            log: Event log.
-            spawn: Starts a background task.
             salvaging: Returns whether the surviving nodes save the job's last versions by themselves (`salvage`).
         """
-        self._identity, self._membership, self._trainings = identity, membership, trainings
-        self._choice, self._keeps, self._rejections, self.node = tier, keeps, rejections, node
-        self._log, self._spawn, self._salvaging = log, spawn, salvaging
+        self._identity, self._membership = context.identity, context.membership
+        self._log, self._spawn = context.log, context.spawn
+        self._trainings, self._choice, self._keeps, self._rejections = trainings, tier, keeps, rejections
+        self.node, self._salvaging = node, salvaging
         self._decides = SaveRules()
         self._events: deque[events.Event] = deque()
         self._stepping = False
@@ -157,6 +150,19 @@ class Saver:
         """Save the versions that are to be kept. Called at the root."""
         for training in self._trainings:
             self._happened(events.Keep(training.name))
+
+    def on_message(
+        self, incarnation: Incarnation, host: str, message: peer.SaveDown | peer.SaveUp | peer.SaveOver
+    ) -> None:
+        """Handle the parent's orders and the children's reports."""
+        rounds = incarnation.rounds
+        match message:
+            case peer.SaveDown() if host == rounds.parent:
+                self.wanted(message)
+            case peer.SaveUp() if host in rounds.children:
+                self.on_report(message)
+            case peer.SaveOver() if host == rounds.parent and message.round == rounds.round:
+                self.ended()
 
     def wanted(self, message: peer.SaveDown) -> None:
         """Save a version that the root has ordered, here and on the nodes below."""

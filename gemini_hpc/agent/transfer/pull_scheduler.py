@@ -9,11 +9,8 @@ from typing import Protocol
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.event_log import Log
-from gemini_hpc.agent.peers.identity import AgentIdentity
+from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Shard, Store
@@ -52,29 +49,24 @@ class PullScheduler:
 
     def __init__(
         self,
-        identity: AgentIdentity,
-        membership: Membership,
+        context: AgentContext,
         store: Store,
         trainings: Trainings,
         tier: TierChoice,
         predecessor: Former,
-        log: Log,
-        spawn: Spawn,
     ) -> None:
         """Create the scheduler.
 
         Args:
-            identity: Identity of this agent.
-            membership: This agent's view of the job.
+            context: The agent's context.
             store: Shards of this node.
             trainings: Trainings of this agent.
             tier: Choice of the job's tier.
             predecessor: Former job whose agents serve the copies that this job takes over.
-            log: Event log.
-            spawn: Starts a background task.
         """
-        self._identity, self._membership, self._store, self._trainings = identity, membership, store, trainings
-        self._tier, self._predecessor, self._log, self._spawn = tier, predecessor, log, spawn
+        self._identity, self._membership = context.identity, context.membership
+        self._log, self._spawn = context.log, context.spawn
+        self._store, self._trainings, self._tier, self._predecessor = store, trainings, tier, predecessor
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
         self._gate = asyncio.Semaphore(pull.AT_ONCE)
         self._stops: dict[tuple[str, int], Event] = {}

@@ -222,6 +222,8 @@ class Replicator(TensorShardOwner):
         # While ranks go on with different versions, a slot begun here would be missing for the home's version.
         together = not self._gate.degraded and self._gate.sealed >= (self._me.epoch, self._before)
         sharing = self._replicas if together else ()
+        if self._replicas and not together:
+            self._client.post(local.Unfilled(training=self._me.training, rank=self._me.rank, version=job.version))
         if not slot.has_manifest:
             self._capture.clean(area)
         took_s = self._capture.copy(job, slot_index, area, stays)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from statistics import median
 
 from gemini_hpc import clock
+from gemini_hpc.core.version_cost import VersionCost
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.state import encode, sharded
 from gemini_hpc.train.state.lifted import Lift
 from gemini_hpc.train.state.tree import Stateful
 
 LEAST_S = 0.002  # a shorter capture is negligible: a busy node's processors cause such delays now and then
-_SURE = 3  # the shortest of this many captures is the least cost
 
 
-class CaptureCost:
+class CaptureCost(VersionCost):
     """The capture times of one rank, by iteration.
 
     An iteration begins with the capture of its step(), if there is one.
@@ -29,10 +28,9 @@ class CaptureCost:
         Args:
             behind: Number of iterations that a device may lag behind its host and still be accounted for.
         """
-        self._latest: deque[float] = deque(maxlen=_SURE)
+        super().__init__(LEAST_S)
         self._ended: deque[float] = deque([0.0] * behind, maxlen=behind)
         self._begun_s = 0.0
-        self._held: deque[float] = deque(maxlen=_SURE)
 
     def captured(self, began: float, mark: Event | None) -> None:
         """Record a capture that ends now.
@@ -45,22 +43,7 @@ class CaptureCost:
         """
         waited = mark is None or mark.query()
         self._begun_s = clock.monotonic() - began if waited else 0.0
-        self._latest.append(self._begun_s)
-
-    def held(self, seconds: float) -> None:
-        """Record the seconds that the optimizer has waited for a version's copy."""
-        self._held.append(seconds)
-
-    @property
-    def held_s(self) -> float:
-        """Return the seconds that the optimizer at least waits for a copy; 0 where negligible or unknown."""
-        least_s = min(self._held) if len(self._held) == _SURE else 0.0
-        return least_s if least_s >= LEAST_S else 0.0
-
-    @property
-    def whole_s(self) -> float:
-        """Return the seconds of the training's thread that a version costs at least, at any frequency of saving."""
-        return self.seconds + self.held_s
+        self.add(self._begun_s)
 
     @property
     def begun_s(self) -> float:
@@ -71,17 +54,6 @@ class CaptureCost:
         """End an iteration and begin another."""
         self._ended.append(self._begun_s)
         self._begun_s = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds that a capture costs at least; 0 where negligible or unknown."""
-        least_s = min(self._latest) if len(self._latest) == _SURE else 0.0
-        return least_s if least_s >= LEAST_S else 0.0
-
-    @property
-    def usual_s(self) -> float:
-        """Return the median seconds of the latest captures, noise included; 0 where negligible or unknown."""
-        return median(self._latest) if self.seconds else 0.0
 
     def within(self, ago: int) -> float:
         """Return the seconds of the capture in an iteration that has ended; 0 where negligible or unknown.

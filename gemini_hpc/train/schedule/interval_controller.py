@@ -34,13 +34,15 @@ from statistics import median
 from typing import Any, Literal
 
 from gemini_hpc import clock
+from gemini_hpc.client import stats_messages
 from gemini_hpc.core import schedule
+from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, late_seals
 from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.pace import IterationPace
+from gemini_hpc.core.seal_latency import SealLatency
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.core.wait_budget import MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.device.interface import Event
-from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
 from gemini_hpc.train.schedule.capture_cost import CaptureCost
 from gemini_hpc.train.schedule.chunk_schedule import Route
@@ -56,7 +58,6 @@ from gemini_hpc.train.schedule.overhead_monitor import (
 from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
-from gemini_hpc.train.schedule.seal_latency import SealLatency
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.capture import CaptureJob
@@ -70,8 +71,6 @@ _BEHIND = 16  # iterations that a device may lag behind its host and still be ac
 _RECORD_EVERY = 50  # times are recorded for `IN_A_ROW` iterations, then not for this many
 _WORD_EVERY_S = 5.0
 _POINT_S = 1e-6
-_TELL_AGAIN = 4  # the user is told again when versions are this many times as rare
-_TOLD_WAIT_S = 1.0  # least wait for the first versions that the user is told of
 _QUIET = 4  # times the usual time to a seal: longest time without progress; while that time is unknown, ...
 _UNKNOWN = 3  # ... times the user's timeout
 _RANKS = 1 << 20
@@ -176,8 +175,8 @@ class IntervalController:
         self._latency, self._budget = SealLatency(seal), WaitBudget(traffic.overhead)
         self._waits: deque[float] = deque(maxlen=4)  # seconds of the waits for the latest versions
         self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; else 0
-        self._reason = ""
-        self._waited_for = self._settled = False
+        self._told = IntervalReporter(rank, traffic.overhead, say)
+        self._waited_for = False
         self._wanted = PROFILED
         self._dirty = True
         self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
@@ -189,7 +188,6 @@ class IntervalController:
         self._renew = ""
         self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
         self._begun_at = clock.monotonic()
-        self._told = 1
         self.problem = ""
         self.unsealed = 0  # versions that were in transfer when the training had to go on
         if (collectives is not None and self._sends) or monitor.on_device:
@@ -434,21 +432,8 @@ class IntervalController:
             self._change(j, s, version)
             self._history.append((self._agreed.base, j, s))
         self._stage = "steady"
-        self._end_first()
+        self._told.end_first_phase(self._budget)
         self._report_interval(j, self._pace.usual_s)
-
-    def _end_first(self) -> None:
-        """End the phase of the first versions, because a frequency is known that keeps the ceiling.
-
-        Report the cost of the first versions to the user, if it was noticeable.
-        """
-        if not self._settled and self._budget.first_waited_s >= _TOLD_WAIT_S and self._rank == 0:
-            self._say(
-                f"rank 0: the training has waited {self._budget.first_waited_s:.1f} s for the seals of its first "
-                f"versions; from now on versions take at most {100 * self._traffic.overhead:g} % of its time"
-            )
-        self._settled = True
-        self._budget.end_first_phase()
 
     def _change(self, j: int, s: int, version: int) -> None:
         """Follow j and s from this version on, or from the first that has no earlier version in transfer."""
@@ -648,7 +633,7 @@ class IntervalController:
         self._stage, self._since, self._hasty = "steady", version, 0
         self._change(j, s, version)
         self._latency.follow_plan()
-        self._end_first()
+        self._told.end_first_phase(self._budget)
         self._history.append((self._agreed.base, j, s))
         self._overhead.adopt_plan(self._planner.profile, self._planner.controller)
         self._renew = ""
@@ -690,7 +675,7 @@ class IntervalController:
 
     # ---- reports ---------------------------------------------------------------------------------------
 
-    def _why(self, usual_s: float, *, name: bool) -> tuple[str, str]:
+    def _why(self, usual_s: float, *, name: bool) -> Reason:
         """Return the reason why not every version is saved, and a remedy.
 
         Args:
@@ -701,22 +686,21 @@ class IntervalController:
         used_s, cores = self._cpu()
         if cores and used_s > cores * usual_s * max(1, self._agreed.j - 1):
             why = f"a version takes {used_s:.2g} core-seconds of an agent that may use {cores:.2g} cores"
-            return f"{why}, {whole}", "fewer bytes a rank, or a higher agent_cores in the site's settings"
+            return Reason(f"{why}, {whole}", "fewer bytes a rank, or a higher agent_cores in the site's settings")
         if self._cost.seconds > allowed_s and self._cost.seconds >= self._cost.held_s:
             what = self._dearest(self._cost.seconds) if name else ""
             why = (
                 f"step() takes {self._cost.seconds:.2g} s to capture the state{f', mostly {what},' if what else ''} "
             )
             beside = "tensors of 64 KiB and more are captured beside the training"
-            return why + f"{whole} ({beside})", f"less state in extra: {beside}"
+            return Reason(why + f"{whole} ({beside})", f"less state in extra: {beside}")
         if self._cost.held_s > allowed_s:
             why = f"the optimizer waits {self._cost.held_s:.2g} s for the copy of a version {whole}"
-            return why, "fewer bytes a rank: the state sharded over more ranks"
+            return Reason(why, "fewer bytes a rank: the state sharded over more ranks")
         if not self._sends or self._planner.seals_late:
-            why = f"a version is sealed {self._latency.whole_s:.2g} s after step() (copy, digests, votes) {whole}"
-            return why, "fewer bytes a rank, or more processors for the agents of its node"
+            return late_seals(self._latency.whole_s, usual_s)
         why = "the network has too little idle time for a copy in each iteration"
-        return why, "a faster network between the agents, or parity in place of whole copies"
+        return Reason(why, "a faster network between the agents, or parity in place of whole copies")
 
     def _report_interval(self, j: int, usual_s: float, *, in_force: bool = True) -> None:
         """Tell the user which versions are not saved, or should not be.
@@ -728,20 +712,13 @@ class IntervalController:
         """
         if self._traffic.every:
             return
-        news, mine = j >= _TELL_AGAIN * self._told or self._told <= 1 < j, self._rank == self._because
-        why, helps = self._why(usual_s, name=news and mine)
-        self._reason = f"{why}; what helps: {helps}" if j > 1 else ""
-        if not news:
-            return
-        self._told = j
-        if not mine:
-            return
-        if in_force:
-            repeated = j + self._agreed.s - 1
-            then = f"saving one version in {j}; a failure repeats at most {repeated} steps"
-        else:
-            then = f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})"
-        self._say(f"rank {self._rank}: {why}: {then}")
+        self._told.report(
+            j,
+            self._agreed.s,
+            lambda news: self._why(usual_s, name=news),
+            mine=self._rank == self._because,
+            advice="" if in_force else f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})",
+        )
 
     def state(self) -> TrafficState:
         """Return the state for the agent."""
@@ -775,7 +752,7 @@ class IntervalController:
             ceiling=seen.ceiling,
             judged_in=seen.judged_in,
             sealed_s=self._latency.whole_s or None,
-            reason=self._reason,
+            reason=self._told.reason,
         )
 
     def report(self) -> dict[str, Any]:
@@ -813,5 +790,5 @@ class IntervalController:
             "capture_s": self._cost.seconds,
             "unsealed": self.unsealed,
             "sealed_s": self._latency.whole_s,
-            "reason": self._reason,
+            "reason": self._told.reason,
         }

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.client import stats_messages
 from gemini_hpc.client.agent_connection import AgentClient
+from gemini_hpc.client.summary_sender import SummarySender
 from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Profile
-from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.overhead_monitor import Pictured
 from gemini_hpc.wire import local
-from gemini_hpc.wire.traffic import TrafficState
 
-TELL_EVERY_S = 5.0
 DRAW_EVERY_S = 30.0
 
 
@@ -37,7 +35,7 @@ class CachedProfile:
     alpha: float
 
 
-class StatsReporter:
+class StatsReporter(SummarySender):
     """The reporter of one rank's traffic, used by the training's thread.
 
     Only `recall` waits for the agent.
@@ -52,20 +50,13 @@ class StatsReporter:
             rank: The rank.
             key: Key of the profile, see `stats_messages.profile_key`.
         """
-        self._client, self._training_name, self._rank, self._key = client, training_name, rank, key
-        self._told_at = self._drawn_at = -1e9
+        super().__init__(client, training_name, rank)
+        self._key, self._drawn_at = key, -1e9
         self._drawn: Pictured | None = None
 
     def rename(self, key: str) -> None:
         """Use another key from now on, because the state is distributed anew and the profile is another one."""
         self._key = key
-
-    def send_summary(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
-        """Send a summary to the agent, every `TELL_EVERY_S` seconds or, if `now`, at once."""
-        at = clock.monotonic()
-        if now or at - self._told_at > TELL_EVERY_S:
-            self._told_at = at
-            self._client.post(local.Traffic(self._training_name, self._rank, state()))
 
     def send_event(self, name: str, version: int, why: str) -> None:
         """Send an entry for the job's event log."""

@@ -20,6 +20,7 @@ import xxhash
 from gemini_hpc import clock
 from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.ranges import Range, merged
+from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, ShardManifest
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device import host_copy
@@ -134,10 +135,9 @@ class Bound:
 
 
 @dataclass
-class CaptureJob:
+class CaptureJob(VersionTimes):
     """A version under way into a slot. `left` is set when the training may change its tensors again."""
 
-    version: int
     small: bytes | bytearray
     views: Sequence[list[torch.Tensor]]
     bound: Bound
@@ -154,7 +154,6 @@ class CaptureJob:
     ready: Event | None = None  # with state on a device: the device's position at step()
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    saved: bool = True
     bereaved: bool = False  # not saved because another rank or agent is gone
     lock: threading.Lock = field(default_factory=threading.Lock)
     started: bool = False
@@ -163,9 +162,7 @@ class CaptureJob:
     wanted: bool = False  # the training waits for its tensors
     urgent: bool = False  # all that is left of the training may depend on this version: it goes at once
     moment: Moment = UNCOUNTED  # of the training, at step()
-    taken_at: float = field(default_factory=clock.monotonic)
-    copied_at: float = 0.0  # time the own slot was complete; 0.0: not yet
-    arrived_at: float = 0.0  # time it had arrived at all holders; 0.0: not yet
+    taken_at: float = field(default_factory=clock.monotonic, kw_only=True)
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     @property

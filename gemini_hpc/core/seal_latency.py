@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from statistics import median
-
-from gemini_hpc.train.state.capture import CaptureJob
 
 _LATEST, _LAGS, _LATE = 8, 4, 3
 _MOST_S = 1e5
+
+
+@dataclass
+class VersionTimes:
+    """A version under way, with its times (CLOCK_MONOTONIC, seconds)."""
+
+    version: int
+    _: KW_ONLY
+    taken_at: float  # time of its step()
+    saved: bool = True
+    copied_at: float = 0.0  # time the own slot was complete; 0.0: not yet
+    arrived_at: float = 0.0  # time it had arrived at all holders; 0.0: not yet
 
 
 class SealLatency:
@@ -22,14 +33,13 @@ class SealLatency:
             seal: Returns the last sealed (epoch, version) and its time (CLOCK_MONOTONIC, seconds).
         """
         self._seal = seal
-        self._job: CaptureJob | None = None
-        self._epoch: int | None = None
+        self._job: VersionTimes | None = None
         self._due_at, self._was_due = 0.0, False
         self._whole: deque[float] = deque(maxlen=_LATEST)
         self._fixed: deque[float] = deque(maxlen=_LATEST)
         self._lags: deque[float] = deque(maxlen=_LAGS)
 
-    def begin_version(self, job: CaptureJob) -> None:
+    def begin_version(self, job: VersionTimes) -> None:
         """Measure this version from now on. An earlier, unsealed version counts as late by its delay so far."""
         self.poll()
         if self._job is not None and self._job.saved and self._due_at:
@@ -53,8 +63,12 @@ class SealLatency:
         """Forget how late versions were under the former plan."""
         self._lags.clear()
 
-    def poll(self) -> None:
-        """Record the seal of the version, if there is one."""
+    def poll(self, now: float | None = None) -> None:
+        """Record the seal of the version, if there is one.
+
+        Args:
+            now: Time at which a version without a seal counts, too, as if it were sealed then; None: it does not.
+        """
         job = self._job
         if job is None:
             return
@@ -62,6 +76,8 @@ class SealLatency:
         if version != job.version:
             if version > job.version or not job.saved:
                 self._job = None
+            elif now is not None:
+                self._whole.append(now - job.taken_at)
             return
         self._job = None
         whole_s = at - job.taken_at
