@@ -37,15 +37,15 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as exc:
         print(f"gemini-hpc controller: {exc}", file=sys.stderr)
         return 2
-    from gemini_hpc.controller.startup import ServiceError, become, elsewhere
+    from gemini_hpc.controller.startup import ServiceError, become_slurm_user, explain_elsewhere
 
-    if reason := elsewhere(settings):
+    if reason := explain_elsewhere(settings):
         print(f"gemini-hpc controller: {reason}", file=sys.stderr)
         return 2
     if args.daemon:
         log = os.path.join(settings.state_dir, "controller.log")
         try:
-            become(settings)  # first, because SlurmUser owns the directory and could put a link there
+            become_slurm_user(settings)  # first, because SlurmUser owns the directory and could put a link there
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         except ServiceError as exc:
             print(f"gemini-hpc controller: {exc}", file=sys.stderr)

@@ -112,7 +112,7 @@ def _cluster(facts: HostFacts, args: argparse.Namespace) -> int:
     if args.only or args.host_role != "auto":
         why = "--cluster goes with neither --only nor --host-role"
     try:
-        nodes, partitions = ([], {}) if why else (list(facts.nodes.values()), facts.ask_slurm(Slurm.partitions))
+        nodes, partitions = ([], {}) if why else (list(facts.nodes.values()), facts.ask_slurm(Slurm.read_partitions))
     except Unavailable as exc:
         why, nodes, partitions = str(exc), [], {}
     if why:

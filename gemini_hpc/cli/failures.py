@@ -100,6 +100,6 @@ def _asked(days: int) -> list[str]:
     from gemini_hpc.slurm import Slurm, SlurmError
 
     try:
-        return asyncio.run(Slurm(_SACCT_S).history(days)).split("\n")
+        return asyncio.run(Slurm(_SACCT_S).read_history(days)).split("\n")
     except SlurmError as error:
         raise UserError(f"--history sacct: {error}; a rate can be given instead: --failures-per-node-day") from None

@@ -35,7 +35,7 @@ def _of_task(task: str) -> int:
     from gemini_hpc.slurm import Slurm, SlurmError, UnknownJob
 
     async def find() -> int:
-        return await Slurm().raw_id(task)
+        return await Slurm().find_raw_id(task)
 
     try:
         return asyncio.run(find())

@@ -78,8 +78,8 @@ async def _jobs_on(settings: Settings, node: str) -> tuple[str, list[tuple[int, 
     from gemini_hpc.slurm import Slurm
 
     slurm = Slurm()
-    nodes = await slurm.nodes([node])
-    there = sorted((await slurm.owners([node]))[node], key=lambda found: found[1])
+    nodes = await slurm.read_nodes([node])
+    there = sorted((await slurm.read_owners([node]))[node], key=lambda found: found[1])
     allowed = Operators(settings.operators, (0, *settings.slurm_uids()))
     found = nodes[node]
     words = "+".join((found.state, *sorted(found.flags)))

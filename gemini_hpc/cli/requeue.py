@@ -74,7 +74,7 @@ async def _requeue(job: int) -> None:
     from gemini_hpc.slurm import Slurm
 
     slurm = Slurm()
-    found = await slurm.job(job)
+    found = await slurm.read_job(job)
     if why := never_requeued(found):
         raise UserError(f"job {job} runs on: {why}")
-    await slurm.requeue(found)
+    await slurm.requeue_job(found)

@@ -44,7 +44,7 @@ def _elsewhere(facts: HostFacts) -> str:
 
 
 def _in_charge(facts: HostFacts) -> str:
-    hosts = facts.ask_slurm(Slurm.slurmctlds)
+    hosts = facts.ask_slurm(Slurm.ping_slurmctlds)
     return next((host.partition(".")[0] for host, up in hosts if up), "")
 
 
@@ -158,7 +158,7 @@ def harmful(facts: HostFacts) -> Outcome:
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
     try:
-        found = lemons.read(path, clock.time() - days * lemons.DAY_S)
+        found = lemons.read_visits(path, clock.time() - days * clock.DAY_S)
     except FileNotFoundError:
         return ok("no node was fenced or found red yet")
     except (OSError, msgspec.MsgspecError) as exc:
@@ -182,7 +182,7 @@ def mode(facts: HostFacts) -> Outcome:
     """Check what the controller may do, and tell how Slurm judged the acts that its mode withheld."""
     s = facts.settings
     where = f'mode = "{s.mode}"' + (f" in {some(s.canary_partitions, ', ')}" if s.mode == CANARY else "")
-    if s.canary_partitions and (unknown := set(s.canary_partitions) - facts.ask_slurm(Slurm.partitions).keys()):
+    if s.canary_partitions and (unknown := set(s.canary_partitions) - facts.ask_slurm(Slurm.read_partitions).keys()):
         return wrong(
             f"Slurm has no partition {some(sorted(unknown), ', ')}",
             "canary_partitions that exist",
@@ -191,7 +191,7 @@ def mode(facts: HostFacts) -> Outcome:
     facts.need_slurm_user("the controller's records")
     path = os.path.join(s.state_dir, withheld.FILE)
     try:
-        acts = withheld.read(path)
+        acts = withheld.read_acts(path)
     except FileNotFoundError:
         acts = []
     except (OSError, msgspec.MsgspecError) as exc:
@@ -199,7 +199,7 @@ def mode(facts: HostFacts) -> Outcome:
     if not acts:
         return ok(f"{where}; nothing was withheld yet")
     since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
-    count = withheld.score(acts)
+    count = withheld.count_verdicts(acts)
     told = f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
     told += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
     false = [a for a in acts if a.verdict == withheld.REFUTED]
@@ -219,7 +219,7 @@ def _stamp(t: float) -> str:
 
 def primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
-    hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
+    hosts, acting = facts.ask_slurm(Slurm.ping_slurmctlds), _in_charge(facts)
     if not acting:
         told = some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
         text = f"no slurmctld answers ({told or 'none is named'})"
@@ -270,8 +270,8 @@ def slurm_api(facts: HostFacts) -> Outcome:
         with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
             told = msgspec.json.decode(f.read(1 << 16), type=ApiRecord)
     if told is None:
-        way = facts.ask_slurm(lambda _: Slurm(api=setting).way())
-        told = ApiRecord(setting, way.name, way.why, way.left, 0.0)
+        way = facts.ask_slurm(lambda _: Slurm(api=setting).choose_way())
+        told = ApiRecord(setting, way.name, way.why, way.is_fallback, 0.0)
         text = f"a controller started here would ask Slurm through {told.used}: {told.why}"
     else:
         text = f"the controller asks Slurm through {told.used}: {told.why}"

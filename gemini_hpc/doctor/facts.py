@@ -139,22 +139,22 @@ class HostFacts:
     @property
     def conf(self) -> Configuration:
         """Return the configuration that slurmctld runs with."""
-        return self._remembered("configuration", lambda: Configuration(self.ask_slurm(Slurm.configuration)))
+        return self._remembered("configuration", lambda: Configuration(self.ask_slurm(Slurm.read_configuration)))
 
     @property
     def release(self) -> SlurmRelease:
         """Return the release of Slurm's commands on this host, which its plugins must be built for."""
-        return self._remembered("release", lambda: SlurmRelease.parse(self.ask_slurm(Slurm.release)))
+        return self._remembered("release", lambda: SlurmRelease.parse(self.ask_slurm(Slurm.read_release)))
 
     @property
     def nodes(self) -> dict[str, Node]:
         """Return all nodes."""
-        return self._remembered("nodes", lambda: self.ask_slurm(Slurm.nodes))
+        return self._remembered("nodes", lambda: self.ask_slurm(Slurm.read_nodes))
 
     @property
     def reservations(self) -> list[Reservation]:
         """Return all reservations."""
-        return self._remembered("reservations", lambda: self.ask_slurm(Slurm.reservations))
+        return self._remembered("reservations", lambda: self.ask_slurm(Slurm.read_reservations))
 
     @property
     def queue(self) -> dict[int, WatchedJob]:
@@ -162,14 +162,14 @@ class HostFacts:
 
         If Slurm keeps other users' jobs private, only one's own jobs are visible.
         """
-        return self._remembered("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.queue)})
+        return self._remembered("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.read_queue)})
 
     def job(self, raw_id: int) -> Job | None:
         """Return one job, None if Slurm does not know it."""
 
         async def ask(slurm: Slurm) -> Job | None:
             try:
-                return await slurm.job(raw_id)
+                return await slurm.read_job(raw_id)
             except UnknownJob:
                 return None
 

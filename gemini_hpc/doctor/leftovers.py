@@ -81,7 +81,7 @@ def nodes(facts: HostFacts) -> Outcome:
     told = [
         f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
         for n in facts.nodes.values()
-        if n.reason.startswith(OURS) and (n.down or "DRAIN" in n.flags)
+        if n.reason.startswith(OURS) and (n.is_down or "DRAIN" in n.flags)
     ]
     if told:
         fix = "look at the node; then scontrol update NodeName=... State=RESUME"

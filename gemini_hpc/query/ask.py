@@ -314,7 +314,7 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
         ) from None
     last = max((part.restart for part in parts), default=0)
     hosts = tuple(sorted(part.host for part in parts if part.restart == last))
-    return await Slurm().nodes(hosts) if hosts else {}
+    return await Slurm().read_nodes(hosts) if hosts else {}
 
 
 async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
@@ -360,7 +360,7 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
     refusal = f"job {raw_id}: {NOT_YOURS} (the controller knows how an ended job ended: gemini-hpc inspect {raw_id})"
     slurm = Slurm()
     try:
-        job = await slurm.job(raw_id)
+        job = await slurm.read_job(raw_id)
     except UnknownJob:
         raise QueryError(refusal) from None
     # A courtesy check: the agents know the caller from its credential and decide for themselves.
@@ -369,7 +369,7 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
         raise QueryError(refusal)
     if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.slurm_uids()):
         raise QueryError(f"job {raw_id}: without MUNGE, only the controller answers others than owner and root")
-    return job, await slurm.nodes(job.nodes) if job.nodes else {}
+    return job, await slurm.read_nodes(job.nodes) if job.nodes else {}
 
 
 async def _ask_all(
