@@ -14,7 +14,6 @@ from gemini_hpc import clock
 from gemini_hpc.controller import lemons, withheld
 from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
-from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.paths import user
@@ -48,7 +47,7 @@ def _in_charge(facts: HostFacts) -> str:
     return next((host.partition(".")[0] for host, up in hosts if up), "")
 
 
-def runs(facts: HostFacts) -> Outcome:
+def check_service(facts: HostFacts) -> Outcome:
     """Check that exactly one controller holds the lock, as SlurmUser."""
     s = facts.settings
     pid = _running(facts)
@@ -73,7 +72,7 @@ def runs(facts: HostFacts) -> Outcome:
     return ok(f"pid {pid}, as {s.slurm_user}")
 
 
-def journal(facts: HostFacts) -> Outcome:
+def check_journal(facts: HostFacts) -> Outcome:
     """Check that the journal can be written.
 
     Every action is journaled on disk first, so a full or read-only disk prevents all recovery.
@@ -123,7 +122,7 @@ def _damaged(path: str) -> int:
     return damaged
 
 
-def alerts(facts: HostFacts) -> Outcome:
+def check_alerts(facts: HostFacts) -> Outcome:
     """Check whether the controller has recently declined to act, according to its journal."""
     facts.need_slurm_user("the journal")
     path = os.path.join(facts.settings.state_dir, "journal.jsonl")
@@ -152,7 +151,7 @@ def alerts(facts: HostFacts) -> Outcome:
     )
 
 
-def harmful(facts: HostFacts) -> Outcome:
+def check_lemons(facts: HostFacts) -> Outcome:
     """Check for nodes that were fenced, or found red by root's health check, repeatedly."""
     facts.need_slurm_user("the controller's records")
     days = facts.settings.lemon_days
@@ -178,7 +177,7 @@ def harmful(facts: HostFacts) -> Outcome:
     )
 
 
-def mode(facts: HostFacts) -> Outcome:
+def check_mode(facts: HostFacts) -> Outcome:
     """Check what the controller may do, and tell how Slurm judged the acts that its mode withheld."""
     s = facts.settings
     where = f'mode = "{s.mode}"' + (f" in {some(s.canary_partitions, ', ')}" if s.mode == CANARY else "")
@@ -217,7 +216,7 @@ def _stamp(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(t))
 
 
-def primary(facts: HostFacts) -> Outcome:
+def check_primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
     hosts, acting = facts.ask_slurm(Slurm.ping_slurmctlds), _in_charge(facts)
     if not acting:
@@ -236,7 +235,7 @@ def primary(facts: HostFacts) -> Outcome:
     return ok(f"slurmctld on {acting} is in charge")
 
 
-def lock(facts: HostFacts) -> Outcome:
+def check_lock(facts: HostFacts) -> Outcome:
     """Check that all hosts that can run slurmctld share one journal."""
     controllers = facts.conf.controllers
     if len(controllers) < 2:
@@ -256,7 +255,7 @@ def lock(facts: HostFacts) -> Outcome:
     return ok(f"{state} is on the file system of {save}")
 
 
-def slurm_api(facts: HostFacts) -> Outcome:
+def check_slurm_api(facts: HostFacts) -> Outcome:
     """Check by which API the controller asks Slurm, and why.
 
     A requested API that is not used is a warning.
@@ -280,15 +279,3 @@ def slurm_api(facts: HostFacts) -> Outcome:
     if told.left or setting not in ("auto", told.used):
         return warning(text, wanted, fix)
     return ok(text)
-
-
-CHECKS = (
-    Check("controller.runs", "one-controller", ON_CONTROLLER, runs),
-    Check("controller.journal", "one-controller", ON_CONTROLLER, journal),
-    Check("controller.alerts", "", ON_CONTROLLER, alerts),
-    Check("controller.lemons", "", ON_CONTROLLER, harmful),
-    Check("controller.mode", "", ON_CONTROLLER, mode),
-    Check("controller.primary", "one-controller", ON_CONTROLLER, primary),
-    Check("controller.lock", "one-controller", ON_CONTROLLER, lock),
-    Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, slurm_api),
-)

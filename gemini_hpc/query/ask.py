@@ -7,7 +7,8 @@ import os
 import pwd
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,13 @@ from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
 if TYPE_CHECKING:
+    from gemini_hpc.query.inspect_document import Document
     from gemini_hpc.slurm.facts import Job, Node
 
 CONTROLLER_TIMEOUT_S = 2.0
 AGENT_TIMEOUT_S = 1.0
 PARALLEL = 64
+WITHOUT_CONTROLLER = "gemini-hpc inspect JOBID asks the agents themselves"
 
 
 class QueryError(Exception):
@@ -119,6 +122,27 @@ class ControllerLine:
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
+
+
+def documents(line: ControllerLine, jobs: Iterable[int], now: float) -> dict[int, Document]:
+    """Return the inspect documents of those jobs that the controller shows to this user.
+
+    Raises:
+        NoControllerError: The connection is lost.
+    """
+    found = {}
+    for job in jobs:
+        with suppress(QueryError):
+            found[job] = describe_answer(job, line.ask(job), "controller", now)
+    return found
+
+
+def describe_answer(job: int, answer: inspect_schema.JobAnswer, asked: str, now: float) -> Document:
+    """Return the inspect document of an answer that came from `asked`: "controller" or "agents"."""
+    from gemini_hpc.query.inspect_document import inspect_document
+
+    told = (answer.parts, answer.events, answer.slurm, answer.missing)
+    return inspect_document(job, *told, asked, now, answer.lemons)
 
 
 def agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
@@ -300,14 +324,11 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
     from gemini_hpc.slurm import Slurm
 
     try:
-        line = await asyncio.to_thread(ControllerLine, settings, raw_id)
-        try:
+        with closing(await asyncio.to_thread(ControllerLine, settings, raw_id)) as line:
             parts = (await asyncio.to_thread(line.ask, raw_id)).parts
             if not parts:  # the agents may have been slow, or have just lost their connection to the controller
                 await asyncio.sleep(_AGAIN_S)
                 parts = (await asyncio.to_thread(line.ask, raw_id)).parts
-        finally:
-            line.close()
     except NoControllerError as exc:
         raise QueryError(
             f"job {raw_id} has no nodes now, and only the controller knows its former nodes: {exc}"
