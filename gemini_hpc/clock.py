@@ -5,6 +5,8 @@ from __future__ import annotations
 import time as _time
 from typing import Protocol
 
+DAY_S = 86400.0
+
 
 class Source(Protocol):
     """A source of time."""

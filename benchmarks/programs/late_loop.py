@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import gemini_hpc as gemini
 from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 
@@ -67,7 +68,7 @@ def serve(directory: str, node: str) -> None:
     async def run() -> None:
         asyncio.get_running_loop().add_reader(sys.stdin, hear)
         timer = asyncio.ensure_future(_timed(windows))
-        await Agent(settings, job=JOB, uid=os.getuid(), node=node, directory=directory, again=False).run()
+        await Agent(AgentIdentity(settings, JOB, os.getuid(), node, directory)).run()
         timer.cancel()
 
     asyncio.run(run())

@@ -11,6 +11,7 @@ import os
 import sys
 
 from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 
@@ -23,7 +24,7 @@ async def serve(directory: str, job: int, node: str, port: int) -> None:
         settings = Settings(cluster_name="bench", memory_floor_bytes=0, **places)  # type: ignore[arg-type]
         munge.encode = lambda payload, *, for_uid: payload
         munge.decode = lambda credential: (credential, os.geteuid(), 0)
-    await Agent(settings, job=job, uid=os.getuid(), node=node, directory=directory, again=False).run()
+    await Agent(AgentIdentity(settings, job, os.getuid(), node, directory)).run()
 
 
 if __name__ == "__main__":

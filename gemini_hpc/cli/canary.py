@@ -91,12 +91,12 @@ class SiteJobs:
 
     def job(self, job_id: int) -> dict[str, str]:
         """Return the job's state."""
-        job = self.facts.ask_slurm(lambda slurm: slurm.job(job_id))
+        job = self.facts.ask_slurm(lambda slurm: slurm.read_job(job_id))
         return {"JobState": job.state}
 
     def nodes(self, job_id: int) -> tuple[str, ...]:
         """Return the job's nodes, the batch host first."""
-        return self.facts.ask_slurm(lambda slurm: slurm.job(job_id)).nodes
+        return self.facts.ask_slurm(lambda slurm: slurm.read_job(job_id)).nodes
 
 
 def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.struct_passwd, list[str]]:
@@ -111,7 +111,7 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
     settings = facts.settings
     if not settings.controller_hosts():
         raise RefusedError("controller_host is empty: without a controller there is nothing to see")
-    if mode := Gate(settings).why_not([partition]):
+    if mode := Gate(settings).explain_refusal([partition]):
         raise RefusedError(f"the controller would not act ({mode}): see docs/first_month.md")
     if not settings.canary_program:
         raise RefusedError("canary_program is not set, so that slurmd could not be started again: see docs/admin.md")
@@ -123,9 +123,9 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
         raise RefusedError(f"there is no user {user!r}: name one who may submit jobs, with --user") from None
     if who.pw_uid == 0:
         raise RefusedError("a protected job is a user's: name one who may submit jobs, with --user")
-    if facts.ask_slurm(Slurm.partitions).get(partition) != "UP":
+    if facts.ask_slurm(Slurm.read_partitions).get(partition) != "UP":
         raise RefusedError(f"partition {partition} is not there, or not UP")
-    idle = sorted(n.name for n in facts.nodes.values() if n.idle and partition in n.partitions)
+    idle = sorted(n.name for n in facts.nodes.values() if n.is_idle and partition in n.partitions)
     if len(idle) < NODES:
         raise RefusedError(f"{len(idle)} nodes of {partition} are idle, and the canary needs {NODES}: try later")
     for node in idle:
@@ -202,9 +202,9 @@ def _take_away(site: SiteJobs, run: demo.TrainingRun, taken: canary.Taken, show:
         if any(e["name"] == "detected" and e["host"] == taken.node for e in _inspect(run)["events"]):
             break
         clock.sleep(0.5)
-    node = site.facts.ask_slurm(Slurm.nodes)[taken.node]
-    if not node.down:
-        site.facts.ask_slurm(lambda slurm: slurm.node_down(taken.node, taken.reason))
+    node = site.facts.ask_slurm(Slurm.read_nodes)[taken.node]
+    if not node.is_down:
+        site.facts.ask_slurm(lambda slurm: slurm.set_node_down(taken.node, taken.reason))
         show.title(f"{taken.node} set DOWN, as Slurm does it after SlurmdTimeout")
 
 

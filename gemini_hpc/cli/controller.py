@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.config import CONFIG_PATH, ConfigError, load
-
-if TYPE_CHECKING:
-    _Subparsers = argparse._SubParsersAction[Any]
+from gemini_hpc.cli import frame
+from gemini_hpc.config import ConfigError, load
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "controller",
+        run,
+        "gemini-hpc controller --verbose",
+        "gemini-hpc controller --daemon",
         help="run the service beside slurmctld",
         description="Run the controller service as SlurmUser (root becomes SlurmUser), in the foreground, until "
         "SIGTERM. It logs to stderr.",
     )
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    frame.add_config(parser)
     parser.add_argument(
         "--daemon", action="store_true", help="go to the background, log to controller.log below state_dir"
     )
     parser.add_argument("--foreground", action="store_true", help="the default; unit files of 0.2 say it")
     parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")
-    parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,24 +34,20 @@ def run(args: argparse.Namespace) -> int:
     try:
         settings = load(args.config)
     except ConfigError as exc:
-        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
-        return 2
-    from gemini_hpc.controller.startup import ServiceError, become, elsewhere
+        raise frame.UsageError(str(exc)) from None
+    from gemini_hpc.controller.startup import ServiceError, become_slurm_user, explain_elsewhere
 
-    if reason := elsewhere(settings):
-        print(f"gemini-hpc controller: {reason}", file=sys.stderr)
-        return 2
+    if reason := explain_elsewhere(settings):
+        raise frame.UsageError(reason)
     if args.daemon:
         log = os.path.join(settings.state_dir, "controller.log")
         try:
-            become(settings)  # first, because SlurmUser owns the directory and could put a link there
+            become_slurm_user(settings)  # first, because SlurmUser owns the directory and could put a link there
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         except ServiceError as exc:
-            print(f"gemini-hpc controller: {exc}", file=sys.stderr)
-            return 1
+            raise frame.UserError(str(exc)) from None
         except OSError as exc:
-            print(f"gemini-hpc controller: {log}: {exc.strerror}", file=sys.stderr)
-            return 1
+            raise frame.UserError(f"{log}: {exc.strerror}") from None
         if pid := os.fork():
             print(f"gemini-hpc controller: runs in the background with pid {pid}, log: {log}")
             return 0

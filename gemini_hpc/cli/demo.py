@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gemini_hpc import clock
+from gemini_hpc.cli import frame
 
 if TYPE_CHECKING:
     from gemini_hpc.devcluster.cluster import Cluster
@@ -32,10 +33,14 @@ class DemoFailed(Exception):
     """The error that the demonstration did not show what it should; the text gives the reason."""
 
 
-def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "demo",
+        run,
+        "sudo gemini-hpc demo",
+        "sudo gemini-hpc demo --victim batch-host --cuts 2",
         help="watch a job lose a node and come back from its peers' memory",
         description="Start a development cluster of 5 nodes, train a small GPT on 3 of them, cut the power of one in "
         "mid-run, and compare the result, bit by bit, with an undisturbed run. Needs root.",
@@ -51,7 +56,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--profile", default="fast", help="of the development cluster (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
-    parser.set_defaults(func=run, parser=parser)
+    parser.set_defaults(parser=parser)
 
 
 class Jobs(Protocol):

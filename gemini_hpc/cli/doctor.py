@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.cli import frame
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 
 if TYPE_CHECKING:
-    _Subparsers = argparse._SubParsersAction[Any]
-
     from gemini_hpc.doctor.facts import HostFacts
 
 OK, WRONG, UNUSABLE = 0, 1, 2
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "doctor",
+        run,
+        "sudo gemini-hpc doctor",
+        "sudo gemini-hpc doctor --cluster",
+        "sudo gemini-hpc doctor --canary debug",
         help="check this host and Slurm's configuration",
         description="Check this host and Slurm's configuration against what gemini-hpc needs; nothing is changed. "
         "Run it as root on the controller host, on a node and on a login node; users see less. "
         "Exit status: 0 nothing is wrong (there may be warnings), 1 something is, 2 wrong command line or settings.",
     )
-    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    frame.add_json(parser)
+    frame.add_config(parser)
     parser.add_argument(
         "--host-role",
         choices=("auto", "controller", "node", "login"),
@@ -54,14 +56,16 @@ def register(subparsers: _Subparsers) -> None:
     )
     parser.add_argument("--user", default=os.environ.get("SUDO_USER", ""), help="whose job the canary is")
     parser.add_argument("--yes", action="store_true", help="do not ask before the canary")
-    parser.set_defaults(func=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the checks and return the exit status.
+def run(args: argparse.Namespace) -> frame.Result | int:
+    """Run the checks.
 
     Returns:
-        0 if no check finds a fault, 1 if a check does, 2 for a wrong command line or unusable settings.
+        The findings. The exit status is 0 if no check finds a fault, 1 if a check does, 2 for unusable settings.
+
+    Raises:
+        UsageError: The command line is wrong.
     """
     from gemini_hpc.doctor import report
     from gemini_hpc.doctor.examine import CHECKS, examine
@@ -73,11 +77,9 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.only if name not in known]
     if unknown:
         names = ", ".join(sorted(c.name for c in CHECKS))
-        print(f"gemini-hpc doctor: there is no check {unknown[0][:60]!r}: choose from {names}", file=sys.stderr)
-        return UNUSABLE
+        raise frame.UsageError(f"there is no check {unknown[0][:60]!r}: choose from {names}")
     if args.config != CONFIG_PATH and not os.path.exists(args.config):
-        print(f"gemini-hpc doctor: {args.config}: no such file", file=sys.stderr)
-        return UNUSABLE
+        raise frame.UsageError(f"{args.config}: no such file")
     facts = HostFacts(os.path.abspath(args.config), args.host_role)
     if args.canary:
         from gemini_hpc.cli import canary
@@ -90,19 +92,20 @@ def run(args: argparse.Namespace) -> int:
     try:
         load(args.config)
     except ConfigError as exc:
-        print(f"gemini-hpc doctor: {exc}", file=sys.stderr)
+        frame.print_error("doctor", str(exc))
         status = UNUSABLE
     for name in _accepted_of_no_check(facts, known):
-        print(f"gemini-hpc doctor: accepted_warnings names no check: {name[:60]!r}", file=sys.stderr)
+        frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
     roles, slurm = sorted(_roles(facts)), _release(facts)
     d = report.document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
-    print(json.dumps(d) if args.json else report.text(d, columns.width()), flush=True)
+    result = frame.Result(d, lambda d: report.text(d, columns.width()), status)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
+        print(result.text(args.json), flush=True)
         os._exit(status)  # a hanging check would hold up the end of this process
-    return status
+    return result
 
 
-def _cluster(facts: HostFacts, args: argparse.Namespace) -> int:
+def _cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result:
     from gemini_hpc.doctor import cluster
     from gemini_hpc.doctor.finding import Unavailable
     from gemini_hpc.report import columns
@@ -112,17 +115,16 @@ def _cluster(facts: HostFacts, args: argparse.Namespace) -> int:
     if args.only or args.host_role != "auto":
         why = "--cluster goes with neither --only nor --host-role"
     try:
-        nodes, partitions = ([], {}) if why else (list(facts.nodes.values()), facts.ask_slurm(Slurm.partitions))
+        nodes, partitions = ([], {}) if why else (list(facts.nodes.values()), facts.ask_slurm(Slurm.read_partitions))
     except Unavailable as exc:
         why, nodes, partitions = str(exc), [], {}
     if why:
-        print(f"gemini-hpc doctor: {why}", file=sys.stderr)
-        return UNUSABLE
+        raise frame.UsageError(why)
     here = facts.here
     rows = cluster.gather(nodes, partitions, facts.config_path, here.settings_sha256)
     d = cluster.document(rows, here.host, here.settings_sha256, clock.time())
-    print(json.dumps(d) if args.json else cluster.text(rows, here.host, here.settings_sha256, columns.width()))
-    return int(d["status"])
+    text = cluster.text(rows, here.host, here.settings_sha256, columns.width())
+    return frame.Result(d, lambda _: text, d["status"])
 
 
 def _accepted_of_no_check(facts: HostFacts, known: set[str]) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gemini_hpc.cli.amounts import count, number
-from gemini_hpc.cli.job_id import UserError
-from gemini_hpc.cli.text_file import read_lines
+from gemini_hpc.cli.frame import UsageError
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.rate import FailureRate
@@ -44,7 +44,7 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 
 def rate_of(args: argparse.Namespace) -> FailureRate:
-    """Return the failure rate that the options give. Raises `UserError`."""
+    """Return the failure rate that the options give. Raises `UsageError`."""
     from gemini_hpc.forecast.rate import FailureRate, of_history
     from gemini_hpc.slurm.accounting import parse_history
     from gemini_hpc.slurm.text import ParseError
@@ -60,9 +60,9 @@ def rate_of(args: argparse.Namespace) -> FailureRate:
         try:
             found = of_history(parse_history(lines), where)
         except ParseError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UsageError(f"{where}: {error}") from None
         except ValueError as error:
-            raise UserError(str(error)) from None
+            raise UsageError(str(error)) from None
     return found if args.hardware is None else replace(found, hardware=args.hardware)
 
 
@@ -75,14 +75,14 @@ def _written_down(directory: str) -> FailureRate:
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:
-        raise UserError(f"{directory}: {error.strerror}") from None
+        raise UsageError(f"{directory}: {error.strerror}") from None
     for name in names:
         if name.endswith(".jsonl"):
             seen += event_history.of_job(_events(os.path.join(directory, name)))
     try:
         return of_events(seen, directory)
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _events(path: str) -> Iterator[EventRecord]:
@@ -100,6 +100,31 @@ def _asked(days: int) -> list[str]:
     from gemini_hpc.slurm import Slurm, SlurmError
 
     try:
-        return asyncio.run(Slurm(_SACCT_S).history(days)).split("\n")
+        return asyncio.run(Slurm(_SACCT_S).read_history(days)).split("\n")
     except SlurmError as error:
-        raise UserError(f"--history sacct: {error}; a rate can be given instead: --failures-per-node-day") from None
+        raise UsageError(f"--history sacct: {error}; a rate can be given instead: --failures-per-node-day") from None
+
+
+def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
+    """Return the lines of a regular file. Raises `UsageError`, which names the file."""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageError(f"{path}: not a regular file")
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except ValueError:
+        raise UsageError(f"{path!r}: no name of a file") from None
+    if len(data) > most_bytes:
+        raise UsageError(f"{path}: more than {most_bytes >> 20} MiB")
+    try:
+        return data.decode().split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}: line {line}: not UTF-8 text") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file without blocking, so that a pipe without a writer is refused instead of waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
-from gemini_hpc.cli import live_view
-from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings
+from gemini_hpc.cli import frame, live_view
+from gemini_hpc.config import Settings
 from gemini_hpc.report import columns, history, traffic_text
 from gemini_hpc.report.summary import age, share, summary
-from gemini_hpc.wire.sanitize import sanitize as _tame
+from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
-    _Subparsers = argparse._SubParsersAction[Any]
     from gemini_hpc.query.inspect_document import Document
     from gemini_hpc.wire.inspect_schema import JobAnswer
 
@@ -28,22 +24,26 @@ MAX_FATAL_SHOWN = 6
 MAX_RECOVERIES_SHOWN = 2
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "inspect",
+        run,
+        "gemini-hpc inspect 42",
+        "gemini-hpc inspect 42 --watch",
+        "gemini-hpc inspect 10_3 --json",
         help="show what protects a job now, and its past recoveries",
         description="Show a job's state, the nodes that may be lost now, and what to do; then its trainings, nodes "
         "and recoveries. --full lists every node, every shard with its holders, and every event of a recovery.",
     )
-    parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
+    frame.add_job(parser)
     parser.add_argument("--full", action="store_true", help="list every node, shard and event of a recovery")
-    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
+    frame.add_json(parser)
     parser.add_argument(
         "--watch", metavar="S", type=_seconds, nargs="?", const=1.0, help="refresh every S seconds (default 1)"
     )
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
-    parser.set_defaults(func=run)
+    frame.add_config(parser)
 
 
 def _seconds(text: str) -> float:
@@ -53,33 +53,17 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"wanted seconds from 0.1 to 86400, found {text[:40]!r}")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Show the job and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
-    from gemini_hpc.wire import own_key
+def run(args: argparse.Namespace) -> frame.Result | int:
+    """Show the job. With --watch, return the exit status 0 when the user ends the view."""
+    source = _AnswerSource(*frame.find_job(args))
 
-    try:
-        job = raw_id(args.job)
-        _show(own_key.settings_for(job, args.config), job, args)
-    except WrongIdError as exc:
-        print(f"gemini-hpc inspect: {exc}", file=sys.stderr)
-        return 2
-    except (UserError, ConfigError) as exc:
-        print(f"gemini-hpc inspect: {_tame(str(exc))}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
-    source = _AnswerSource(settings, job)
-
-    def text() -> str:
-        document = source.document()
-        return json.dumps(document) if args.json else render(_tame(document), columns.width(), full=args.full)
+    def look() -> frame.Result:
+        return frame.Result(source.document(), lambda d: render(sanitize(d), columns.width(), full=args.full))
 
     if args.watch is None:
-        print(text(), flush=True)
-    else:
-        live_view.show_live(text, args.watch, plain=args.json)
+        return look()
+    live_view.show_live(lambda: look().text(args.json), args.watch, plain=args.json)
+    return 0
 
 
 class _AnswerSource:
@@ -91,21 +75,16 @@ class _AnswerSource:
 
     def document(self) -> Document:
         from gemini_hpc.query import ask
-        from gemini_hpc.query.inspect_document import inspect_document
 
         asked = "controller"
         try:
-            try:
-                answer = self._ask()
-            except ask.NoControllerError as exc:
-                self._line, asked = None, "agents"
-                answer = ask.agents(self._settings, self._job)
-                if not answer.parts:
-                    raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
-        except ask.QueryError as exc:
-            raise UserError(str(exc)) from None
-        told, now = (answer.parts, answer.events, answer.slurm, answer.missing), clock.time()
-        return inspect_document(self._job, *told, asked, now, answer.lemons)
+            answer = self._ask()
+        except ask.NoControllerError as exc:
+            self._line, asked = None, "agents"
+            answer = ask.agents(self._settings, self._job)
+            if not answer.parts:
+                raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
+        return ask.describe_answer(self._job, answer, asked, clock.time())
 
     def _ask(self) -> JobAnswer:
         """Return the controller's answer, over the previous connection if that still works.
@@ -142,8 +121,7 @@ def _version(v: list[int] | None) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    return columns.align([head, *rows], "  ")
 
 
 def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import span
-from gemini_hpc.cli.job_id import UserError
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.config import Settings, load
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
-    _Subparsers = argparse._SubParsersAction[Any]
     from gemini_hpc.query.inspect_document import Document
     from gemini_hpc.wire.inspect_schema import JobRow
 
@@ -25,10 +23,14 @@ HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "STEP", "AGE", "SURVIVES", "RE
 WIDEST = (9, 8, 16, 9, 5, 6, 8, 8, 3)  # column widths; with the blanks between them 80 columns
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "jobs",
+        run,
+        "gemini-hpc jobs",
+        "gemini-hpc jobs --since 3d --json",
         help="list the protected jobs, one line each",
         description="List protected jobs: your own; for root, SlurmUser and operators all. "
         "STATE is what gemini-hpc inspect says of the job, STEP its newest sealed step, AGE how old that is (of a "
@@ -42,20 +44,13 @@ def register(subparsers: _Subparsers) -> None:
         metavar="AGE",
         help="also jobs that ended within AGE, such as 90m, 8h or 3d (default: 1d; 14d are remembered)",
     )
-    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
-    parser.set_defaults(func=run)
+    frame.add_json(parser)
+    frame.add_config(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """List the jobs and return the exit status: 0, or 1 after an error."""
-    try:
-        document = collect(load(args.config), since_s=args.since, now=clock.time())
-    except (UserError, ConfigError) as exc:
-        print(f"gemini-hpc jobs: {sanitize(str(exc))}", file=sys.stderr)
-        return 1
-    print(json.dumps(document) if args.json else render(document), flush=True)
-    return 0
+def run(args: argparse.Namespace) -> frame.Result:
+    """List the jobs."""
+    return frame.Result(collect(load(args.config), since_s=args.since, now=clock.time()), render)
 
 
 def collect(settings: Settings, *, since_s: float, now: float) -> Document:
@@ -67,36 +62,20 @@ def collect(settings: Settings, *, since_s: float, now: float) -> Document:
         now: The current Unix time.
 
     Raises:
-        UserError: The controller does not answer, or refuses.
+        QueryError: The controller does not answer, or refuses.
     """
     from gemini_hpc.query import ask
 
     try:
-        line = ask.ControllerLine(settings, 0)
-        try:
+        with closing(ask.ControllerLine(settings, 0)) as line:
             answer = line.jobs(since_s > DAY_S)
-            live = [row for row in answer.jobs if not row.ended][:MAX_LOOKED_AT]
-            pictures = {row.job: _picture(line, row.job, now) for row in live}
-        finally:
-            line.close()
+            live = [row.job for row in answer.jobs if not row.ended][:MAX_LOOKED_AT]
+            documents = ask.documents(line, live, now)  # without jobs that ended since the list was made
     except ask.NoControllerError as exc:
-        raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
-    except ask.QueryError as exc:
-        raise UserError(str(exc)) from None
+        raise ask.QueryError(f"no controller ({exc}); {ask.WITHOUT_CONTROLLER}") from None
     shown = (row for row in answer.jobs if not row.ended or row.ended >= now - since_s)
-    rows = [_row(row, pictures.get(row.job)) for row in sorted(shown, key=lambda row: row.job)]
+    rows = [_row(row, documents.get(row.job)) for row in sorted(shown, key=lambda row: row.job)]
     return {"schema": SCHEMA, "t": now, "jobs": rows, "not_shown": answer.more}
-
-
-def _picture(line: Any, job: int, now: float) -> Document | None:
-    from gemini_hpc.query import ask
-    from gemini_hpc.query.inspect_document import inspect_document
-
-    try:
-        answer = line.ask(job)
-    except ask.QueryError:
-        return None  # the job has ended, or become invisible to the user, since the list was made
-    return inspect_document(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
 
 
 def _row(row: JobRow, d: Document | None) -> Document:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import TextIO
 
 from gemini_hpc import __version__
-from gemini_hpc.cli.examples import add_examples
 
 _OF_JOBS = ("jobs", "inspect", "report", "node", "flush", "evacuate", "requeue", "versions", "export", "run")
 VERBS = (*_OF_JOBS, "controller", "doctor", "install", "plan", "simulate", "devcluster", "demo")
@@ -28,7 +27,6 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
         importlib.import_module(f"gemini_hpc.cli.{verb}").register(verbs)
-    add_examples(verbs)
     return parser
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
-from gemini_hpc.cli.job_id import UserError
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.cli import frame
+from gemini_hpc.config import Settings, load
+from gemini_hpc.report.columns import align
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
-    _Subparsers = argparse._SubParsersAction[Any]
     from gemini_hpc.query.inspect_document import Document
 
 SCHEMA = 1
@@ -24,30 +23,27 @@ MAX_LOOKED_AT = 60  # the controller's limit of queries per user at once
 _DRAIN = {"idle": "nothing: a spare", "leaves": "moves to a spare", "stays": "runs on here"}
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "node",
+        run,
+        "gemini-hpc node n3",
+        "sudo gemini-hpc node n3 --json",
         help="list the jobs that a drain of a node would hurt",
         description="List the jobs on a node before it is drained: your own; for root, SlurmUser and operators all. "
         "IF DRAINED says what a drain does to the job, IF LOST what it resumes from when the node then goes away. "
         "Changes nothing.",
     )
-    parser.add_argument("node", metavar="NODE", help="the node, as Slurm names it")
-    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
-    parser.set_defaults(func=run)
+    frame.add_node(parser)
+    frame.add_json(parser)
+    frame.add_config(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """List the jobs and return the exit status: 0, or 1 after an error."""
-    try:
-        document = collect(load(args.config), args.node, clock.time())
-    except (UserError, ConfigError) as exc:
-        print(f"gemini-hpc node: {sanitize(str(exc))}", file=sys.stderr)
-        return 1
-    print(json.dumps(document) if args.json else render(document), flush=True)
-    return 0
+def run(args: argparse.Namespace) -> frame.Result:
+    """List the jobs."""
+    return frame.Result(collect(load(args.config), args.node, clock.time()), render)
 
 
 def collect(settings: Settings, node: str, now: float) -> Document:
@@ -59,14 +55,10 @@ def collect(settings: Settings, node: str, now: float) -> Document:
         now: The current Unix time.
 
     Raises:
-        UserError: Slurm or the controller does not answer, or Slurm does not know the node.
+        QueryError: The controller does not answer.
+        SlurmError: Slurm does not answer, or does not know the node.
     """
-    from gemini_hpc.slurm import SlurmError
-
-    try:
-        state, there, everybody = asyncio.run(_jobs_on(settings, node))
-    except SlurmError as exc:
-        raise UserError(str(exc)) from None
+    state, there, everybody = asyncio.run(_jobs_on(settings, node))
     mine = [(uid, job) for uid, job in there if everybody or uid == os.geteuid()]
     documents = _documents(settings, [job for _, job in mine[:MAX_LOOKED_AT]], now)
     return document(node, state, mine, documents, len(there) - len(mine), now)
@@ -78,8 +70,8 @@ async def _jobs_on(settings: Settings, node: str) -> tuple[str, list[tuple[int, 
     from gemini_hpc.slurm import Slurm
 
     slurm = Slurm()
-    nodes = await slurm.nodes([node])
-    there = sorted((await slurm.owners([node]))[node], key=lambda found: found[1])
+    nodes = await slurm.read_nodes([node])
+    there = sorted((await slurm.read_owners([node]))[node], key=lambda found: found[1])
     allowed = Operators(settings.operators, (0, *settings.slurm_uids()))
     found = nodes[node]
     words = "+".join((found.state, *sorted(found.flags)))
@@ -89,27 +81,14 @@ async def _jobs_on(settings: Settings, node: str) -> tuple[str, list[tuple[int, 
 def _documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Document]:
     """Return the inspect documents of those jobs that the controller knows."""
     from gemini_hpc.query import ask
-    from gemini_hpc.query.inspect_document import inspect_document
 
     if not jobs:
         return {}
-    found: dict[int, Document] = {}
     try:
-        line = ask.ControllerLine(settings, 0)
-        try:
-            for job in jobs:
-                try:
-                    answer = line.ask(job)
-                except ask.QueryError:
-                    continue  # the job is not protected
-                found[job] = inspect_document(
-                    job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now
-                )
-        finally:
-            line.close()
+        with closing(ask.ControllerLine(settings, 0)) as line:
+            return ask.documents(line, jobs, now)
     except (ask.NoControllerError, ask.QueryError) as exc:
-        raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
-    return found
+        raise ask.QueryError(f"no controller ({exc}); {ask.WITHOUT_CONTROLLER}") from None
 
 
 def document(
@@ -163,11 +142,7 @@ def render(d: Document) -> str:
         (sanitize(j["id"]), sanitize(j["user"]), sanitize(j["state"]), _DRAIN[j["drain"]], _lost(j))
         for j in d["jobs"]
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    if len(rows) > 1:
-        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    else:
-        lines.append("no job of yours runs there")
+    lines += align(rows) if len(rows) > 1 else ["no job of yours runs there"]
     lines += [f"job {sanitize(j['id'])}: {sanitize(j['why'])}" for j in d["jobs"] if j["why"]]
     if moved := [sanitize(j["id"]) for j in d["jobs"] if j["drain"] == "stays" and j["survives"]]:
         lines.append(f"to move job {moved[0]} by a requeue: gemini-hpc requeue --after-save {moved[0]}")

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
 from gemini_hpc.cli.failures import add_failures, rate_of
-from gemini_hpc.cli.job_id import UserError
-from gemini_hpc.cli.plot import add_plot, plans
+from gemini_hpc.cli.plot import add_plot, draw_plans
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.domain_loss import DomainLoss
     from gemini_hpc.forecast.protection import Protection, RequestedProtection
     from gemini_hpc.forecast.rate import FailureRate
-
-    _Subparsers = argparse._SubParsersAction[Any]
 
 SCHEMA = 1
 _USUAL = ("xor:4", "rs:4+2")
@@ -36,10 +32,14 @@ def _redundancy(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "plan",
+        run,
+        "gemini-hpc plan --nodes 128 --state 1.1TB --network 200Gbps \\",
+        "    --memory 1TB --iteration 12",
         help="what protection a training of a given size can have",
         description="Compute the protection that a job of this size can have, for a number of copies and for one "
         "more. The table says whether copies fit into memory, how often a version is saved and what that costs. It "
@@ -104,12 +104,11 @@ def register(subparsers: _Subparsers) -> None:
         "Adds a row for the loss of a whole domain. The job runs on the first N nodes of the file",
     )
     add_plot(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
-    parser.set_defaults(func=run)
+    frame.add_json(parser, "print one JSON document (schema 1)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the plan and return the exit status."""
+def run(args: argparse.Namespace) -> frame.Result:
+    """Make the plan. The exit status is 1 if the copies asked for do not fit."""
     from gemini_hpc.forecast.domain_loss import domain_loss
     from gemini_hpc.forecast.protection import RequestedProtection, protection
     from gemini_hpc.forecast.schemes import TrainingFigures
@@ -136,17 +135,13 @@ def run(args: argparse.Namespace) -> int:
         of = _domains(args)
         racks = [domain_loss(of, one.replicas, parity=one.parity) for one in found] if of else []
         if args.plot:
-            plans(args.plot, wish, found)
-    except (UserError, ValueError) as error:
-        print(f"gemini-hpc plan: {sanitize(str(error))}", file=sys.stderr)
-        return 2
-    if args.json:
-        lost = [asdict(one) for one in racks]
-        documents = [_document(one) | {"domain_loss": lost[k] if lost else None} for k, one in enumerate(found)]
-        print(json.dumps({"schema": SCHEMA, "failures": asdict(failures), "plans": documents}))
-    else:
-        print(table(wish, found, failures, racks))
-    return 0 if found[0].fits else 1
+            draw_plans(args.plot, wish, found)
+    except ValueError as error:
+        raise frame.UsageError(str(error)) from None
+    lost = [asdict(one) for one in racks]
+    plans = [_document(one) | {"domain_loss": lost[k] if lost else None} for k, one in enumerate(found)]
+    document = {"schema": SCHEMA, "failures": asdict(failures), "plans": plans}
+    return frame.Result(document, lambda _: table(wish, found, failures, racks), int(not found[0].fits))
 
 
 def _domains(args: argparse.Namespace) -> list[str]:

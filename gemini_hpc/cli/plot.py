@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.frame import UsageError
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.protection import Protection, RequestedProtection
@@ -41,13 +41,13 @@ def _write(path: str, draw: Callable[[str], bytes]) -> None:
         with open(path, "wb") as out:
             out.write(content)
     except MissingError as error:
-        raise UserError(str(error)) from None
+        raise UsageError(str(error)) from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
-def outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
-    """Draw a bar per scheme that shows the shares of its time. Raises `UserError`."""
+def draw_outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
+    """Draw a bar per scheme that shows the shares of its time. Raises `UsageError`."""
     from gemini_hpc.report.charts import stacked_bars
 
     all_of = list(found.values())
@@ -60,10 +60,10 @@ def outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
     _write(path, lambda form: stacked_bars(title, list(found), parts, form))
 
 
-def plans(path: str, wish: RequestedProtection, found: list[Protection]) -> None:
+def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) -> None:
     """Draw which losses are survived, and the effective training time over the failure rate.
 
-    Raises `UserError`.
+    Raises `UsageError`.
     """
     from gemini_hpc.forecast.protection import protection
     from gemini_hpc.report.charts import Curves, curves

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
-from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings
+from gemini_hpc.cli import frame
+from gemini_hpc.cli.frame import UserError
+from gemini_hpc.config import Settings
 from gemini_hpc.core.numbers import TRAINING_NAME
-from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.report.report_data import Shown
 
-    _Subparsers = argparse._SubParsersAction[Any]
 
-
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "report",
+        run,
+        "gemini-hpc report 42",
+        "gemini-hpc report 42 --rank 3 -o pictures/",
         help="draw a job's saved steps and what they cost, as PNG and as one HTML page",
         description="Draw the saved steps of a running job over time, with lost nodes and resumes, and the age of "
         "the newest save. Then draw what the ranks have recorded of their checkpoints' traffic: one iteration (the "
@@ -32,7 +32,7 @@ def register(subparsers: _Subparsers) -> None:
         "Writes PNG files and one self-contained HTML page, and prints their names. Asks Slurm for the job's "
         "nodes and the agents on them; only the job's owner and operators are answered. Drawing needs matplotlib.",
     )
-    parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
+    frame.add_job(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -43,9 +43,8 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "--training", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"
     )
-    parser.add_argument("--json", action="store_true", help="print what would be drawn (schema 1), and draw nothing")
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
-    parser.set_defaults(func=run)
+    frame.add_json(parser, "print what would be drawn (schema 1), and draw nothing")
+    frame.add_config(parser)
 
 
 def _rank(text: str) -> int:
@@ -54,40 +53,25 @@ def _rank(text: str) -> int:
     raise argparse.ArgumentTypeError(f"wanted a rank, found {text[:40]!r}")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Draw the report and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
-    from gemini_hpc.report.drawing import MissingError, require
+def run(args: argparse.Namespace) -> frame.Result:
+    """Draw the report, or with --json return what would be drawn."""
+    from gemini_hpc.report.drawing import require
     from gemini_hpc.report.report_data import document
-    from gemini_hpc.wire import own_key
 
-    try:
-        job = raw_id(args.job)
-        settings = own_key.settings_for(job, args.config)
-        if not args.json:
-            require()
-        trainings, now = _shown(settings, job, args.name, args.rank), clock.time()
-        if args.json:
-            print(json.dumps(document(job, now, trainings)))
-        else:
-            for path in write(job, now, trainings, args.output or f"gemini-{job}"):
-                print(path)
-    except WrongIdError as exc:
-        print(f"gemini-hpc report: {exc}", file=sys.stderr)
-        return 2
-    except (UserError, ConfigError, MissingError) as exc:
-        print(f"gemini-hpc report: {sanitize(str(exc))}", file=sys.stderr)
-        return 1
-    return 0
+    settings, job = frame.find_job(args)
+    if not args.json:
+        require()
+    trainings, now = _shown(settings, job, args.name, args.rank), clock.time()
+    if args.json:
+        return frame.Result(document(job, now, trainings), str)
+    return frame.Result(write(job, now, trainings, args.output or f"gemini-{job}"), "\n".join)
 
 
 def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> list[Shown]:
     from gemini_hpc.query import ask
     from gemini_hpc.report.report_data import choose, shown
 
-    try:
-        parts, recorded = ask.records(settings, job, lambda parts: choose(parts, name, rank))
-    except ask.QueryError as exc:
-        raise UserError(str(exc)) from None
+    parts, recorded = ask.records(settings, job, lambda parts: choose(parts, name, rank))
     if not parts:
         raise UserError(f"job {job}: no agent answers; only a running job with replicas can be drawn")
     trainings = shown(parts, recorded)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from gemini_hpc import clock, lines
-from gemini_hpc.cli import sendback
+from gemini_hpc.cli import frame, sendback
 from gemini_hpc.client.agent_connection import ask_verdict
 from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
@@ -33,10 +33,15 @@ OWN_LOOK_S = 1.0
 OWN_LOST_S = 10.0  # ranks end by themselves sooner where the loss closes their connections
 
 
-def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "run",
+        run,
+        "gemini-hpc run -- srun python train.py",
+        "gemini-hpc run --max-restarts 5 -- srun torchrun train.py",
+        "gemini-hpc run --own-agents --replicas 2 -- srun python train.py",
         help="run a job step, and again in the same allocation when it dies on healthy nodes",
         description="Run COMMAND (usually srun ...) in a batch script. If it fails while all nodes of the job are "
         "healthy, start it again at once: every rank resumes from the replicas in memory. If no newer version has "
@@ -67,7 +72,6 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "launcher)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
-    parser.set_defaults(func=run)
 
 
 def _count(text: str) -> int:

@@ -21,7 +21,7 @@ def nodes_left() -> tuple[str, ...]:
     if not raw_id or nodes < 2:
         return ()
     try:
-        job = asyncio.run(Slurm(TIMEOUT_S).job(raw_id))
+        job = asyncio.run(Slurm(TIMEOUT_S).read_job(raw_id))
     except SlurmError:
         return ()
     return job.nodes if job.state == RUNNING and 0 < len(job.nodes) < nodes else ()
@@ -30,7 +30,7 @@ def nodes_left() -> tuple[str, ...]:
 def started_at() -> float:
     """Return the Unix time at which this incarnation of the job began, 0.0 if that is unknown."""
     try:
-        return asyncio.run(Slurm(TIMEOUT_S).job(_number("SLURM_JOB_ID"))).start_time
+        return asyncio.run(Slurm(TIMEOUT_S).read_job(_number("SLURM_JOB_ID"))).start_time
     except SlurmError:
         return 0.0
 
@@ -46,7 +46,7 @@ def requeue() -> str:
 
 async def _requeue(raw_id: int) -> None:
     slurm = Slurm(TIMEOUT_S)
-    await slurm.requeue(await slurm.job(raw_id))
+    await slurm.requeue_job(await slurm.read_job(raw_id))
 
 
 def _number(name: str) -> int:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gemini_hpc.cli import plot
+from gemini_hpc import clock
+from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
-from gemini_hpc.cli.failures import add_failures, rate_of
-from gemini_hpc.cli.job_id import UserError
-from gemini_hpc.cli.plot import add_plot
-from gemini_hpc.cli.progress import Progress
-from gemini_hpc.cli.text_file import read_lines
+from gemini_hpc.cli.failures import add_failures, rate_of, read_lines
+from gemini_hpc.cli.frame import UsageError
+from gemini_hpc.cli.plot import add_plot, draw_outcomes
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.figures import Figure
     from gemini_hpc.forecast.simulation import Faults, NodeFailure, RunOutcome
 
-    _Subparsers = argparse._SubParsersAction[Any]
-
 _NAMES = ("gemini-9", "gemini-10", "gemini-12", "gemini-15a", "gemini-15b", "reft-8", "jit-table8", "goodput")
 _SCHEMES = ("strawman", "highfreq", "gemini", "reft", "jit", "ours", "ours-spare")
 SCHEMA = 1
+_PROGRESS_EVERY_S = 0.1  # a terminal can show no more, and a scheme must not wait for it
 
 
 def _schemes(text: str) -> list[str]:
@@ -37,10 +34,14 @@ def _schemes(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "simulate",
+        run,
+        "gemini-hpc simulate --figure gemini-15a",
+        "gemini-hpc simulate --nodes 1000 --state 1.1TB --days 30",
         help="what failures cost a training, and the papers' figures",
         description="Simulate a training under failures of its nodes, for several ways to protect it: how much of "
         "the time is training that stays. Or print a figure of a paper, as published and as computed here.",
@@ -82,52 +83,45 @@ def register(subparsers: _Subparsers) -> None:
     )
     parser.add_argument("--seed", type=count(0, 1 << 31), default=1, help="of the failures (default: 1)")
     add_plot(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
-    parser.set_defaults(func=run)
+    frame.add_json(parser, "print one JSON document (schema 1)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the results and return the exit status.
+def run(args: argparse.Namespace) -> frame.Result:
+    """Simulate, or look up a figure.
 
-    Returns:
-        0; 2 for options that contradict each other and for unusable files.
+    Raises:
+        UsageError: Options contradict each other, or a file is unusable.
     """
     from gemini_hpc.forecast.figures import FIGURES
     from gemini_hpc.forecast.simulation import Faults
 
     if args.figure and args.plot:
-        print("gemini-hpc simulate: --plot draws a simulation, and no figure of --figure", file=sys.stderr)
-        return 2
+        raise UsageError("--plot draws a simulation, and no figure of --figure")
     if args.figure == "goodput":
-        print(_goodput(args.json))
-        return 0
+        return _goodput()
     if args.figure:
         figure = FIGURES[args.figure]()
-        print(json.dumps({"schema": SCHEMA, "figure": args.figure, **asdict(figure)}) if args.json else table(figure))
-        return 0
+        document = {"schema": SCHEMA, "figure": args.figure, **asdict(figure)}
+        return frame.Result(document, lambda _: table(figure))
     if args.replicas > args.nodes:
-        print(f"gemini-hpc simulate: {args.replicas} replicas on {args.nodes} nodes", file=sys.stderr)
-        return 2
+        raise UsageError(f"{args.replicas} replicas on {args.nodes} nodes")
     try:
         rate = rate_of(args)
         faults = Faults(rate.per_day, rate.hardware, args.shape, args.repair * 3600)
         outcomes = _outcomes(args, faults)
         if args.plot:
-            plot.outcomes(args.plot, _head(args, outcomes), outcomes)
-    except (UserError, ValueError) as error:
-        print(f"gemini-hpc simulate: {sanitize(str(error))}", file=sys.stderr)
-        return 2
-    if args.json:
-        failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
-        found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
-        print(json.dumps({"schema": SCHEMA, "failures": failures, "schemes": found}))
-    else:
-        print(_lines(args, outcomes, f"failures: those of {args.trace}" if args.trace else rate.text()))
-    return 0
+            draw_outcomes(args.plot, _head(args, outcomes), outcomes)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
+    found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
+    told = f"failures: those of {args.trace}" if args.trace else rate.text()
+    document = {"schema": SCHEMA, "failures": failures, "schemes": found}
+    return frame.Result(document, lambda _: _lines(args, outcomes, told))
 
 
 def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]:
-    """Return the outcomes by the name of the scheme. Raises `UserError`, ValueError."""
+    """Return the outcomes by the name of the scheme. Raises `UsageError`, ValueError."""
     from gemini_hpc.forecast import schemes
     from gemini_hpc.forecast.simulation import simulate
 
@@ -135,20 +129,21 @@ def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]
         args.nodes, args.state, args.iteration, args.network, args.storage, replicas=args.replicas
     )
     failures = _failures(args, faults)
-    progress, found = Progress(), {}
+    live, found = sys.stderr.isatty(), {}
     try:
         for name in args.schemes:
             found[name] = simulate(
                 schemes.SCHEMES[name](training),
                 schemes.strawman(training),
-                _shown(progress, name, failures(), args.days),
+                _shown(name, failures(), args.days) if live else failures(),
                 nodes=args.nodes,
                 days=args.days,
                 standby=args.standby,
                 faults=faults,
             )
     finally:
-        progress.done()
+        if live:
+            _overwrite_line("")
     return found
 
 
@@ -163,14 +158,22 @@ def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable
     try:
         found = trace.parse(read_lines(args.trace), args.nodes)
     except trace.TraceError as error:
-        raise UserError(f"{args.trace}: {error}") from None
+        raise UsageError(f"{args.trace}: {error}") from None
     return lambda: found
 
 
-def _shown(progress: Progress, name: str, failures: Iterable[NodeFailure], days: float) -> Iterator[NodeFailure]:
+def _shown(name: str, failures: Iterable[NodeFailure], days: float) -> Iterator[NodeFailure]:
+    """Yield the failures, and show on the terminal how far the simulation has come."""
+    shown_at = float("-inf")
     for failure in failures:
-        progress.show(f"{name}: {failure.at_s / 864 / days:.0f} %")
+        if clock.monotonic() >= shown_at + _PROGRESS_EVERY_S:
+            shown_at = clock.monotonic()
+            _overwrite_line(f"{name}: {failure.at_s / 864 / days:.0f} %")
         yield failure
+
+
+def _overwrite_line(text: str) -> None:
+    print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
 def _head(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> str:
@@ -198,15 +201,14 @@ def _lines(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: 
     return "\n".join(lines)
 
 
-def _goodput(as_json: bool) -> str:
+def _goodput() -> frame.Result:
     from gemini_hpc.forecast import goodput
     from gemini_hpc.report.columns import fold, width
 
     rows = list(goodput.rows())
-    if as_json:
-        head = {"schema": SCHEMA, "figure": "goodput", "title": goodput.TITLE, "inputs": goodput.INPUTS}
-        published = [asdict(one) for one in goodput.PUBLISHED]
-        return json.dumps({**head, "rows": [asdict(row) for row in rows], "published": published})
+    head = {"schema": SCHEMA, "figure": "goodput", "title": goodput.TITLE, "inputs": goodput.INPUTS}
+    published = [asdict(one) for one in goodput.PUBLISHED]
+    document = {**head, "rows": [asdict(row) for row in rows], "published": published}
     lines = [
         goodput.TITLE,
         *fold(goodput.INPUTS, width()),
@@ -220,7 +222,7 @@ def _goodput(as_json: bool) -> str:
         )
     lines += ["", *fold("Lost: with each failure. Paid: with the nodes that stand by as cost. In per cent.", width())]
     lines += ["", *(f"{one.gpus:>7}  {one.share}  {one.what} ({one.source})" for one in goodput.PUBLISHED)]
-    return "\n".join(lines)
+    return frame.Result(document, lambda _: "\n".join(lines))
 
 
 def table(figure: Figure) -> str:

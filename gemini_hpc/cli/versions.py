@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 from typing import Any
 
-from gemini_hpc.cli.export import ExportError, job_or_directory
-from gemini_hpc.cli.job_id import UserError, WrongIdError
-from gemini_hpc.config import CONFIG_PATH, ConfigError
-from gemini_hpc.wire.sanitize import sanitize
+from gemini_hpc.cli import frame
+from gemini_hpc.cli.export import find_directory
+from gemini_hpc.report.columns import align
 
-_Subparsers = Any
 SCHEMA = 1
 
 
-def register(subparsers: _Subparsers) -> None:
+def register(verbs: frame.Verbs) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = frame.add_verb(
+        verbs,
         "versions",
+        run,
+        "gemini-hpc versions 42",
+        "gemini-hpc versions /lustre/ada/ckpt",
+        errors=(OSError, ValueError),
         help="list a job's versions on the persistent tier, with their names",
         description="List the whole versions of a job on the persistent tier, newest first: set, version, ranks, "
         "size, when it was saved, and the names under which it stays for good (Checkpointer.keep). Reads the "
@@ -30,26 +31,15 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "what", metavar="JOBID|DIR", help="a job or array task (10_3), or a directory: of a job or of a training"
     )
-    parser.add_argument(
-        "--tier", metavar="DIR", default="", help="the job's --gemini-tier (default: the site's tier)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
-    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
-    parser.set_defaults(func=run)
+    frame.add_tier(parser)
+    frame.add_json(parser, "print one JSON document (schema 1)")
+    frame.add_config(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """List the versions and return the exit status: 0, 1 after an error, 2 for a wrong command line."""
-    try:
-        found = collect(job_or_directory(args.what, args.tier, args.config))
-    except WrongIdError as error:
-        print(f"gemini-hpc versions: {error}", file=sys.stderr)
-        return 2
-    except (ExportError, UserError, ConfigError, OSError, ValueError) as error:
-        print(f"gemini-hpc versions: {sanitize(str(error))}", file=sys.stderr)
-        return 1
-    print(json.dumps({"schema": SCHEMA, "versions": found}) if args.json else _table(found))
-    return 0
+def run(args: argparse.Namespace) -> frame.Result:
+    """List the versions."""
+    found = collect(find_directory(args.what, args.tier, args.config))
+    return frame.Result({"schema": SCHEMA, "versions": found}, lambda _: _table(found))
 
 
 def collect(path: str) -> list[dict[str, Any]]:
@@ -89,6 +79,4 @@ def _table(found: list[dict[str, Any]]) -> str:
         rows.append(
             (v["training"], str(v["version"][1]), str(v["ranks"]), f"{v['bytes'] / 1e6:.1f} MB", saved, named)
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines) if found else "no version is whole"
+    return "\n".join(align(rows)) if found else "no version is whole"

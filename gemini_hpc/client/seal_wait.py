@@ -9,8 +9,8 @@ from collections.abc import Callable
 from gemini_hpc import clock
 from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
-_POLL_S = 0.0003
-_PROBE_S = 0.25
+_POLL_S = 0.0003  # pause between two reads of the control page: a seal is seen within it
+_PROBE_S = 0.25  # a degraded rank, which no longer waits, checks once for so long whether seals are back
 _RAREST_PROBE = 64
 _STOPPED_S = 1.0  # a longer poll means that this process was stopped (a suspended job), and so were its peers
 

@@ -27,8 +27,8 @@ from gemini_hpc.wire.progress_page import Progress
 from gemini_hpc.wire.stored import Tier
 
 FETCH_TIMEOUT_S = 600.0  # for a pull of a large shard from a peer over a slow network
-FINISHED_TIMEOUT_S = 10.0
-_WRITING_S = 10.0
+FINISHED_TIMEOUT_S = 10.0  # an agent that has not answered by then hangs, and the training has ended
+_WRITING_S = 10.0  # a copy that has not finished by then hangs
 _FINDINGS = 100
 # In a job with spares the agent hangs up after another node is lost, and the launcher soon ends this process.
 _LOST_S = 3.0

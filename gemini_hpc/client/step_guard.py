@@ -18,7 +18,7 @@ from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPa
 
 LEAVES_S = 10.0  # longer than agents hold ranks
 SUSPECT_S = 3.0  # longer than the agents need to find out whether a silent node is dead
-_POLL_S = 0.005
+_POLL_S = 0.005  # pause between two checks, short beside any iteration
 
 
 class StepGuard:

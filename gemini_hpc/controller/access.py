@@ -26,7 +26,7 @@ class Accounting:
         self._slurm = slurm
         self._there = (0.0, False)
 
-    async def operator(self, user: str) -> bool:
+    async def is_operator(self, user: str) -> bool:
         """Return whether slurmdbd has this user as Operator or Administrator; False without a slurmdbd.
 
         Raises:
@@ -34,11 +34,11 @@ class Accounting:
         """
         until, there = self._there
         if clock.monotonic() >= until:
-            there = await self._slurm.accounting()
+            there = await self._slurm.has_accounting()
             self._there = (clock.monotonic() + _ACCOUNTING_KEPT_S, there)
-        return there and await self._slurm.admin_level(user) in _MAY
+        return there and await self._slurm.read_admin_level(user) in _MAY
 
 
-def operators(settings: Settings, slurm: SlurmApi) -> Operators:
+def find_operators(settings: Settings, slurm: SlurmApi) -> Operators:
     """Return the users who may inspect every job at the controller."""
-    return Operators(settings.operators, (0, os.geteuid()), Accounting(slurm).operator)
+    return Operators(settings.operators, (0, os.geteuid()), Accounting(slurm).is_operator)

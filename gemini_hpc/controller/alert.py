@@ -47,7 +47,7 @@ class Alerts:
         self._told[key] = now
         log.error("event=alert kind=%s job=%d host=%s detail=%s", kind, job, host or "-", text)
         try:
-            self._journal.write(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
+            self._journal.write_line(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
         except (OSError, ValueError) as exc:  # a full disk must not suppress the alert
             log.error("event=alert-not-kept kind=%s job=%d detail=%s", kind, job, exc)
         if self._settings.alert_program and now - self._called.get(kind, -SAME_S) >= SAME_S:

@@ -38,7 +38,7 @@ from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job
 from gemini_hpc.wire import ports
 
 LIMIT_S = 4.5  # Slurm waits for this epilog, which may take 5 s
-SLURM_TIMEOUT_S = 4.0  # shorter than LIMIT_S
+SLURM_TIMEOUT_S = LIMIT_S - 0.5  # Slurm's silence is logged within the limit
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
@@ -52,11 +52,11 @@ def _log(text: str) -> None:
     syslog.syslog(syslog.LOG_NOTICE, f"hold: {shown}")
 
 
-def reason_against(job: Job, restart: int) -> str:
+def find_objection(job: Job, restart: int) -> str:
     """Return why this job's survivors must not be held; "" if they may be."""
-    if job.het or not job.actable:
+    if job.is_het or not job.is_actable:
         return "heterogeneous job or array record"
-    if not job.requeue or not job.batch:
+    if not job.may_requeue or not job.is_batch:
         return "the job cannot be requeued"
     if job.restarts <= restart:
         return "the job was not requeued"
@@ -65,7 +65,7 @@ def reason_against(job: Job, restart: int) -> str:
     return ""
 
 
-async def prepare(settings: Settings, raw_id: int, restart: int, node: str, members: list[str]) -> Requeue:
+async def prepare_hold(settings: Settings, raw_id: int, restart: int, node: str, members: list[str]) -> Requeue:
     """Do all steps up to the reservation. Return the requeue to follow.
 
     Raises:
@@ -74,22 +74,22 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
     """
     gate = Gate(settings)
     slurm = GatedSlurm(Slurm(SLURM_TIMEOUT_S), gate)
-    job = await slurm.job(raw_id)
-    if against := reason_against(job, restart):
+    job = await slurm.read_job(raw_id)
+    if against := find_objection(job, restart):
         raise NothingToHoldError(against)
-    if mode := gate.why_not_job(job):
+    if mode := gate.explain_job_refusal(job):
         raise NothingToHoldError(f"would have held the survivors; {mode}")
     if node not in members:
         raise NothingToHoldError(f"{node} is not in the job's node list")
-    nodes, reservations = await asyncio.gather(slurm.nodes(), slurm.reservations())
+    nodes, reservations = await asyncio.gather(slurm.read_nodes(), slurm.read_reservations())
     if any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in reservations):
         raise NothingToHoldError("another survivor, or a controller, already holds the nodes")
-    dead = [n for n in members if n in nodes and nodes[n].down]
+    dead = [n for n in members if n in nodes and nodes[n].is_down]
     if not dead:
         raise NothingToHoldError("no node of the job is DOWN: requeued for another reason")
     port = settings.slurmd_port
     targets = {n: (nodes[n].address, nodes[n].port or port) for n in members if n in nodes and n not in dead}
-    seen = await probe.reached(targets)
+    seen = await probe.probe_ports(targets)
     survivors = [n for n in targets if seen[n] is Port.ANSWERS]
 
     def say(event: str, host: str, detail: str) -> None:
@@ -105,35 +105,37 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         survivors=Survivors(
             names=survivors,
             dead=dead,
-            say=say,
-            target=lambda node: Target.of(settings, node.address, node.port, ports.candidates(settings, raw_id)[:1]),
-            vouched=lambda host: False,
+            log_event=say,
+            build_target=lambda node: Target.of(
+                settings, node.address, node.port, ports.candidates(settings, raw_id)[:1]
+            ),
+            is_vouched=lambda host: False,
             confirm_s=settings.fence_confirm_s,
         ),
-        held=Held(slurm=slurm, raw_id=raw_id, user_id=job.user_id, say=say, note=note),
+        held=Held(slurm=slurm, raw_id=raw_id, user_id=job.user_id, log_event=say, write_journal=note),
         # On the first restart the requested nodes are still the user's own; later they may be a pin of ours.
         original=list(job.req_nodes) if restart == 0 else [],
         own_request="" if job.reservation.startswith(PREFIX) else job.reservation,
-        say=say,
-        note=note,
+        log_event=say,
+        write_journal=note,
     )
-    await rescue.reserve(job, nodes, len(dead) + settings.reserve_candidates, alone=False)
-    if not rescue.held.name and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()):
+    await rescue.reserve_nodes(job, nodes, len(dead) + settings.reserve_candidates, is_alone=False)
+    if not rescue.held.name and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.read_reservations()):
         raise NothingToHoldError("another survivor was faster")
     return rescue
 
 
 async def _hold_job(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
-    rescue = await prepare(settings, args.job, args.restart, args.node, members)
-    say = rescue.say
+    rescue = await prepare_hold(settings, args.job, args.restart, args.node, members)
+    say = rescue.log_event
 
     def report_event(event: str, host: str, detail: str) -> None:
         say(event, host, detail)
         if event == "pinned":
             os.write(ready, b"p")
 
-    rescue.say = report_event
-    outcome = await rescue.steer(HOLD_S - 5.0, leave_held=True)
+    rescue.log_event = report_event
+    outcome = await rescue.steer_requeue(HOLD_S - 5.0, leave_held=True)
     _log(f"job={args.job} outcome={outcome}")
 
 

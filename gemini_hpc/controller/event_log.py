@@ -22,7 +22,7 @@ log = logging.getLogger("gemini_hpc.controller")
 
 MAX_LOG_BYTES = 1 << 20
 TOLD_S = 60.0  # dropped events are reported at most once in this time
-KEPT_S = 14 * 86400.0  # older logs are removed when the controller starts
+KEPT_S = 14 * clock.DAY_S  # older logs are removed when the controller starts
 MAX_EVENTS_AT_ONCE = 256
 _CLOCK_SKEW_S = 3600.0  # an agent's time further from ours is replaced by ours
 _HEAD = "owner"
@@ -33,7 +33,7 @@ def _head(owner: int) -> EventRecord:
     return EventRecord(clock.time(), _HEAD, "", 0, owner, "events of a job of the user with this number")
 
 
-def tame(event: EventRecord, host: str) -> EventRecord:
+def sanitize_event(event: EventRecord, host: str) -> EventRecord:
     """Return an agent's event in a form that may be kept.
 
     It has the agent's own host name, bounded printable text, and a time near ours.
@@ -85,11 +85,11 @@ class EventLogs:
                 return
         self._foreign.discard(job)
 
-    def owner(self, job: int) -> int | None:
+    def find_owner(self, job: int) -> int | None:
         """Return the owner in the job's log, or None if there is no log."""
         return self._owner(self._path(job))
 
-    def newest(self, most: int, since: float) -> list[tuple[int, int]]:
+    def list_newest(self, most: int, since: float) -> list[tuple[int, int]]:
         """Return (job, owner) of the logs written after `since` (Unix time), newest first, at most `most`."""
         found: list[tuple[float, int]] = []
         with os.scandir(self._directory) as entries:
@@ -99,7 +99,7 @@ class EventLogs:
                     with suppress(FileNotFoundError):
                         found.append((entry.stat(follow_symlinks=False).st_mtime, int(name)))
         newest = [job for t, job in sorted(found, reverse=True) if t >= since][:most]
-        return [(job, owner) for job in newest if (owner := self.owner(job)) is not None]
+        return [(job, owner) for job in newest if (owner := self.find_owner(job)) is not None]
 
     @staticmethod
     def _owner(path: str) -> int | None:
@@ -109,7 +109,7 @@ class EventLogs:
                 return first.version
         return None
 
-    def add(self, job: int, events: Iterable[EventRecord]) -> None:
+    def append_events(self, job: int, events: Iterable[EventRecord]) -> None:
         """Append events. A log that has grown too long loses its older half."""
         events = list(events)
         if job in self._foreign:
@@ -139,7 +139,7 @@ class EventLogs:
                 rest = f.read()
             replace_file(path, head + rest)
 
-    def read(self, job: int, owner: int) -> tuple[EventRecord, ...]:
+    def read_events(self, job: int, owner: int) -> tuple[EventRecord, ...]:
         """Return all events of a job in order of time; none if the log does not belong to this owner."""
         events: list[EventRecord] = []
         if self._owner(self._path(job)) != owner:

@@ -99,7 +99,7 @@ class Case:
         user_budget: As `budget`, for this job's owner.
         user_silent: As `silent`, for this job's owner.
         slurm_up_s: Time for which slurmctld has been up and has answered this controller.
-        finished: Whether the job's agents have reported that its training succeeded.
+        has_finished: Whether the job's agents have reported that its training succeeded.
     """
 
     claim: Claim
@@ -115,7 +115,7 @@ class Case:
     kernel: Port
     silent_s: float
     agent_silent_s: float
-    agent_linked: bool
+    is_agent_linked: bool
     slurmd_before: float
     reported_at: float
     strangers: frozenset[int]
@@ -128,10 +128,10 @@ class Case:
     user_budget: int
     user_silent: int
     confirm_s: float
-    guard: bool
+    is_guarded: bool
     slurm_up_s: float
     settle_s: float
-    finished: bool = False
+    has_finished: bool = False
 
 
 def _wait(veto: Veto, why: str) -> Verdict:
@@ -146,31 +146,31 @@ def _leave(veto: Veto, why: str) -> Verdict:
     return Verdict(Act.LEAVE, why, veto)
 
 
-def _of_job(case: Case) -> str:
+def _find_job_veto(case: Case) -> str:
     """Return a reason in the job itself not to act, now or ever; "" if there is none."""
     job = case.job
     if job is None:
         return "Slurm does not know the job any more"
-    if job.het:
+    if job.is_het:
         return "heterogeneous job: an update of one part changes all of them"
-    if not job.actable:
+    if not job.is_actable:
         return "array record that stands for several tasks"
-    if not job.batch:
+    if not job.is_batch:
         return "not a batch job: Slurm cannot requeue it"
-    if not job.requeue:
+    if not job.may_requeue:
         return "the job was submitted without --requeue (Requeue=0)"
     if case.node not in case.members:
         return "this node is not in the job's allocation"
     if case.slurm_node is None:
         return "Slurm does not know this node"
-    return _reported(case, job) if case.claim is Claim.REPORTED else _under_way(case, job)
+    return _reported(case, job) if case.claim is Claim.REPORTED else _find_stop(case, job)
 
 
 def _reported(case: Case, job: Job) -> str:
     if job.restarts == case.restart:
         if job.state in (RUNNING, CONFIGURING, COMPLETING):
             return ""
-        if job.state == COMPLETED and case.finished:
+        if job.state == COMPLETED and case.has_finished:
             return "the job is COMPLETED, and its training had finished"
         if job.state in CUT_SHORT:
             # Survivors raise and end the script before the failure is detected; a job that ended by itself stays
@@ -183,7 +183,7 @@ def _reported(case: Case, job: Job) -> str:
     return f"the report is about restart {case.restart}, the job is at restart {job.restarts}"
 
 
-def _under_way(case: Case, job: Job) -> str:
+def _find_stop(case: Case, job: Job) -> str:
     """Return a reason in the job not to continue a recovery that has begun; "" if there is none.
 
     The job may be in its old incarnation or on its way back, perhaps not for the first time.
@@ -194,7 +194,7 @@ def _under_way(case: Case, job: Job) -> str:
     return "" if job.state in (where, CONFIGURING, COMPLETING) else f"the job is {job.state}"
 
 
-def _rebooted(case: Case, job: Job) -> bool:
+def _has_rebooted(case: Case, job: Job) -> bool:
     """Return whether the node, or its slurmd, was restarted.
 
     A start of slurmd counts if it came about when the peers lost the agent. A reboot of the node counts at any
@@ -210,7 +210,7 @@ def _rebooted(case: Case, job: Job) -> bool:
 
 
 def _agent_lives(case: Case) -> bool:
-    return case.agent is Port.ANSWERS or case.agent_linked
+    return case.agent is Port.ANSWERS or case.is_agent_linked
 
 
 def _slurmd_answers(case: Case, job: Job) -> Verdict:
@@ -220,7 +220,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
         return _dismiss(Veto.KERNEL, "slurmd answers")
     if case.agent is Port.UNKNOWN:
         return _wait(Veto.SIGHT, "slurmd answers; the controller itself fails to probe the agent")
-    if not _rebooted(case, job):
+    if not _has_rebooted(case, job):
         return _wait(Veto.KERNEL, "slurmd answers and has not been restarted: only the agent is gone")
     if case.agent_silent_s < case.confirm_s:
         return _wait(Veto.KERNEL, "the node has rebooted; its agent may still come back")
@@ -233,18 +233,18 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
 
 def _kernel_lives(case: Case) -> Verdict:
     """Judge a node whose slurmd does not answer but whose kernel does."""
-    if case.slurm_node is not None and case.slurm_node.down:
+    if case.slurm_node is not None and case.slurm_node.is_down:
         return Verdict(Act.ADOPT, "slurmd does not answer and Slurm shows the node as DOWN")
     if case.slurmd is Port.REFUSES:
         return _leave(Veto.KERNEL, "slurmd refuses, so the node's kernel lives: left to Slurm's own detection")
     if case.slurmd is Port.HANGS:
         return _leave(Veto.KERNEL, "slurmd hangs: the kernel accepts connections, so it lives: left to Slurm")
-    if case.agent is not Port.SILENT or case.agent_linked:
+    if case.agent is not Port.SILENT or case.is_agent_linked:
         return _leave(Veto.KERNEL, "slurmd is silent but the agent, or the kernel at its port, is not: left to Slurm")
     return _leave(Veto.KERNEL, "slurmd and agent are silent but the node's kernel answers: left to Slurm")
 
 
-def witnesses_needed(case: Case) -> int:
+def count_witnesses_needed(case: Case) -> int:
     """Return the number of witnesses needed: two on different nodes, or as many as are left.
 
     If an earlier controller had their reports before it died, none are needed.
@@ -254,24 +254,26 @@ def witnesses_needed(case: Case) -> int:
     return max(1, min(WITNESSES, len(set(case.members) - case.suspects)))
 
 
-def judge(case: Case) -> Verdict:
+def judge_case(case: Case) -> Verdict:
     """Judge a case by the rules, in the order in which they veto."""
-    job, of_job = case.job, _of_job(case)
+    job, of_job = case.job, _find_job_veto(case)
     if of_job or job is None:
         return _dismiss(Veto.JOB, of_job)
     witnesses = (case.witnesses & set(case.members)) - case.suspects - {case.node}
     if case.claim is Claim.REPORTED and case.slurmd is Port.ANSWERS and _agent_lives(case):
         return _slurmd_answers(case, job)  # life needs no witnesses
-    lacks = f"{len(witnesses)} of {needed} witnesses" if len(witnesses) < (needed := witnesses_needed(case)) else ""
+    lacks = (
+        f"{len(witnesses)} of {needed} witnesses" if len(witnesses) < (needed := count_witnesses_needed(case)) else ""
+    )
     if lacks and case.claim is Claim.REPORTED:
         return _wait(Veto.WITNESSES, lacks)
     if case.slurmd is Port.ANSWERS:
         return _slurmd_answers(case, job)
     if Port.UNKNOWN in (case.slurmd, case.agent, case.kernel):
         return _wait(Veto.SIGHT, "the controller itself fails to probe the node (name resolution, resources, routes)")
-    if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.agent_linked:
+    if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.is_agent_linked:
         return _kernel_lives(case)
-    if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.down:
+    if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.is_down:
         return Verdict(Act.ADOPT, "silent, and Slurm shows the node as DOWN")
     if case.silent_s < case.confirm_s:
         return _wait(Veto.SILENCE, f"silent for {case.silent_s:.1f} of {case.confirm_s:g} s")
@@ -287,7 +289,7 @@ def judge(case: Case) -> Verdict:
 
 def _silent(case: Case, witnesses: int) -> Verdict:
     """Judge a node that is dead by all evidence: may the controller fence it?"""
-    if case.guard and case.strangers:
+    if case.is_guarded and case.strangers:
         uids = ", ".join(map(str, sorted(case.strangers)))
         return _leave(Veto.STRANGERS, f"jobs of other owners (uid {uids}) run on the node: left to Slurm")
     counts = (
@@ -303,11 +305,11 @@ def _silent(case: Case, witnesses: int) -> Verdict:
     return Verdict(Act.FENCE, f"no answer from slurmd, agent and kernel for {case.silent_s:.1f} s{by}")
 
 
-def budget(configured: int, cluster_nodes: int) -> int:
+def compute_budget(configured: int, cluster_nodes: int) -> int:
     """Return the number of nodes that may be fenced in one window: the setting, or 1 % of a large cluster."""
     return configured if configured == 0 else max(configured, cluster_nodes // 100)
 
 
-def user_budget(configured: int, whole: int) -> int:
+def compute_user_budget(configured: int, whole: int) -> int:
     """Return the part of the budget for one owner's jobs: the setting, or half of a large budget."""
     return min(whole, configured if configured == 0 else max(configured, whole // 2))

@@ -1,7 +1,7 @@
 """The gate before every act on Slurm: one rule decides by the site's `mode` whether an act may be done.
 
 The controller and the epilog's hold get Slurm only through `GatedSlurm`. Callers that prepare an act for long ask the
-same rule first (`Gate.why_not`), and record what they leave undone (`withheld.Withheld`).
+same rule first (`Gate.explain_refusal`), and record what they leave undone (`withheld.Withheld`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gate:
         self.mode = settings.mode
         self._canary = frozenset(settings.canary_partitions)
 
-    def why_not(self, partitions: Iterable[str]) -> str:
+    def explain_refusal(self, partitions: Iterable[str]) -> str:
         """Return why no act may touch a job or node of these partitions; "" if it may.
 
         Args:
@@ -43,9 +43,9 @@ class Gate:
             return ""
         return f'mode = "canary", and {",".join(named) or "no partition"} is not in canary_partitions'
 
-    def why_not_job(self, job: Job | None) -> str:
+    def explain_job_refusal(self, job: Job | None) -> str:
         """Return why no act may touch this job; "" if it may. None is a job that Slurm no longer knows."""
-        return self.why_not(job.partition.split(",") if job is not None else ())
+        return self.explain_refusal(job.partition.split(",") if job is not None else ())
 
 
 class GatedSlurm(SlurmApi):
@@ -73,11 +73,11 @@ class GatedSlurm(SlurmApi):
 
     async def _check_node(self, what: str, name: str) -> None:
         if self._gate.mode != ACT and name not in self._of_node:
-            await self.nodes([name])
-        self._check(f"{what} of node {name}", self._gate.why_not(self._of_node.get(name, ())))
+            await self.read_nodes([name])
+        self._check(f"{what} of node {name}", self._gate.explain_refusal(self._of_node.get(name, ())))
 
     def _check_job(self, what: str, job: Job) -> None:
-        self._check(f"{what} of job {job.id}", self._gate.why_not_job(job))
+        self._check(f"{what} of job {job.id}", self._gate.explain_job_refusal(job))
 
     async def _check_reservation(self, what: str, name: str) -> None:
         """Check an act on a reservation of ours, whose name has the job's number."""
@@ -85,88 +85,88 @@ class GatedSlurm(SlurmApi):
         raw_id = int(number) if number.isascii() and number.isdecimal() else 0
         if self._gate.mode != ACT and raw_id and raw_id not in self._of_job:
             with suppress(UnknownJob):
-                await self.job(raw_id)
-        self._check(f"{what} of reservation {name}", self._gate.why_not(self._of_job.get(raw_id, ())))
+                await self.read_job(raw_id)
+        self._check(f"{what} of reservation {name}", self._gate.explain_refusal(self._of_job.get(raw_id, ())))
 
     # ---- queries ---------------------------------------------------------------------------------------
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         """Return one job by its raw id."""
-        job = await self._slurm.job(raw_id)
+        job = await self._slurm.read_job(raw_id)
         self._of_job[raw_id] = tuple(job.partition.split(","))
         return job
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes."""
-        return await self._slurm.excluded(raw_id)
+        return await self._slurm.read_excluded(raw_id)
 
-    async def raw_id(self, task: str) -> int:
+    async def find_raw_id(self, task: str) -> int:
         """Return the raw id of an array task."""
-        return await self._slurm.raw_id(task)
+        return await self._slurm.find_raw_id(task)
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs."""
         self._of_job = {raw_id: of for raw_id, of in self._of_job.items() if raw_id in set(raw_ids)}
-        return await self._slurm.rows(raw_ids)
+        return await self._slurm.read_rows(raw_ids)
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         """Return the named nodes, or all nodes if none is named."""
-        nodes = await self._slurm.nodes(names)
+        nodes = await self._slurm.read_nodes(names)
         self._of_node.update({name: node.partitions for name, node in nodes.items()})
         return nodes
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         """Return the state of each partition."""
-        return await self._slurm.partitions()
+        return await self._slurm.read_partitions()
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         """Return all reservations."""
-        return await self._slurm.reservations()
+        return await self._slurm.read_reservations()
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         """Return (uid, raw job id) of each job on each of these nodes."""
-        return await self._slurm.owners(names)
+        return await self._slurm.read_owners(names)
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         """Return the jobs that name a reservation."""
-        return await self._slurm.attached(reservation)
+        return await self._slurm.read_attached(reservation)
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         """Return these busy nodes, sorted by the end of their jobs."""
-        return await self._slurm.free_soonest(names)
+        return await self._slurm.sort_by_end(names)
 
-    async def config(self) -> SlurmConfig:
+    async def read_config(self) -> SlurmConfig:
         """Return slurmctld's configuration in effect."""
-        return await self._slurm.config()
+        return await self._slurm.read_config()
 
-    async def accounting(self) -> bool:
+    async def has_accounting(self) -> bool:
         """Return whether the cluster keeps its users in slurmdbd."""
-        return await self._slurm.accounting()
+        return await self._slurm.has_accounting()
 
-    async def admin_level(self, user: str) -> str:
+    async def read_admin_level(self, user: str) -> str:
         """Return slurmdbd's AdminLevel of a user."""
-        return await self._slurm.admin_level(user)
+        return await self._slurm.read_admin_level(user)
 
-    async def slurmctlds(self) -> list[tuple[str, bool]]:
+    async def ping_slurmctlds(self) -> list[tuple[str, bool]]:
         """Return the hosts of slurmctld, and whether each answers."""
-        return await self._slurm.slurmctlds()
+        return await self._slurm.ping_slurmctlds()
 
     # ---- acts ------------------------------------------------------------------------------------------
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         """Set a node DOWN and DRAIN."""
         await self._check_node("DOWN", name)
-        return await self._slurm.node_down(name, reason)
+        return await self._slurm.set_node_down(name, reason)
 
-    async def node_drain(self, name: str, reason: str) -> None:
+    async def drain_node(self, name: str, reason: str) -> None:
         """Drain a node."""
         await self._check_node("a drain", name)
-        await self._slurm.node_drain(name, reason)
+        await self._slurm.drain_node(name, reason)
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         """Resume a node."""
         await self._check_node("a resume", name)
-        await self._slurm.node_resume(name)
+        await self._slurm.resume_node(name)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         """Reserve nodes for one user."""
@@ -183,20 +183,20 @@ class GatedSlurm(SlurmApi):
         await self._check_reservation("the deletion", name)
         return await self._slurm.delete_reservation(name)
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         """Pin a job to nodes."""
         self._check_job("a pin", job)
-        return await self._slurm.pin(job, nodes, reservation)
+        return await self._slurm.pin_job(job, nodes, reservation)
 
     async def set_start_time(self, job: Job, start: str) -> None:
         """Set a job's earliest start."""
         self._check_job("a new start time", job)
         await self._slurm.set_start_time(job, start)
 
-    async def nudge(self, job: Job) -> None:
+    async def nudge_scheduler(self, job: Job) -> None:
         """Send an update that changes nothing."""
         self._check_job("an update", job)
-        await self._slurm.nudge(job)
+        await self._slurm.nudge_scheduler(job)
 
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
         """Return a job to its own reservation, or to none."""
@@ -213,7 +213,7 @@ class GatedSlurm(SlurmApi):
         self._check_job("an AdminComment", job)
         await self._slurm.note_end(job, line, prefix)
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         """Requeue a job."""
         self._check_job("a requeue", job)
-        await self._slurm.requeue(job)
+        await self._slurm.requeue_job(job)

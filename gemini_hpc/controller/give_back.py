@@ -24,17 +24,16 @@ from gemini_hpc.slurm.facts import Node
 log = logging.getLogger("gemini_hpc.controller")
 
 PER_DAY = 2
-DAY_S = 86400.0
 MAX_INTERVAL_S = 10.0  # longest pause between two checks
 _STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
 
 
 def is_ours(node: Node) -> bool:
     """Return whether the controller has taken this node out of service."""
-    return node.withheld and node.reason.startswith(REASON)
+    return node.is_withheld and node.reason.startswith(REASON)
 
 
-def drained_for(node: Node) -> str:
+def find_drain_reason(node: Node) -> str:
     """Return the reason for which an administrator has drained this node; "" if none has.
 
     The stamp with the user and the time is removed.
@@ -63,14 +62,14 @@ class GiveBack:
 
     async def check_fenced(self) -> None:
         """Check the fenced nodes once, and resume those that are due."""
-        fenced = self._journal.fenced_at()
+        fenced = self._journal.read_fence_times()
         if not fenced:
             return
-        nodes = await self._slurm.nodes()
+        nodes = await self._slurm.read_nodes()
         ours = {n.name: n for n in nodes.values() if n.name in fenced and is_ours(n)}
         back = {n: node for n, node in ours.items() if node.boot_time > fenced[n]}
         port = self._settings.slurmd_port
-        seen = await probe.reached({n: (node.address, node.port or port) for n, node in back.items()})
+        seen = await probe.probe_ports({n: (node.address, node.port or port) for n, node in back.items()})
         now = clock.monotonic()
         before, self._answers_since = self._answers_since, {}
         for name, node in back.items():
@@ -82,11 +81,12 @@ class GiveBack:
                 await self._resume(node)
 
     async def _resume(self, node: Node) -> None:
-        if self._journal.given_back(node.name, DAY_S) >= PER_DAY or self._gate.why_not(node.partitions):
+        given_back = self._journal.count_given_back(node.name, clock.DAY_S)
+        if given_back >= PER_DAY or self._gate.explain_refusal(node.partitions):
             return
-        self._journal.write(NODES, "resume", "before", node=node.name)
-        await self._slurm.node_resume(node.name)
-        self._journal.write(NODES, "resume", "after", node=node.name)
+        self._journal.write_line(NODES, "resume", "before", node=node.name)
+        await self._slurm.resume_node(node.name)
+        self._journal.write_line(NODES, "resume", "after", node=node.name)
         self._answers_since.pop(node.name, None)
         log.info(
             "event=given-back host=%s reason=%r", node.name, f"the node has rebooted and answered for {self._wait()}"

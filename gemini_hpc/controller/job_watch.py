@@ -18,7 +18,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.controller.planned_drains import DrainWatch
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
-from gemini_hpc.controller.requeue_rules import release_reason
+from gemini_hpc.controller.requeue_rules import find_release_reason
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.query import past
 from gemini_hpc.query.slurm_facts import never_requeued
@@ -65,7 +65,7 @@ class JobWatch:
         tracks = dict(self._registry.jobs)
         if not tracks:
             return
-        rows = await self._slurm.rows(list(tracks))
+        rows = await self._slurm.read_rows(list(tracks))
         running: list[Track] = []
         ended: list[Track] = []
         for raw_id, track in tracks.items():
@@ -74,55 +74,57 @@ class JobWatch:
                 row = None  # Slurm has started its job ids anew
             state = row.state if row else None
             if row is not None:
-                track.see(row.state, row.state not in LIVE)
+                track.record_state(row.state, row.state not in LIVE)
                 if row.state == RUNNING and (track.job is None or track.job.state != RUNNING):
                     # Facts outside the row (restarts, the whole node list) are read once per change.
                     with suppress(UnknownJob):
-                        track.learn(await self._slurm.job(raw_id))
+                        track.record_job(await self._slurm.read_job(raw_id))
                         await track.remember_nodes(self._slurm)
                 elif track.job is not None and row.state != track.job.state:
                     with suppress(UnknownJob):
-                        track.learn(await self._slurm.job(raw_id))
-            _tell_waits(track, state == PENDING)
-            if self._recoveries.active(raw_id):
+                        track.record_job(await self._slurm.read_job(raw_id))
+            _send_waits(track, state == PENDING)
+            if self._recoveries.is_active(raw_id):
                 continue
-            if self._tell_ended(track, forgotten=row is None) and row is not None:
+            if self._log_end(track, is_forgotten=row is None) and row is not None:
                 ended.append(track)
             ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
             doubt_s = self._settings.afterwards_s() + TOLD_S
-            reason = release_reason(state, ended_for_s, self._settings.retention_s, doubt_s)
+            reason = find_release_reason(state, ended_for_s, self._settings.retention_s, doubt_s)
             if reason:
                 self._release_all(track, reason)
             elif state == RUNNING:
                 running.append(track)
                 self._release_elsewhere(track)
-                self._look_at_agents(track)
-                if row is not None and set(row.nodes) < set(track.members(track.job.restarts if track.job else 0)):
-                    await self._look_at_shrunk(track)
+                self._check_agents(track)
+                if row is not None and set(row.nodes) < set(
+                    track.list_members(track.job.restarts if track.job else 0)
+                ):
+                    await self._check_shrunk(track)
                 if row is not None:
-                    _tell_end(track, row.end_time)
+                    _send_end(track, row.end_time)
             elif state == PENDING and track.stored.pinned:
                 await self._unpin(track)
             elif state == PENDING and track.should_ask():
                 with suppress(UnknownJob):
-                    track.learn(await self._slurm.job(raw_id))
+                    track.record_job(await self._slurm.read_job(raw_id))
         await self._drains.report_drains(running)
         await self._note_ends(ended)
 
-    def _tell_ended(self, track: Track, *, forgotten: bool) -> bool:
+    def _log_end(self, track: Track, *, is_forgotten: bool) -> bool:
         """Log each end of the job once, for queries after Slurm has forgotten the job.
 
         Return whether an end was logged.
         """
-        ended = track.stored.ended_state or (past.UNKNOWN if forgotten else "")
+        ended = track.stored.ended_state or (past.UNKNOWN if is_forgotten else "")
         if track.stored.ended_told == bool(ended):
             return False
         track.stored.ended_told = bool(ended)
-        track.save()
+        track.write_entry()
         if ended:
             code = track.job.exit_code if track.job is not None and track.job.has_ended else ""
             restart = max(track.stored.allocations, default=0)
-            self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.describe_end(ended, code))
+            self._recoveries.log_event(track.raw_id, restart, past.ENDED, "", past.describe_end(ended, code))
         return bool(ended)
 
     async def _note_ends(self, ended: Sequence[Track]) -> None:
@@ -142,20 +144,20 @@ class JobWatch:
         restart = max(track.stored.allocations, default=0)
         agents = [a for a in track.agents.values() if a.restart == restart]
         line = summary_line(
-            self._recoveries.events(track),
+            self._recoveries.read_events(track),
             max((a.replicas for a in agents), default=0),
             max((a.parity for a in agents), default=0),
             len(track.stored.allocations.get(restart, ())),
         )
-        job = track.job or await self._slurm.job(track.raw_id)
+        job = track.job or await self._slurm.read_job(track.raw_id)
         await self._slurm.note_end(job, line, LINE_PREFIX)
 
     def _release_all(self, track: Track, reason: str) -> None:
-        agents = [a for a in track.agents.values() if a.connected]
+        agents = [a for a in track.agents.values() if a.is_connected]
         for agent in agents:
             self._release(agent, reason, save=True)
         if not agents:
-            self._registry.drop(track.raw_id)
+            self._registry.drop_job(track.raw_id)
 
     def _release_elsewhere(self, track: Track) -> None:
         """Release the agents on nodes that the job has left, once its new incarnation has run for ELSEWHERE_S."""
@@ -165,29 +167,29 @@ class JobWatch:
         if clock.monotonic() - since < ELSEWHERE_S or restart != track.job.restarts:
             return
         for agent in list(track.agents.values()):
-            if agent.connected and agent.restart < restart and agent.host not in track.members(restart):
+            if agent.is_connected and agent.restart < restart and agent.host not in track.list_members(restart):
                 self._release(agent, "the job runs elsewhere")
 
-    async def _look_at_shrunk(self, track: Track) -> None:
+    async def _check_shrunk(self, track: Track) -> None:
         """Handle a running job with fewer nodes than it began with.
 
         The job was made smaller by hand (`scontrol update`), unless the missing nodes are down (--no-kill). Those
         are a failure like any other.
         """
-        job = await self._slurm.job(track.raw_id)
-        members = track.members(job.restarts)
+        job = await self._slurm.read_job(track.raw_id)
+        members = track.list_members(job.restarts)
         left = [host for host in members if host not in job.nodes]
         if job.state != RUNNING or not job.nodes or not left:
             return
-        nodes = await self._slurm.nodes(left)
-        track.learn(job)
-        taken = [host for host in left if host in nodes and not nodes[host].down]
+        nodes = await self._slurm.read_nodes(left)
+        track.record_job(job)
+        taken = [host for host in left if host in nodes and not nodes[host].is_down]
         if taken:
             track.give_up(job.restarts, taken)
             told = f"the job was made smaller while it ran: without {','.join(taken[:16])}"
-            self._recoveries.say(track.raw_id, job.restarts, "shrunk", "", told)
+            self._recoveries.log_event(track.raw_id, job.restarts, "shrunk", "", told)
 
-    def _look_at_agents(self, track: Track) -> None:
+    def _check_agents(self, track: Track) -> None:
         """Log facts for the user about a job that has begun to run, once for each incarnation.
 
         See requirements requeue and plugin-loaded.
@@ -197,15 +199,15 @@ class JobWatch:
             return
         if (why := never_requeued(job)) and track.noticed != job.restarts:
             track.noticed = job.restarts
-            self._recoveries.say(track.raw_id, job.restarts, "never_requeued", "", why)
+            self._recoveries.log_event(track.raw_id, job.restarts, "never_requeued", "", why)
         if track.looked == job.restarts or clock.monotonic() - since[1] < PARTLY_S:
             return
         track.looked = job.restarts
-        there = {a.host for a in track.agents.values() if a.connected and a.restart == job.restarts}
+        there = {a.host for a in track.agents.values() if a.is_connected and a.restart == job.restarts}
         missing = [host for host in job.nodes if host not in there]
         if there and missing:
             shown = ",".join(missing[:16]) + ("" if len(missing) <= 16 else f" and {len(missing) - 16} more")
-            self._recoveries.say(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
+            self._recoveries.log_event(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
 
     async def _unpin(self, track: Track) -> None:
         """Remove our pin from a job that waits again without a recovery.
@@ -213,24 +215,24 @@ class JobWatch:
         The job was preempted or requeued by hand. Or a survivor's epilog pinned it, and no controller was there to
         remove the pin.
         """
-        job = await self._slurm.job(track.raw_id)
-        if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
+        job = await self._slurm.read_job(track.raw_id)
+        if job.state != PENDING or not job.is_actable or self._recoveries.is_active(track.raw_id):
             return
-        if mode := self._recoveries.gate.why_not_job(job):
+        if mode := self._recoveries.gate.explain_job_refusal(job):
             self._recoveries.withheld.tell_once(track.raw_id, job.restarts, "removed a pin of ours", mode)
             return
         if set(job.req_nodes) == set(track.stored.original) and job.reservation == track.stored.reservation:
             track.remember_pin(False)
             return
         try:
-            await self._slurm.pin(job, track.stored.original, track.stored.reservation)
+            await self._slurm.pin_job(job, track.stored.original, track.stored.reservation)
             if job.reservation.startswith(f"{PREFIX}{track.raw_id}_"):
                 await self._slurm.delete_reservation(job.reservation)
         except SlurmError as exc:
             log.warning("job=%d event=pin-left %s", track.raw_id, exc)
             return
         track.remember_pin(False)
-        self._recoveries.say(
+        self._recoveries.log_event(
             track.raw_id, job.restarts, "unpinned", "", "the job waits, and no recovery is under way"
         )
 
@@ -243,23 +245,23 @@ class JobWatch:
         agent.link.send(Release(agent.job, reason, save))
 
 
-def _tell_end(track: Track, end_time: float) -> None:
+def _send_end(track: Track, end_time: float) -> None:
     """Send agents the job's end, so that they bring the state to the tier before the time limit.
 
     The time limit may be changed while the job runs.
     """
     for agent in track.agents.values():
-        if agent.connected and abs(agent.told_end - end_time) > _SAME_END_S:
+        if agent.is_connected and abs(agent.told_end - end_time) > _SAME_END_S:
             agent.told_end = end_time
             agent.link.send(Ending(track.raw_id, max(0, int(end_time - clock.time())) if end_time else None))
 
 
-def _tell_waits(track: Track, pending: bool) -> None:
+def _send_waits(track: Track, is_pending: bool) -> None:
     """Report to the agents that their job is held or waits in the queue.
 
     They then keep their memory longer than agents of an ended job.
     """
     for agent in track.agents.values():
-        if pending and agent.connected and not agent.told_waits:
+        if is_pending and agent.is_connected and not agent.has_told_waits:
             agent.link.send(Waits(track.raw_id))
-        agent.told_waits = pending and agent.connected
+        agent.has_told_waits = is_pending and agent.is_connected

@@ -17,7 +17,7 @@ from gemini_hpc import clock
 from gemini_hpc.files import replace_file
 
 _COMPACT_BYTES = 1 << 20
-_KEEP_S = 86400.0  # a compacted journal keeps lines of the last day
+_KEEP_S = clock.DAY_S  # a compacted journal keeps lines of the last day
 
 
 NODES = "nodes"  # the key of lines that belong to no recovery
@@ -117,7 +117,7 @@ class Journal:
         kept = [r for r in records if r.t >= fresh or r.key in self._open]
         replace_file(self._path, b"".join(msgspec.json.encode(r) + b"\n" for r in kept), durable=True)
 
-    def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
+    def write_line(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """Append one line. The line is on disk on return."""
         record = JournalRecord(clock.time(), key, step, phase, data)
         self._file.write(msgspec.json.encode(record) + b"\n")
@@ -125,7 +125,7 @@ class Journal:
         os.fdatasync(self._file.fileno())
         self._apply_record(record)
 
-    def fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
+    def count_fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
         """Return the number of nodes fenced (or about to be) within the last `window_s` seconds.
 
         With `user_id`, only nodes of that user's jobs count. The node `without` does not count.
@@ -134,21 +134,21 @@ class Journal:
         counted = {a.node for a in self._actions["down"] if a.t >= since and user_id in (None, a.user_id)}
         return len(counted - {without})
 
-    def drained(self, window_s: float) -> int:
+    def count_drained(self, window_s: float) -> int:
         """Return the number of nodes drained (or about to be) within the last `window_s` seconds."""
         since = clock.time() - window_s
         return len({a.node for a in self._actions["drain"] if a.t >= since})
 
-    def fenced_at(self) -> dict[str, float]:
+    def read_fence_times(self) -> dict[str, float]:
         """Return the time at which each node was last fenced, in Unix seconds, as far as the journal goes back."""
         return dict(sorted(((a.node, a.t) for a in self._actions["down"]), key=lambda entry: entry[1]))
 
-    def given_back(self, node: str, window_s: float) -> int:
+    def count_given_back(self, node: str, window_s: float) -> int:
         """Return how often a node was returned to service within the last `window_s` seconds."""
         since = clock.time() - window_s
         return sum(1 for a in self._actions["resume"] if a.node == node and a.t >= since)
 
-    def left_open(self) -> dict[str, list[JournalRecord]]:
+    def read_open(self) -> dict[str, list[JournalRecord]]:
         """Return the recoveries without an end: their key and their lines."""
         return {key: list(records) for key, records in self._open.items()}
 

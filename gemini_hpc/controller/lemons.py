@@ -20,7 +20,6 @@ log = logging.getLogger("gemini_hpc.controller")
 FILE = "lemons.json"
 MOST_NODES, MOST_VISITS = 1024, 16
 AGAIN = 2  # this many entries are worth a warning
-DAY_S = 86400.0
 MOST_BYTES = 8 << 20
 _WHY_CHARS = 150
 
@@ -45,7 +44,7 @@ Visits = dict[str, list[Visit]]
 _decoder = msgspec.json.Decoder(Visits)
 
 
-def read(path: str, since: float) -> Visits:
+def read_visits(path: str, since: float) -> Visits:
     """Return the entries after `since` by node, oldest first.
 
     Raises:
@@ -66,16 +65,16 @@ class Lemons:
         if not days:
             return
         try:
-            self._visits = read(self._path, self._since())
+            self._visits = read_visits(self._path, self._since())
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as exc:
             log.warning("event=lemons-not-read path=%s %s", self._path, exc)
 
     def _since(self) -> float:
-        return clock.time() - self._days * DAY_S
+        return clock.time() - self._days * clock.DAY_S
 
-    def add(self, node: str, what: str, job: int, why: str) -> None:
+    def add_visit(self, node: str, what: str, job: int, why: str) -> None:
         """Add an entry. A node that is red after several lives of one job counts once for that job."""
         visits = self._visits.get(node, [])
         if not self._days or (what != "fenced" and any((v.what, v.job) == (what, job) for v in visits)):
@@ -93,11 +92,11 @@ class Lemons:
         since = self._since()
         return [visit for visit in self._visits.get(node, ()) if visit.t >= since]
 
-    def count(self, node: str) -> int:
+    def count_visits(self, node: str) -> int:
         """Return the number of entries of a node, at most `MOST_VISITS`."""
         return len(self._fresh(node))
 
-    def rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
+    def list_rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
         """Return the rows of those nodes that have entries, worst first, without any text about other jobs."""
         found = [(node, visits) for node in nodes if (visits := self._fresh(node))]
         found.sort(key=lambda entry: (-len(entry[1]), entry[0]))

@@ -17,7 +17,7 @@ from gemini_hpc import __version__, clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.registry import Registry, Track
-from gemini_hpc.controller.withheld import Withheld, score
+from gemini_hpc.controller.withheld import Withheld, count_verdicts
 from gemini_hpc.query.figures import sealed_age_s, sealed_version, survivable_nodes, user_name
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ log = logging.getLogger("gemini_hpc.controller")
 EVERY_S = 15.0  # Prometheus' usual interval
 MOST_JOBS = 500  # whose agents are asked in a round, the newest first
 _AT_ONCE = 8  # jobs whose agents are asked at the same time
-DAY_S = 86400.0
 # the controller's own events that are counted
 EVENTS = (
     *("confirmed", "dismissed", "not_fenced", "down", "sent_back", "running", "goes_on", "held", "let_go"),
@@ -68,7 +67,7 @@ class Metrics:
         self._took_s: list[float] = []
         self._shown: list[Metric] = []
 
-    def record(self, raw_id: int, restart: int, event: str) -> None:
+    def count_event(self, raw_id: int, restart: int, event: str) -> None:
         """Count an event of the controller."""
         if event in EVENTS:
             self._events[event] += 1
@@ -120,7 +119,7 @@ class Metrics:
         log.info("event=metrics address=%s", self._settings.metrics_listen)
         return server
 
-    def shown(self) -> Iterable[Metric]:
+    def list_metrics(self) -> Iterable[Metric]:
         """Return what was gathered last. Any thread may call this."""
         return list(self._shown)
 
@@ -148,7 +147,7 @@ class Metrics:
         settings, journal = self._settings, self._journal
         yield InfoMetricFamily("gemini_hpc_controller", "Release.", {"version": __version__})
         yield GaugeMetricFamily("gemini_hpc_jobs_tracked", "Protected jobs that have not ended.", jobs)
-        linked = sum(a.connected for t in self._registry.jobs.values() for a in t.agents.values())
+        linked = sum(a.is_connected for t in self._registry.jobs.values() for a in t.agents.values())
         yield GaugeMetricFamily("gemini_hpc_agents_connected", "Agents with a link to the controller.", linked)
         events = CounterMetricFamily(
             "gemini_hpc_events", "Events of the controller since it began.", labels=["event"]
@@ -156,18 +155,18 @@ class Metrics:
         for name in EVENTS:
             events.add_metric([name], self._events[name])
         yield events
-        fenced = journal.fenced(settings.fence_budget_window_s)
+        fenced = journal.count_fenced(settings.fence_budget_window_s)
         yield GaugeMetricFamily("gemini_hpc_fenced_nodes", "Nodes fenced in the budget's window.", fenced)
         left = max(0, settings.fence_budget_nodes - fenced)
         yield GaugeMetricFamily(
             "gemini_hpc_fence_budget_left", "Nodes that may still be fenced in it, by `fence_budget_nodes`.", left
         )
-        drained = journal.drained(DAY_S)
+        drained = journal.count_drained(clock.DAY_S)
         yield GaugeMetricFamily("gemini_hpc_drained_nodes", "Nodes drained as sick within a day.", drained)
         withheld = GaugeMetricFamily(
             "gemini_hpc_withheld_acts", "Acts that the mode withheld, by Slurm's verdict.", labels=["verdict"]
         )
-        for verdict, count in score(self._withheld.acts).items():
+        for verdict, count in count_verdicts(self._withheld.acts).items():
             withheld.add_metric([verdict], count)
         yield withheld
         took = HistogramMetricFamily(
@@ -186,7 +185,7 @@ class _Shown:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics.shown()
+        return self._metrics.list_metrics()
 
 
 def _of_jobs(jobs: list[tuple[Track, Document]]) -> Iterator[Metric]:

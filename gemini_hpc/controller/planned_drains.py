@@ -38,19 +38,19 @@ class DrainWatch:
         self._looked = now
         tracks = {(t.raw_id, t.job.restarts): t for t in running if t.job is not None}
         self._told = {key: hosts for key, hosts in self._told.items() if key in tracks}
-        names = sorted({host for (_, restart), track in tracks.items() for host in track.members(restart)})
+        names = sorted({host for (_, restart), track in tracks.items() for host in track.list_members(restart)})
         if not names:
             return
-        nodes, partitions = await self._slurm.nodes(names), await self._slurm.partitions()
+        nodes, partitions = await self._slurm.read_nodes(names), await self._slurm.read_partitions()
         for (raw_id, restart), track in tracks.items():
-            members = [nodes[host] for host in track.members(restart) if host in nodes]
+            members = [nodes[host] for host in track.list_members(restart) if host in nodes]
             draining = {(node.name, "") for node in members if _is_drained(node)}
             partition = track.job.partition if track.job is not None else ""
             if (state := partitions.get(partition, "UP")) != "UP":
                 draining.add((partition, state))
             told = self._told.get((raw_id, restart), set())
             if new := draining - told:
-                agents = [a for a in track.agents.values() if a.connected and a.restart == restart]
+                agents = [a for a in track.agents.values() if a.is_connected and a.restart == restart]
                 hosts = tuple(sorted(name for name, state in new if not state))
                 of = next((f"partition {name} is {state}" for name, state in new if state), "")
                 for agent in agents:
@@ -61,4 +61,4 @@ class DrainWatch:
 
 def _is_drained(node: Node) -> bool:
     """Return whether an administrator has drained the node. A node that is down does not count."""
-    return "DRAIN" in node.flags and not node.down
+    return "DRAIN" in node.flags and not node.is_down

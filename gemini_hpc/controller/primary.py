@@ -33,14 +33,14 @@ class PrimaryHost:
     """The answer of slurmctld's hosts at one moment.
 
     Attributes:
-        here: Whether the slurmctld in charge runs on this host.
+        is_here: Whether the slurmctld in charge runs on this host.
         host: Host of the slurmctld in charge; "" if none answers.
-        alone: Whether slurmctld has no backup.
+        is_alone: Whether slurmctld has no backup.
     """
 
-    here: bool
+    is_here: bool
     host: str
-    alone: bool
+    is_alone: bool
 
 
 class Primary:
@@ -52,14 +52,14 @@ class Primary:
         self._config_at = 0.0
         self._charge_since: float | None = None
 
-    async def config(self, max_age_s: float = 0.0) -> SlurmConfig:
+    async def read_config(self, max_age_s: float = 0.0) -> SlurmConfig:
         """Return Slurm's configuration, at most `max_age_s` seconds old.
 
         Raises:
             SlurmError: Slurm did not answer.
         """
         if self._config is None or clock.monotonic() - self._config_at > max_age_s:
-            self._config = await self._slurm.config()
+            self._config = await self._slurm.read_config()
             self._config_at = clock.monotonic()
         return self._config
 
@@ -69,12 +69,12 @@ class Primary:
         Raises:
             SlurmError: No slurmctld answers.
         """
-        config = await self.config()
+        config = await self.read_config()
         hosts = config.slurmctld_hosts
         if len(hosts) < 2:
             name, address = hosts[0] if hosts else ("", "")
             return PrimaryHost(is_here(name, address), name, True)
-        up = {name for name, answers in await self._slurm.slurmctlds() if answers}
+        up = {name for name, answers in await self._slurm.ping_slurmctlds() if answers}
         for name, address in hosts:
             if name in up:
                 here = is_here(name, address)
@@ -85,14 +85,14 @@ class Primary:
                 return PrimaryHost(here, name, False)
         return PrimaryHost(False, "", False)
 
-    async def wait(self) -> SlurmConfig:
+    async def wait_in_charge(self) -> SlurmConfig:
         """Wait until the slurmctld in charge is on this host. Log the reason for waiting once."""
         said = ""
         while True:
             try:
                 standing = await self.find_primary()
-                if standing.here:
-                    return await self.config(LOOK_S)
+                if standing.is_here:
+                    return await self.read_config(LOOK_S)
                 why = f"the slurmctld in charge is on {standing.host or 'no host that answers'}"
             except SlurmError as exc:
                 why = str(exc)
@@ -101,21 +101,21 @@ class Primary:
                 log.info("event=standby reason=%s", why)
             await asyncio.sleep(LOOK_S)
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         """Wait until another slurmctld takes charge and return its host's name. Silence changes nothing."""
         pause_s = LOOK_S
         while True:
             await asyncio.sleep(pause_s)
             with suppress(SlurmError):
                 standing = await self.find_primary()
-                pause_s = ALONE_LOOK_S if standing.alone else LOOK_S
-                if standing.host and not standing.here:
+                pause_s = ALONE_LOOK_S if standing.is_alone else LOOK_S
+                if standing.host and not standing.is_here:
                     return standing.host
 
-    async def up_s(self) -> float:
+    async def measure_up_s(self) -> float:
         """Return for how many seconds slurmctld has been up and has answered this controller."""
         with suppress(SlurmError):
-            config = await self.config(LOOK_S)
+            config = await self.read_config(LOOK_S)
             quiet = [clock.time() - config.boot_time, clock.monotonic() - self._slurm.unreachable_at]
             if self._charge_since is not None:
                 quiet.append(clock.monotonic() - self._charge_since)

@@ -53,7 +53,7 @@ async def _resolve(address: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))[:MAX_ADDRESSES]
 
 
-async def probe(address: str, port: int, timeout_s: float = CONNECT_TIMEOUT_S) -> Port:
+async def probe_port(address: str, port: int, timeout_s: float = CONNECT_TIMEOUT_S) -> Port:
     """Connect once, end the connection at once, and return how the process behind the port reacts.
 
     `UNKNOWN` means that this host could not probe. It lacks an address for the name, a file descriptor, a local
@@ -103,13 +103,13 @@ async def _connect(address: str, port: int, timeout_s: float) -> Port | None:
         writer.transport.abort()
 
 
-async def reached(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
+async def probe_ports(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
     """Probe each host once, in parallel. Return the behavior of its port by name."""
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def one(address: str, port: int) -> Port:
         async with gate:
-            return await probe(address, port)
+            return await probe_port(address, port)
 
     results = await asyncio.gather(*(one(*target) for target in targets.values()))
     return dict(zip(targets, results, strict=True))
@@ -180,7 +180,7 @@ async def probe_node(target: Target) -> ProbeResult:
             one.cancel()
 
 
-async def looks(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
+async def probe_nodes(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
     """Probe each host once, in parallel."""
     gate = asyncio.Semaphore(_PARALLEL)
 
@@ -217,11 +217,11 @@ class ProbeHistory:
         self._looked_at = 0.0
         self.rounds = 0
 
-    def add(self, found: ProbeResult, began: float) -> None:
+    def add_result(self, found: ProbeResult, began: float) -> None:
         """Count a result whose probe began at `began` (monotonic)."""
         began += found.after_s  # the probe itself began after the name was resolved
         for what, port in zip(PORTS, (found.slurmd, found.agent, found.kernel), strict=True):
-            self.note(what, port, began)
+            self.note_port(what, port, began)
         if found.agent in (Port.ANSWERS, Port.UNKNOWN):
             self._no_agent_since = None
         elif self._no_agent_since is None:
@@ -233,7 +233,7 @@ class ProbeHistory:
         self._looked_at = clock.monotonic()
         self.rounds += 1
 
-    def note(self, what: str, port: Port, began: float) -> None:
+    def note_port(self, what: str, port: Port, began: float) -> None:
         """Count the behavior of one port in a probe that began at `began` (monotonic)."""
         self._unknown.discard(what)
         if port is Port.SILENT:
@@ -247,7 +247,7 @@ class ProbeHistory:
         # A process that answered was alive just now; a kernel that accepted was alive when the probe began.
         self._life[what] = (began if port is Port.HANGS else clock.monotonic(), port)
 
-    def found(self, what: str) -> Port:
+    def judge_port(self, what: str) -> Port:
         """Return the behavior of `slurmd`, `agent` or `kernel`."""
         last, now = self._life.get(what), clock.monotonic()
         unbroken = self._silent_since[what] is None and now - self._looked_at < self.STALE_S
@@ -292,7 +292,7 @@ class RepeatedProbe(ProbeHistory):
         while True:
             began = clock.monotonic()
             found = await probe_node(self.target)
-            self.add(found, began)
+            self.add_result(found, began)
             # Each bare connection leaves two lines in slurmd's log, so a living node is probed less and less often.
             alive = found.slurmd is not Port.SILENT
             self._pause_s = min(MAX_INTERVAL_S, 2 * self._pause_s) if alive else INTERVAL_S

@@ -28,7 +28,7 @@ QUERY_IDLE_S = 60.0  # an idle client is disconnected after this
 SLURM_TIMEOUT_S, PARTS_TIMEOUT_S = 0.8, 0.9
 QUERY_FRAME_BYTES = 4096
 QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, over all connections
-LISTED_S = 86400.0  # ended jobs are listed for so long, unless the query asks for all
+LISTED_S = clock.DAY_S  # ended jobs are listed for so long, unless the query asks for all
 MAX_LISTED, MAX_LOGS = 1000, 4000
 SILENT = {"state": "", "reason": "Slurm does not answer"}
 STALE = "Slurm does not answer: the Slurm state shown here is an older one"
@@ -52,14 +52,14 @@ class Questions:
         self._request = 0
         self._listing = asyncio.Lock()
 
-    def part(self, agent: ConnectedAgent, message: inspect_schema.InspectPart) -> None:
+    def accept_part(self, agent: ConnectedAgent, message: inspect_schema.InspectPart) -> None:
         """Accept an agent's part of an answer, or drop it if it was not requested."""
         waiting = self._parts.get(message.request)
         if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
             waiting[1][agent.host] = message
             waiting[2].set()
 
-    async def serve(self, link: Link) -> None:
+    async def serve_client(self, link: Link) -> None:
         """Serve one client until it disconnects or is idle for a minute."""
         link.limit_bytes = QUERY_FRAME_BYTES
         while True:
@@ -96,11 +96,11 @@ class Questions:
         if job is not None and track is not None and track.user_id != job.user_id:
             track = None  # the track is of an earlier job: Slurm reuses ids after a cold start
         # The log still has the owner of a job that Slurm has forgotten.
-        owner = job.user_id if job else track.user_id if track else self._logs.owner(raw_id)
+        owner = job.user_id if job else track.user_id if track else self._logs.find_owner(raw_id)
         if owner is None or (uid != owner and not operator):
             return refused
         if job is not None and track is not None:
-            track.learn(job)
+            track.record_job(job)
         parts = await self._ask_agents(track) if track else {}
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
@@ -111,17 +111,17 @@ class Questions:
             facts["running_s"] = str(int(track.running_s))
         if track is not None and job is not None:
             facts |= {"shrunk": ",".join(track.stored.shrunk.get(job.restarts, ()))} if track.stored.shrunk else {}
-            if note := "; ".join(filter(None, (facts.get("note", ""), track.note()))):
+            if note := "; ".join(filter(None, (facts.get("note", ""), track.describe_nodes()))):
                 facts["note"] = note
         return inspect_schema.JobAnswer(
             parts=tuple(parts.values()),
-            events=self._logs.read(raw_id, owner),
+            events=self._logs.read_events(raw_id, owner),
             slurm=facts,
             missing=missing,
-            lemons=self._lemons.rows(members),
+            lemons=self._lemons.list_rows(members),
         )
 
-    async def document(self, track: Track) -> Document:
+    async def build_document(self, track: Track) -> Document:
         """Return the inspect document of a job without its events, as its agents and our records have it now."""
         parts = await self._ask_agents(track)
         job = track.job
@@ -144,9 +144,9 @@ class Questions:
         """Return the rows of ended jobs from the logs. Runs in a thread of its own."""
         since = clock.time() - (KEPT_S if everything else LISTED_S)
         rows = []
-        for job, owner in self._logs.newest(MAX_LOGS, since):
+        for job, owner in self._logs.list_newest(MAX_LOGS, since):
             if uid is None or owner == uid:
-                events = self._logs.read(job, owner)
+                events = self._logs.read_events(job, owner)
                 how = past.ending(events, {"state": past.UNKNOWN})
                 last = max((e.t for e in events), default=0.0)
                 restart = max((e.restart for e in events), default=0)
@@ -173,7 +173,7 @@ class Questions:
         )
 
     async def _ask_agents(self, track: Track) -> dict[str, inspect_schema.InspectPart]:
-        agents = [a for a in track.agents.values() if a.connected]
+        agents = [a for a in track.agents.values() if a.is_connected]
         self._request += 1
         request = self._request
         found: dict[str, inspect_schema.InspectPart] = {}

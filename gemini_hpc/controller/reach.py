@@ -27,32 +27,32 @@ class Reachability:
         self.reached, self.asked = 0, 0
 
     async def probe_members(
-        self, members: Iterable[str], accused: set[str], nodes: Mapping[str, Node], *, sure: bool = False
+        self, members: Iterable[str], accused: set[str], nodes: Mapping[str, Node], *, must_be_fresh: bool = False
     ) -> None:
         """Probe again, unless the last result is recent.
 
-        An agent that has just connected vouches for its node. But its messages prove only the way in. With `sure`,
-        some of those nodes are probed as well, and represent the others.
+        An agent that has just connected vouches for its node. But its messages prove only the way in. With
+        `must_be_fresh`, some of those nodes are probed as well, and represent the others.
         """
         began = clock.monotonic()
-        if began - (self._sure_at if sure else self._at) < KEPT_S:
+        if began - (self._sure_at if must_be_fresh else self._at) < KEPT_S:
             return
         self._at = began
-        more = [h for t in self._registry.jobs.values() for h, a in t.agents.items() if a.connected]
+        more = [h for t in self._registry.jobs.values() for h, a in t.agents.items() if a.is_connected]
         known = (h for h in dict.fromkeys([*members, *more]) if h in nodes and h not in accused)
         names = list(known)[:MOST]
         port = self._settings.slurmd_port
-        targets = {n: (nodes[n].address, nodes[n].port or port) for n in names if not nodes[n].down}
-        vouched = [n for n in targets if self._registry.vouched(n)]
-        sample = random.sample(vouched, min(SAMPLE, len(vouched))) if sure else []
+        targets = {n: (nodes[n].address, nodes[n].port or port) for n in names if not nodes[n].is_down}
+        vouched = [n for n in targets if self._registry.is_vouched(n)]
+        sample = random.sample(vouched, min(SAMPLE, len(vouched))) if must_be_fresh else []
         asked = {n: t for n, t in targets.items() if n not in vouched or n in sample}
-        found = await probe.reached(asked)
-        if not sure and self._sure_at > began:
-            return  # a `sure` probe has finished meanwhile, and its result is more reliable
+        found = await probe.probe_ports(asked)
+        if not must_be_fresh and self._sure_at > began:
+            return  # a `must_be_fresh` probe has finished meanwhile, and its result is more reliable
         seen = sum(found[n] not in UNSEEN for n in sample)
         doubtful = [n for n in asked if n not in sample]
         answered = sum(found[n] not in (*UNSEEN, Port.HANGS) for n in doubtful)
         self.reached = answered + (len(vouched) * seen // len(sample) if sample else len(vouched))
         self.asked = len(targets)
-        if sure:
+        if must_be_fresh:
             self._at = self._sure_at = clock.monotonic()

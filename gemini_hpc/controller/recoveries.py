@@ -22,7 +22,7 @@ from gemini_hpc.controller.give_back import is_ours
 from gemini_hpc.controller.journal import Journal, JournalRecord
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
-from gemini_hpc.controller.progress import barren
+from gemini_hpc.controller.progress import count_barren
 from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
@@ -60,7 +60,7 @@ class Recoveries:
         self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
         self.primary, self.lemons = primary, lemons
         self.alerts = Alerts(settings, journal)
-        self.gate, self.withheld = Gate(settings), Withheld(settings.state_dir, self.say)
+        self.gate, self.withheld = Gate(settings), Withheld(settings.state_dir, self.log_event)
         self.reach = Reachability(settings, registry)
         self._logs = logs
         self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
@@ -69,13 +69,13 @@ class Recoveries:
         self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
         self._tasks: set[asyncio.Task[None]] = set()
         self._later: set[tuple[int, int, int, str]] = set()
-        self._resuming = set(journal.left_open())
+        self._resuming = set(journal.read_open())
         self.reserving = asyncio.Lock()
-        self._over = False  # this controller has stepped down
+        self._is_over = False  # this controller has stepped down
         # Longest time for which a job was seen COMPLETING, mostly because of its epilogs.
         self.longest_epilog_s = 0.0
 
-    def reservation_minutes(self) -> int:
+    def compute_reservation_minutes(self) -> int:
         """Return how many minutes a reservation lasts if it is not deleted (requirement reservations)."""
         return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
 
@@ -84,34 +84,34 @@ class Recoveries:
 
         Return the tasks that are about to end, which may still write to the journal.
         """
-        self._over = True
+        self._is_over = True
         ending = list(self._tasks)
         for task in ending:
             task.cancel()
         self.alerts.close()
         return ending
 
-    def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
+    def log_event(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
         """Write one line to a job's event log and to the service's own log."""
         log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
         self.on_event(raw_id, restart, event)
-        self._logs.add(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
+        self._logs.append_events(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
 
-    def events(self, track: Track) -> tuple[EventRecord, ...]:
+    def read_events(self, track: Track) -> tuple[EventRecord, ...]:
         """Return the events of a job in order of time."""
-        return self._logs.read(track.raw_id, track.user_id)
+        return self._logs.read_events(track.raw_id, track.user_id)
 
     def died(self, why: str) -> None:
         """Alert that a task of the service died of a fault of ours. The task is restarted."""
-        if self._over:
+        if self._is_over:
             return
         self.alerts.send_alert("task died", 0, "", why)
 
-    def accused(self) -> set[str]:
+    def list_accused(self) -> set[str]:
         """Return the hosts that some job's agents or our own probes suspect and that are not cleared."""
         return {h for r in self._active.values() for h, s in r.suspects.items() if s.verdict.act is not Act.DISMISS}
 
-    def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
+    def list_silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
         """Return these hosts and all others that are, or recently were, silent.
 
         With `user_id`, only hosts of that user's jobs are added. A mass outage shows in the sum.
@@ -121,31 +121,31 @@ class Recoveries:
         found = {host for uid, host in self._outage if user_id in (None, uid)}
         for recovery in self._active.values():
             if user_id in (None, recovery.user_id):
-                found |= recovery.silent()
+                found |= recovery.list_silent()
         return hosts | found
 
-    def protected_of_others(self, user_id: int) -> set[str]:
+    def list_protected(self, user_id: int) -> set[str]:
         """Return the nodes of other owners' protected jobs that run or are on their way back."""
         found: set[str] = set()
         for track in self.registry.jobs.values():
             if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
                 continue
             runs = track.job is not None and track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
-            if runs or self.active(track.raw_id):
-                found |= set(track.members(max(track.stored.allocations)))
+            if runs or self.is_active(track.raw_id):
+                found |= set(track.list_members(max(track.stored.allocations)))
         return found
 
-    def why_hold(self, track: Track) -> str:
+    def explain_hold(self, track: Track) -> str:
         """Return why this job must be held instead of running again: its recoveries make no progress. "" if not."""
         most, since = self.settings.recoveries_without_progress, track.stored.held_before
-        count, version = barren(self._logs.read(track.raw_id, track.user_id), since) if most else (0, 0)
+        count, version = count_barren(self._logs.read_events(track.raw_id, track.user_id), since) if most else (0, 0)
         if not most or count < most:
             return ""
         newest = f"newer than version {version}" if version else "at all"
         recoveries = "recoveries in a row" if count > 1 else "recovery"
         return f"{count} {recoveries} sealed nothing {newest}"
 
-    def survivors_of(self, name: str) -> set[str] | None:
+    def find_survivors(self, name: str) -> set[str] | None:
         """Return the survivors for whom a reservation of ours was made; None if they are not known."""
         raw_id = name.removeprefix(PREFIX).split("_")[0]
         for (job, _), recovery in self._active.items():
@@ -159,7 +159,7 @@ class Recoveries:
         for recovery in self._active.values():
             self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
 
-    def active(self, raw_id: int) -> bool:
+    def is_active(self, raw_id: int) -> bool:
         """Return whether a recovery of this job is in progress.
 
         Its replicas are then needed, whatever Slurm reports meanwhile.
@@ -170,7 +170,7 @@ class Recoveries:
 
     def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], died: tasks.Died) -> None:
         """Run the work to its end. After a fault of ours, report it and start again."""
-        if self._over:
+        if self._is_over:
             return
         task = tasks.start(name, work, died)
         self._tasks.add(task)
@@ -183,34 +183,34 @@ class Recoveries:
         except SlurmUnreachable as exc:
             # No fault of ours: begun actions are finished or undone as soon as Slurm answers again.
             log.warning("recovery %s waits for Slurm: %s", recovery.key, exc)
-            if recovery.key in self.journal.left_open():
+            if recovery.key in self.journal.read_open():
                 self._take_over(recovery.key)
         except Exception as exc:
-            if self._over:
+            if self._is_over:
                 raise asyncio.CancelledError from exc
             log.exception("event=task-died task=recovery %s", recovery.key)
             tasks.report_death(recovery.died, f"recovery: {type(exc).__name__}")
-            if recovery.key in self.journal.left_open():
+            if recovery.key in self.journal.read_open():
                 self._take_over(recovery.key)
         finally:
             self._ended(key)
 
     def _take_over(self, key: str) -> None:
-        if self._over:
+        if self._is_over:
             return
         self._resuming.add(key)
         raw_id, _, restart = key.partition(".")
 
         def died(why: str) -> None:
-            self.say(int(raw_id), int(restart), "task_died", "", why)
+            self.log_event(int(raw_id), int(restart), "task_died", "", why)
 
         self._start(f"recovery {key}", lambda: self._resume_until_done(key), died)
 
-    def report(self, track: Track, reporter: str, message: Report) -> None:
+    def accept_report(self, track: Track, reporter: str, message: Report) -> None:
         """Accept a report from an authenticated agent on `reporter`. Drop an implausible report."""
-        if self._over:
+        if self._is_over:
             return
-        members = track.members(message.restart)
+        members = track.list_members(message.restart)
         if track.lacks(message.restart, message.host):
             return
         if message.host not in members or reporter not in members or message.host == reporter:
@@ -218,25 +218,25 @@ class Recoveries:
             return
         said_by = {reporter, *message.witnesses} & set(members)
         track.witnesses.record_witnesses(message.restart, message.host, said_by, clock.monotonic())
-        self._look_at(track, message.restart, message.host, said_by)
+        self._handle_report(track, message.restart, message.host, said_by)
 
-    def _look_at(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
+    def _handle_report(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
         key = (track.raw_id, restart)
-        if self._over or f"{track.raw_id}.{restart}" in self._resuming:
+        if self._is_over or f"{track.raw_id}.{restart}" in self._resuming:
             return
         recovery = self._active.get(key)
         if recovery is None:
             pause_s = self._cool.get(key, (0.0, 0.0))[0] - clock.monotonic()
             if pause_s > 0:
-                self._look_later(track, restart, host, said_by, pause_s)
+                self._handle_later(track, restart, host, said_by, pause_s)
                 return
             recovery = self._active[key] = Recovery(self, track, restart)
-            recovery.report(host, said_by)
+            recovery.accept_report(host, said_by)
             self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.died)
-        elif not recovery.acting:
-            recovery.report(host, said_by)
+        elif not recovery.is_acting:
+            recovery.accept_report(host, said_by)
 
-    def _look_later(self, track: Track, restart: int, host: str, said_by: set[str], pause_s: float) -> None:
+    def _handle_later(self, track: Track, restart: int, host: str, said_by: set[str], pause_s: float) -> None:
         """Handle a report of the pause after the pause: its sender may not repeat it."""
         what = (track.user_id, track.raw_id, restart, host)
         if what in self._later or sum(w[0] == track.user_id for w in self._later) >= MAX_LATER:
@@ -245,7 +245,7 @@ class Recoveries:
 
         def again() -> None:
             self._later.discard(what)
-            self._look_at(track, restart, host, said_by)
+            self._handle_report(track, restart, host, said_by)
 
         asyncio.get_running_loop().call_later(pause_s + 0.01, again)
 
@@ -259,13 +259,15 @@ class Recoveries:
 
     # ---- after a restart -------------------------------------------------------------------------------
 
-    async def resume(self) -> None:
+    async def resume_open(self) -> None:
         """Finish or clean up the recoveries that an earlier controller left open, once Slurm answers."""
-        left = self.journal.left_open()
+        left = self.journal.read_open()
         while True:
             try:
                 kept = [str(r.data["name"]) for rs in left.values() for r in rs if r.step == "reserve"]
-                for name in await reservation.sweep(self.slurm, kept, lambda job: not self.gate.why_not_job(job)):
+                for name in await reservation.delete_leftovers(
+                    self.slurm, kept, lambda job: not self.gate.explain_job_refusal(job)
+                ):
                     log.info("left-over reservation %s deleted", name)
                 break
             except SlurmError as exc:
@@ -281,7 +283,7 @@ class Recoveries:
         given up: while the key is held, the job gets no new recovery.
         """
         refused_s, why = 0.0, ""
-        while records := self.journal.left_open().get(key):
+        while records := self.journal.read_open().get(key):
             began = clock.monotonic()
             try:
                 if refused_s < GIVE_UP_S:
@@ -304,18 +306,18 @@ class Recoveries:
         """Release all that is held, and alert: the rest of the work is the administrator's."""
         raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
         try:
-            job: Job | None = await self.slurm.job(raw_id)
+            job: Job | None = await self.slurm.read_job(raw_id)
         except SlurmUnreachable:
             raise
         except SlurmError:
             job = None
         for name in _reserved(records):
             await self._delete(job, name)
-        self.journal.write(key, "close", "after", outcome="given up")
-        self.say(raw_id, restart, "closed", "", f"given up: {why}")
+        self.journal.write_line(key, "close", "after", outcome="given up")
+        self.log_event(raw_id, restart, "closed", "", f"given up: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
         text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
-        who = "the mode forbids" if self.gate.why_not_job(job) else "Slurm refuses"
+        who = "the mode forbids" if self.gate.explain_job_refusal(job) else "Slurm refuses"
         self.alerts.send_alert(
             "recovery given up", raw_id, "", f"{who} to let a recovery finish: check its nodes ({text})"
         )
@@ -325,16 +327,16 @@ class Recoveries:
         raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
         names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
         try:
-            job: Job | None = await self.slurm.job(raw_id)
+            job: Job | None = await self.slurm.read_job(raw_id)
         except UnknownJob:
             job = None
-        if mode := self.gate.why_not_job(job):
+        if mode := self.gate.explain_job_refusal(job):
             raise WithheldError(f"the rest of the recovery is withheld: {mode}")
         reserved = _reserved(records)
         begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
         downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}
         sent_back = any(r.step == "requeue" for r in records)
-        track = self.registry.track(job) if job is not None else None
+        track = self.registry.track_job(job) if job is not None else None
         if track is not None and restart not in track.stored.allocations:
             track.stored.allocations[restart] = names["members"]
         judging = Recovery(self, track, restart) if track is not None else None
@@ -347,30 +349,30 @@ class Recoveries:
         if in_flight and opened.get("ahead"):
             # Nodes were only held until Slurm finds the others dead. Check whether it has, and has requeued the job
             # for that.
-            nodes = await self.slurm.nodes()
-            found = any(n in nodes and nodes[n].down for n in names["dead"])
+            nodes = await self.slurm.read_nodes()
+            found = any(n in nodes and nodes[n].is_down for n in names["dead"])
             in_flight = found and job is not None and job.restarts > restart
-        in_flight = in_flight or await self._fell(job, restart, begun)
+        in_flight = in_flight or await self._has_ended_before(job, restart, begun)
         if job is None or track is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
             for name in reserved:
                 await self._delete(job, name)
-            self.journal.write(key, "close", "after", outcome="cleaned")
+            self.journal.write_line(key, "close", "after", outcome="cleaned")
             return
         recovery = self._active[raw_id, restart] = Recovery(self, track, restart)
-        recovery.acting = True
+        recovery.is_acting = True
         try:
-            self.say(raw_id, restart, "taken_over", "", "by a restarted controller")
-            helper = recovery.rescue(job, names["survivors"], names["dead"])
-            alive = {r.name for r in await self.slurm.reservations()}
+            self.log_event(raw_id, restart, "taken_over", "", "by a restarted controller")
+            helper = recovery.build_requeue(job, names["survivors"], names["dead"])
+            alive = {r.name for r in await self.slurm.read_reservations()}
             there = [name for name in reserved if name in alive]
             helper.held.name = there[-1] if there else ""
             for name in there[:-1]:
                 await self._delete(job, name)
-            nodes = await self.slurm.nodes()
-            helper.held.wanted = recovery.wanted(job, nodes, len(names["dead"]))
+            nodes = await self.slurm.read_nodes()
+            helper.held.wanted = recovery.count_wanted(job, nodes, len(names["dead"]))
             if not helper.held.name:
-                await helper.reserve(job, nodes, helper.held.wanted)
-            await recovery.finish(helper)
+                await helper.reserve_nodes(job, nodes, helper.held.wanted)
+            await recovery.finish_requeue(helper)
         finally:
             self._ended((raw_id, restart))
 
@@ -394,31 +396,31 @@ class Recoveries:
 
         The node is no less dead for that.
         """
-        if await self._not_down(host) is None:
+        if await self._read_unless_down(host) is None:
             return
         if (await recovery.judge_taken_over(host)).act is not Act.FENCE:
             return
-        if (node := await self._not_down(host)) is not None:
-            await recovery.fence(host, node)
+        if (node := await self._read_unless_down(host)) is not None:
+            await recovery.fence_node(host, node)
 
     async def _half_fenced(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
         """Finish or undo a fence of a controller that died between drain and DOWN.
 
         The fence is finished if the judgement still demands it. Otherwise the node is returned to service.
         """
-        if not await self._still_drained(host):
+        if not await self._is_still_drained(host):
             return
         verdict = await recovery.judge_taken_over(host) if recovery is not None else None
-        if not await self._still_drained(host):
+        if not await self._is_still_drained(host):
             return  # an administrator or Slurm has changed the node meanwhile
         if recovery is not None and verdict is not None and verdict.act is Act.FENCE:
-            await recovery.fence(host, None)
+            await recovery.fence_node(host, None)
             return
-        await self.slurm.node_resume(host)
+        await self.slurm.resume_node(host)
         why = verdict.why if verdict is not None else "the job is gone"
-        self.say(raw_id, restart, "resumed", host, f"undid the drain of an interrupted recovery: {why}")
+        self.log_event(raw_id, restart, "resumed", host, f"undid the drain of an interrupted recovery: {why}")
 
-    async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
+    async def _has_ended_before(self, job: Job | None, restart: int, begun: set[str]) -> bool:
         """Return whether the script had ended before its node was set DOWN.
 
         Only the controller requeues such a job.
@@ -427,34 +429,34 @@ class Recoveries:
             return False
         if clock.time() - job.end_time > self.settings.retention_s:
             return False  # the job's copies are gone
-        if job.state == COMPLETED and not await self._unfinished(job.raw_id, restart):
+        if job.state == COMPLETED and not await self._is_unfinished(job.raw_id, restart):
             return False
-        nodes = await self.slurm.nodes()
-        return any(n in nodes and nodes[n].down for n in begun)
+        nodes = await self.slurm.read_nodes()
+        return any(n in nodes and nodes[n].is_down for n in begun)
 
-    async def _unfinished(self, raw_id: int, restart: int) -> bool:
+    async def _is_unfinished(self, raw_id: int, restart: int) -> bool:
         """Return whether agents report that the training of this incarnation has not finished.
 
         A new controller waits for a while until they call.
         """
         deadline = clock.monotonic() + SPEAK_S
         while (track := self.registry.jobs.get(raw_id)) is not None and clock.monotonic() < deadline:
-            if (finished := track.finished(restart)) is not None:
+            if (finished := track.has_finished(restart)) is not None:
                 return not finished
             await asyncio.sleep(RETRY_S / 4)
         return False
 
-    async def _not_down(self, host: str) -> Node | None:
+    async def _read_unless_down(self, host: str) -> Node | None:
         """Return the node as it is now; None if it is DOWN or unknown."""
-        node = (await self.slurm.nodes()).get(host)  # all nodes are read: a query for a removed node is an error
-        return None if node is None or node.down else node
+        node = (await self.slurm.read_nodes()).get(host)  # all nodes are read: a query for a removed node is an error
+        return None if node is None or node.is_down else node
 
-    async def _still_drained(self, host: str) -> bool:
+    async def _is_still_drained(self, host: str) -> bool:
         """Return whether the controller has drained the node and it is not DOWN.
 
         The reason alone proves nothing, because it may outlive a RESUME.
         """
-        node = await self._not_down(host)
+        node = await self._read_unless_down(host)
         return node is not None and is_ours(node)
 
 

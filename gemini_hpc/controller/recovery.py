@@ -27,20 +27,20 @@ from gemini_hpc.controller.fencing import (
     Port,
     Verdict,
     Veto,
-    budget,
-    judge,
-    user_budget,
+    compute_budget,
+    compute_user_budget,
+    judge_case,
 )
 from gemini_hpc.controller.recovery_context import RecoveryContext
 from gemini_hpc.controller.registry import Track
 from gemini_hpc.controller.requeue import Requeue
-from gemini_hpc.controller.requeue_rules import candidates_wanted
+from gemini_hpc.controller.requeue_rules import count_candidates
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.controller.withheld import FENCE, REQUEUE
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.facts import PENDING, RUNNING, Job, Node
+from gemini_hpc.slurm.facts import PENDING, RUNNING, SLURMD_TIMEOUT_S, Job, Node
 from gemini_hpc.wire.inspect_schema import InspectAsk
 from gemini_hpc.wire.ports import candidates as agent_ports
 
@@ -53,7 +53,7 @@ AGAIN_S = 2.0  # retry for this long if our own reachability check fails or Slur
 RESERVE_S = 10.0  # retry for this long to reserve nodes if Slurm does not answer
 COLLECT_S = 0.3  # a new report is awaited for this long: more nodes may have died
 WATCH_S = 60.0  # a suspect is judged for this long before it is dismissed
-LEFT_S = 600.0  # nodes left to Slurm are watched for so long: SlurmdTimeout is 300 s by default
+LEFT_S = 2 * SLURMD_TIMEOUT_S  # nodes left to Slurm are watched for so long
 LINKED_FACTOR = 2.0  # an agent counts as connected if a message came within so many confirmation times
 MAX_SUSPECTS = 64
 ACTS = (Act.FENCE, Act.ADOPT, Act.REQUEUE)
@@ -72,7 +72,7 @@ class Suspect:
     seen: probe.ProbeHistory | None = None
     node: Node | None = None  # as Slurm had it at the last judgement
     left: Veto | None = None  # the last reported reason for leaving it to Slurm
-    down: bool = False  # the journal has recorded that it is being set DOWN
+    is_down: bool = False  # the journal has recorded that it is being set DOWN
     verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
 
     @property
@@ -106,18 +106,18 @@ class Recovery:
         self.restart = restart
         self.suspects: dict[str, Suspect] = {}
         self.survivors: Survivors | None = None
-        self.acting = False
+        self.is_acting = False
         self._ahead: Requeue | None = None
-        self._told_rescue = False
+        self._has_logged_rescue = False
 
-    def silent(self) -> set[str]:
+    def list_silent(self) -> set[str]:
         """Return the suspects that are silent and that no journal counts as fenced.
 
         A mass outage must show in this set until a node is really being set DOWN. A node that Slurm itself
         considers DOWN counts until that is acted on.
         """
-        adopted = {h for h, s in self.suspects.items() if self.acting and s.verdict.act is Act.ADOPT}
-        return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.down} - adopted
+        adopted = {h for h, s in self.suspects.items() if self.is_acting and s.verdict.act is Act.ADOPT}
+        return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.is_down} - adopted
 
     @property
     def key(self) -> str:
@@ -129,36 +129,36 @@ class Recovery:
         """Return the uid of the job's owner."""
         return self._track.user_id
 
-    def say(self, event: str, host: str = "", detail: str = "") -> None:
+    def log_event(self, event: str, host: str = "", detail: str = "") -> None:
         """Write one line to the job's event log."""
-        self._home.say(self._track.raw_id, self.restart, event, host, detail)
+        self._home.log_event(self._track.raw_id, self.restart, event, host, detail)
 
-    def note(self, step: str, phase: str, **data: str | int | float | list[str]) -> None:
+    def write_journal(self, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """Write one line to the journal."""
-        self._home.journal.write(self.key, step, phase, **data)
+        self._home.journal.write_line(self.key, step, phase, **data)
 
     def died(self, why: str) -> None:
         """Log that a task of this recovery died of a fault of ours. The task is restarted."""
-        self.say("task_died", "", why)
+        self.log_event("task_died", "", why)
 
-    def report(self, host: str, witnesses: set[str]) -> None:
+    def accept_report(self, host: str, witnesses: set[str]) -> None:
         """Accept a report. The first report about a host starts its probes."""
         if host not in self.suspects and len(self.suspects) < MAX_SUSPECTS:
             self.suspects[host] = Suspect(host)
-            self.say("detected", host, f"reported by {','.join(sorted(witnesses))}")
+            self.log_event("detected", host, f"reported by {','.join(sorted(witnesses))}")
 
     async def run(self) -> None:
         """Judge the suspects, and act if that follows."""
         try:
             facts = await self._judge_all()
-            if facts is not None and (mode := self._home.gate.why_not_job(facts.job)):
+            if facts is not None and (mode := self._home.gate.explain_job_refusal(facts.job)):
                 self._withhold(mode)
             elif facts is not None:
-                self.acting = True
+                self.is_acting = True
                 await self._act(facts)
             elif self._ahead is not None:
-                await self._ahead.clean()
-                self.note("close", "after", outcome="not acted on")
+                await self._ahead.release_reservation()
+                self.write_journal("close", "after", outcome="not acted on")
         finally:
             for suspect in self.suspects.values():
                 suspect.stop()
@@ -172,10 +172,10 @@ class Recovery:
         for host, suspect in self.suspects.items():
             verdict = suspect.verdict
             if verdict.act is Act.FENCE:
-                if self._home.withheld.add(FENCE, raw_id, self.restart, host, verdict.why, mode):
-                    self.note("down", "withheld", node=host, user_id=self._track.user_id)
+                if self._home.withheld.record_act(FENCE, raw_id, self.restart, host, verdict.why, mode):
+                    self.write_journal("down", "withheld", node=host, user_id=self._track.user_id)
             elif verdict.act is Act.REQUEUE:
-                self._home.withheld.add(REQUEUE, raw_id, self.restart, host, verdict.why, mode)
+                self._home.withheld.record_act(REQUEUE, raw_id, self.restart, host, verdict.why, mode)
             elif verdict.act is Act.ADOPT:
                 what = f"held the survivors and pinned the requeue: {host} is DOWN in Slurm"
                 self._home.withheld.tell_once(raw_id, self.restart, what, mode)
@@ -189,97 +189,102 @@ class Recovery:
             UnknownJob: The job is gone.
             SlurmError: Slurm did not answer.
         """
-        slurm, job = self._home.slurm, await self._home.slurm.job(self._track.raw_id)
-        self._track.learn(job)
-        nodes = await slurm.nodes()
+        slurm, job = self._home.slurm, await self._home.slurm.read_job(self._track.raw_id)
+        self._track.record_job(job)
+        nodes = await slurm.read_nodes()
         # Slurm cannot be queried about nodes without a record. No action is taken on them either.
-        names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
-        owners = await slurm.owners(names) if names else {}
-        up_s = await self._home.primary.up_s()
+        names = [h for h in self.suspects if h in self._track.list_members(self.restart) and h in nodes]
+        owners = await slurm.read_owners(names) if names else {}
+        up_s = await self._home.primary.measure_up_s()
         return SlurmFacts(clock.monotonic(), job, nodes, owners, up_s)
 
     def _start_probes(self, facts: SlurmFacts) -> None:
         for suspect in self.suspects.values():
             node = facts.nodes.get(suspect.host)
-            if suspect.seen is None and node is not None and suspect.host in self._track.members(self.restart):
-                suspect.seen = probe.RepeatedProbe(self._target(node), self.died)
+            if suspect.seen is None and node is not None and suspect.host in self._track.list_members(self.restart):
+                suspect.seen = probe.RepeatedProbe(self._build_target(node), self.died)
 
-    def _target(self, node: Node) -> probe.Target:
+    def _build_target(self, node: Node) -> probe.Target:
         settings, agent = self._home.settings, self._track.agents.get(node.name)
         ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
         return probe.Target.of(settings, node.address, node.port, ports)
 
-    async def _look_around(self, facts: SlurmFacts, *, sure: bool = False) -> None:
-        accused = self._home.accused() | self.suspects.keys()
-        await self._home.reach.probe_members(self._track.members(self.restart), accused, facts.nodes, sure=sure)
+    async def _probe_others(self, facts: SlurmFacts, *, is_sure: bool = False) -> None:
+        accused = self._home.list_accused() | self.suspects.keys()
+        await self._home.reach.probe_members(
+            self._track.list_members(self.restart), accused, facts.nodes, must_be_fresh=is_sure
+        )
 
-    async def _sure(self, facts: SlurmFacts) -> SlurmFacts:
+    async def _read_sure(self, facts: SlurmFacts) -> SlurmFacts:
         """Return facts that an action may be based on: fresh, and with proof that this host still reaches others."""
         for _ in range(2):
             if clock.monotonic() - facts.at > FRESH_S:
                 facts = await self._read()
                 self._start_probes(facts)
-            await self._look_around(facts, sure=True)
+            await self._probe_others(facts, is_sure=True)
             if clock.monotonic() - facts.at <= FRESH_S:
                 break
         return facts
 
-    def _case(self, suspect: Suspect, facts: SlurmFacts) -> Case:
+    def _build_case(self, suspect: Suspect, facts: SlurmFacts) -> Case:
         home, settings, track = self._home, self._home.settings, self._track
-        seen, host, agent = suspect.seen, suspect.host, home.registry.linked(track.raw_id, suspect.host)
+        seen, host, agent = suspect.seen, suspect.host, home.registry.find_agent(track.raw_id, suspect.host)
         strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
         lately = clock.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
-        window_s, whole = settings.fence_budget_window_s, budget(settings.fence_budget_nodes, len(facts.nodes))
+        window_s, whole = (
+            settings.fence_budget_window_s,
+            compute_budget(settings.fence_budget_nodes, len(facts.nodes)),
+        )
         # A survivor may already be in the next incarnation, and its absence may be reported there.
         later, dead = suspect.claim is Claim.SURVIVOR, self.survivors.dead if self.survivors is not None else ()
         return Case(
             claim=suspect.claim,
             node=host,
             restart=self.restart,
-            members=track.members(self.restart),
-            witnesses=track.witnesses.fresh(self.restart, host, clock.monotonic(), later=later),
+            members=track.list_members(self.restart),
+            witnesses=track.witnesses.list_fresh(self.restart, host, clock.monotonic(), counts_later=later),
             # Nodes that suspect each other: the one that is alive by all evidence is a witness again.
             suspects=frozenset(h for h, s in self.suspects.items() if s.verdict.act is not Act.DISMISS)
             | frozenset(dead),
             job=facts.job,
             slurm_node=facts.nodes.get(host),
-            slurmd=seen.found("slurmd") if seen else Port.SILENT,
-            agent=seen.found("agent") if seen else Port.SILENT,
-            kernel=seen.found("kernel") if seen else Port.SILENT,
+            slurmd=seen.judge_port("slurmd") if seen else Port.SILENT,
+            agent=seen.judge_port("agent") if seen else Port.SILENT,
+            kernel=seen.judge_port("kernel") if seen else Port.SILENT,
             silent_s=suspect.silent_s,
             agent_silent_s=seen.agent_silent_s if seen else 0.0,
-            agent_linked=agent is not None and agent.link.last_heard > max(suspect.since, lately),
-            slurmd_before=track.slurmd_before(self.restart, host),
+            is_agent_linked=agent is not None and agent.link.last_heard > max(suspect.since, lately),
+            slurmd_before=track.find_slurmd_start(self.restart, host),
             reported_at=suspect.reported_at,
             strangers=frozenset(strangers),
             others_reached=home.reach.reached,
             others_asked=home.reach.asked,
-            fenced=home.journal.fenced(window_s, without=host),
+            fenced=home.journal.count_fenced(window_s, without=host),
             budget=whole,
-            silent=len(home.silent({host})),
-            user_fenced=home.journal.fenced(window_s, user_id=track.user_id, without=host),
-            user_budget=user_budget(settings.fence_budget_user_nodes, whole),
-            user_silent=len(home.silent({host}, track.user_id)),
+            silent=len(home.list_silent({host})),
+            user_fenced=home.journal.count_fenced(window_s, user_id=track.user_id, without=host),
+            user_budget=compute_user_budget(settings.fence_budget_user_nodes, whole),
+            user_silent=len(home.list_silent({host}, track.user_id)),
             confirm_s=settings.fence_confirm_s,
-            guard=settings.node_max_jobs_guard,
+            is_guarded=settings.node_max_jobs_guard,
             slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.at,
             settle_s=settings.slurm_settle_s,
-            finished=bool(track.finished(self.restart)) or track.goes_on(self.restart, [host]),
+            has_finished=bool(track.has_finished(self.restart)) or track.goes_on(self.restart, [host]),
         )
 
     def _judge(self, suspect: Suspect, facts: SlurmFacts) -> Verdict:
         """Judge one suspect now. Log changes."""
-        verdict, before = judge(self._case(suspect, facts)), suspect.verdict
+        verdict, before = judge_case(self._build_case(suspect, facts)), suspect.verdict
         suspect.verdict, suspect.node = verdict, facts.nodes.get(suspect.host)
         if verdict.veto in BUDGETS:
             # A mass outage: these hosts count again when the next one is judged.
-            self._home.remember_silent(self._home.silent({suspect.host}))
+            self._home.remember_silent(self._home.list_silent({suspect.host}))
             self._home.alerts.send_alert(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
         if verdict.act is Act.DISMISS and before.act is not Act.DISMISS:
-            self.say("dismissed", suspect.host, verdict.why)
+            self.log_event("dismissed", suspect.host, verdict.why)
         if verdict.act is Act.LEAVE and suspect.left is not verdict.veto:
             suspect.left = verdict.veto
-            self.say("not_fenced", suspect.host, verdict.why)
+            self.log_event("not_fenced", suspect.host, verdict.why)
         return verdict
 
     def _decide(self, facts: SlurmFacts) -> list[Suspect]:
@@ -288,7 +293,7 @@ class Recovery:
 
     def _ask_suspects(self) -> None:
         for host in self.suspects:
-            agent = self._home.registry.linked(self._track.raw_id, host)
+            agent = self._home.registry.find_agent(self._track.raw_id, host)
             if agent is not None:
                 agent.link.send(InspectAsk())
 
@@ -304,10 +309,10 @@ class Recovery:
                     self._start_probes(facts)
                     self._ask_suspects()
                 self._start_probes(facts)
-                await self._look_around(facts)
+                await self._probe_others(facts)
                 found = self._decide(facts)
                 if found:
-                    facts = await self._sure(facts)
+                    facts = await self._read_sure(facts)
                     found = self._decide(facts)
             except UnknownJob:
                 return None
@@ -317,7 +322,11 @@ class Recovery:
                 continue
             waiting = [s for s in self.suspects.values() if s.verdict.act is Act.WAIT]
             left = [s for s in self.suspects.values() if s.verdict.act is Act.LEAVE]
-            if found and not any(self._soon(s) for s in waiting) and not self._rescued_from(passed_s):
+            if (
+                found
+                and not any(self._is_soon_confirmed(s) for s in waiting)
+                and not self._is_rescue_under_way(passed_s)
+            ):
                 return facts
             if not found and not left and (not waiting or passed_s >= watch_s):
                 break
@@ -328,15 +337,17 @@ class Recovery:
         for suspect in self.suspects.values():
             if suspect.verdict.act in (Act.WAIT, Act.LEAVE):
                 passed_s = clock.monotonic() - began
-                self.say("dismissed", suspect.host, f"not confirmed within {passed_s:.0f} s: {suspect.verdict.why}")
+                self.log_event(
+                    "dismissed", suspect.host, f"not confirmed within {passed_s:.0f} s: {suspect.verdict.why}"
+                )
         return None
 
-    def _rescued_from(self, passed_s: float) -> bool:
+    def _is_rescue_under_way(self, passed_s: float) -> bool:
         """Return whether agents copy state from living ranks: setting a node DOWN would end those ranks."""
-        rescuing = passed_s < LIMIT_S and self._track.rescuing(self.restart)
-        if rescuing and not self._told_rescue:
-            self._told_rescue = True
-            self.say("rescuing", "", "the job's agents copy live state: its step is not ended yet")
+        rescuing = passed_s < LIMIT_S and self._track.is_rescuing(self.restart)
+        if rescuing and not self._has_logged_rescue:
+            self._has_logged_rescue = True
+            self.log_event("rescuing", "", "the job's agents copy live state: its step is not ended yet")
         return rescuing
 
     async def _hold_ahead(self, facts: SlurmFacts) -> None:
@@ -346,42 +357,42 @@ class Recovery:
         them, since this job holds them now.
         """
         left = [s.host for s in self.suspects.values() if s.verdict.veto in DEAD_BUT_NOT_OURS]
-        if self._ahead is not None or facts.job is None or not left or self._home.gate.why_not_job(facts.job):
+        if self._ahead is not None or facts.job is None or not left or self._home.gate.explain_job_refusal(facts.job):
             return
-        alive = self._alive(left, facts)
-        self._ahead = self.rescue(facts.job, alive, left)
+        alive = self._list_alive(left, facts)
+        self._ahead = self.build_requeue(facts.job, alive, left)
         self._open(facts.job, left, alive, ahead=1)
         try:
-            await self._ahead.reserve(facts.job, facts.nodes, 0)
+            await self._ahead.reserve_nodes(facts.job, facts.nodes, 0)
         except SlurmError as exc:
             log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
 
     def _open(self, job: Job, dead: list[str], alive: list[str], **more: int) -> None:
         """Open the journal's entry. `ahead=1` means that nodes are held and no other action has begun."""
-        self.note(
+        self.write_journal(
             "open",
             "before",
             job=job.raw_id,
             restart=self.restart,
             user_id=job.user_id,
-            members=list(self._track.members(self.restart)),
+            members=list(self._track.list_members(self.restart)),
             dead=dead,
             survivors=alive,
             original=self._track.stored.original,
             **more,
         )
 
-    def _alive(self, dead: list[str], facts: SlurmFacts) -> list[str]:
+    def _list_alive(self, dead: list[str], facts: SlurmFacts) -> list[str]:
         """Return all other nodes of the job that Slurm does not consider DOWN. The survey finds out which answer."""
-        members = self._track.members(self.restart)
-        return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].down]
+        members = self._track.list_members(self.restart)
+        return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].is_down]
 
-    def _soon(self, suspect: Suspect) -> bool:
+    def _is_soon_confirmed(self, suspect: Suspect) -> bool:
         """Return whether a suspect may soon be confirmed: it is silent, or was just reported."""
         if clock.monotonic() - suspect.since < COLLECT_S:
             return True
         confirm_s = self._home.settings.fence_confirm_s
-        if suspect.host in self._track.members(self.restart) and (not suspect.seen or not suspect.seen.rounds):
+        if suspect.host in self._track.list_members(self.restart) and (not suspect.seen or not suspect.seen.rounds):
             return True
         return 0 < suspect.silent_s < confirm_s and clock.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
 
@@ -399,10 +410,10 @@ class Recovery:
             while clock.monotonic() - began < watch_s:
                 facts = await self._read()
                 self._start_probes(facts)
-                await self._look_around(facts)
+                await self._probe_others(facts)
                 verdict = self._judge(suspect, facts)
                 if verdict.act is Act.FENCE:
-                    verdict = self._judge(suspect, await self._sure(facts))
+                    verdict = self._judge(suspect, await self._read_sure(facts))
                 if verdict.act is not Act.WAIT:
                     break
                 await asyncio.sleep(FRESH_S)
@@ -417,16 +428,16 @@ class Recovery:
         suspect.seen = seen
         try:
             facts = await self._read()
-            await self._look_around(facts)
+            await self._probe_others(facts)
             verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
-                facts, began = await self._sure(facts), clock.monotonic()
+                facts, began = await self._read_sure(facts), clock.monotonic()
                 if host in facts.nodes:
-                    seen.add(await probe.probe_node(self._target(facts.nodes[host])), began)
+                    seen.add_result(await probe.probe_node(self._build_target(facts.nodes[host])), began)
                 verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
-                self.say("confirmed", host, verdict.why)
-                await self.fence(host, suspect.node)
+                self.log_event("confirmed", host, verdict.why)
+                await self.fence_node(host, suspect.node)
             if verdict.act not in (Act.FENCE, Act.ADOPT):
                 return False
         except SlurmError as exc:
@@ -445,12 +456,12 @@ class Recovery:
         dead = list(confirmed)  # survivors that prove dead join it
         rebooted = [h for h, v in chosen.items() if v.act is Act.REQUEUE]
         for host in [*dead, *rebooted]:
-            self.say("confirmed", host, chosen[host].why)
-        alive = self._alive(dead, facts)
+            self.log_event("confirmed", host, chosen[host].why)
+        alive = self._list_alive(dead, facts)
         self._open(job, dead, alive)
-        helper = self.rescue(job, alive, dead)
+        helper = self.build_requeue(job, alive, dead)
         if self._ahead is not None:
-            helper.held.name, helper.held.own = self._ahead.held.name, self._ahead.held.own
+            helper.held.name, helper.held.is_own = self._ahead.held.name, self._ahead.held.is_own
         await self._reserve(helper, job, facts, len(dead))
         try:
             spared: list[str] = []
@@ -460,9 +471,9 @@ class Recovery:
                     verdict = await self._judge_again(self.suspects[host], facts)
                 # There is no `await` between this judgement and its action.
                 if verdict.act is Act.FENCE:
-                    await self.fence(host, self.suspects[host].node)
+                    await self.fence_node(host, self.suspects[host].node)
                 elif verdict.act is Act.ADOPT:
-                    self.say("down", host, "by Slurm itself")
+                    self.log_event("down", host, "by Slurm itself")
                 else:
                     spared.append(host)
             self._spare(spared, helper)
@@ -471,14 +482,14 @@ class Recovery:
                 await self._send_back(job)
         except Exception:
             with suppress(SlurmError):
-                await helper.clean()
+                await helper.release_reservation()
             raise
         if not dead and not rebooted:
-            await helper.clean()
-            self.note("close", "after", outcome="nobody dead")
-            self.say("closed", "", "no node is dead any more")
+            await helper.release_reservation()
+            self.write_journal("close", "after", outcome="nobody dead")
+            self.log_event("closed", "", "no node is dead any more")
             return
-        await self.finish(helper)
+        await self.finish_requeue(helper)
 
     async def _reserve(self, helper: Requeue, job: Job, facts: SlurmFacts, dead: int) -> None:
         """Hold nodes for the requeue.
@@ -491,7 +502,7 @@ class Recovery:
         began = clock.monotonic()
         while True:
             try:
-                await helper.reserve(job, facts.nodes, self.wanted(job, facts.nodes, dead))
+                await helper.reserve_nodes(job, facts.nodes, self.count_wanted(job, facts.nodes, dead))
                 return
             except SlurmUnreachable as exc:
                 if clock.monotonic() - began > RESERVE_S:
@@ -511,7 +522,7 @@ class Recovery:
         while True:
             in_time = clock.monotonic() - began < AGAIN_S
             try:
-                facts = await self._sure(facts)
+                facts = await self._read_sure(facts)
             except UnknownJob:
                 facts = replace(facts, job=None)
             except SlurmError:
@@ -532,29 +543,29 @@ class Recovery:
             helper.survivors.dead.remove(host)
             helper.survivors.names.append(host)
             if suspect.verdict.act is Act.WAIT:
-                self.say("dismissed", host, suspect.verdict.why)
+                self.log_event("dismissed", host, suspect.verdict.why)
 
-    def wanted(self, job: Job, nodes: dict[str, Node], dead: int) -> int:
+    def count_wanted(self, job: Job, nodes: dict[str, Node], dead: int) -> int:
         """Return how many nodes to hold beside the survivors."""
-        return candidates_wanted(job, nodes, dead, self._home.settings.reserve_candidates)
+        return count_candidates(job, nodes, dead, self._home.settings.reserve_candidates)
 
     async def _send_back(self, job: Job) -> None:
         began = clock.monotonic()
-        self.note("requeue", "before", state=job.state)
+        self.write_journal("requeue", "before", state=job.state)
         try:
-            await self._home.slurm.requeue(job)
+            await self._home.slurm.requeue_job(job)
         except SlurmUnreachable:
             raise
         except SlurmError as exc:
             # Slurm may have been faster: the batch host's registration shows its boot. The job is followed in the
             # same way, and its reservation stays.
-            self.note("requeue", "failed", error=str(exc))
-            self.say("refused", "", str(exc))
+            self.write_journal("requeue", "failed", error=str(exc))
+            self.log_event("refused", "", str(exc))
             return
-        self.note("requeue", "after")
-        self.say("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
+        self.write_journal("requeue", "after")
+        self.log_event("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
 
-    def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Requeue:
+    def build_requeue(self, job: Job, survivors: list[str], dead: list[str]) -> Requeue:
         """Return the helper that steers this job's requeue."""
         home, track = self._home, self._track
 
@@ -564,23 +575,23 @@ class Recovery:
         self.survivors = Survivors(
             names=survivors,
             dead=dead,
-            say=self.say,
-            target=self._target,
-            vouched=home.registry.vouched,
+            log_event=self.log_event,
+            build_target=self._build_target,
+            is_vouched=home.registry.is_vouched,
             confirm_s=home.settings.fence_confirm_s,
-            fence=self._judge_survivor,
+            fence_node=self._judge_survivor,
         )
         held = Held(
             slurm=home.slurm,
             raw_id=track.raw_id,
             user_id=job.user_id,
-            say=self.say,
-            note=self.note,
-            minutes=home.reservation_minutes(),
-            protected=lambda: home.protected_of_others(job.user_id),
-            survivors_of=home.survivors_of,
+            log_event=self.log_event,
+            write_journal=self.write_journal,
+            minutes=home.compute_reservation_minutes(),
+            list_protected=lambda: home.list_protected(job.user_id),
+            find_survivors=home.find_survivors,
             reserving=home.reserving,
-            lemons=home.lemons.count,
+            count_visits=home.lemons.count_visits,
         )
         return Requeue(
             slurm=home.slurm,
@@ -589,32 +600,32 @@ class Recovery:
             survivors=self.survivors,
             held=held,
             original=list(track.stored.original),
-            say=self.say,
-            note=self.note,
+            log_event=self.log_event,
+            write_journal=self.write_journal,
             may_requeue=True,
             own_request=track.stored.reservation,
-            pinned=track.remember_pin,
-            completing=completing,
+            on_pin=track.remember_pin,
+            on_completing=completing,
             # When the recovery is over, its nodes must count as a running job's: other recoveries then look for
             # candidates.
-            seen=track.learn,
-            goes_on=lambda: track.goes_on(self.restart, dead),
-            finished=lambda: bool(track.finished(self.restart)),
-            spared=lambda left: track.spared(self.restart, left),
-            hold=lambda: home.why_hold(track),
-            holds=track.remember_hold,
+            on_read=track.record_job,
+            has_gone_on=lambda: track.goes_on(self.restart, dead),
+            has_finished=lambda: bool(track.has_finished(self.restart)),
+            may_go_on=lambda left: track.may_go_on(self.restart, left),
+            explain_hold=lambda: home.explain_hold(track),
+            on_hold=track.remember_hold,
             length_s=_length_s(job),
         )
 
-    async def finish(self, helper: Requeue) -> None:
+    async def finish_requeue(self, helper: Requeue) -> None:
         """Steer the requeue to its end and close the journal's entry."""
-        outcome = await helper.steer()
-        self.note("close", "after", outcome=outcome)
+        outcome = await helper.steer_requeue()
+        self.write_journal("close", "after", outcome=outcome)
         log.info("job=%s restart=%d outcome=%s", self._track.raw_id, self.restart, outcome)
         if outcome != "running":
-            self.say("closed", "", outcome)
+            self.log_event("closed", "", outcome)
 
-    async def fence(self, host: str, node: Node | None) -> None:
+    async def fence_node(self, host: str, node: Node | None) -> None:
         """Set a node DOWN and drained.
 
         A node that an administrator has drained keeps its reason. With our reason, the drain would count as ours
@@ -625,15 +636,15 @@ class Recovery:
             node: The node as Slurm has it.
         """
         began = clock.monotonic()
-        theirs = give_back.drained_for(node) if node is not None else ""
+        theirs = give_back.find_drain_reason(node) if node is not None else ""
         reason = theirs or f"{REASON}, job {self._track.raw_id} restart {self.restart}"
-        self.note("down", "before", node=host, user_id=self._track.user_id)
+        self.write_journal("down", "before", node=host, user_id=self._track.user_id)
         if host in self.suspects:
-            self.suspects[host].down = True  # counts as fenced from here on
-        await self._home.slurm.node_down(host, reason)
-        self.note("down", "after", node=host)
-        self._home.lemons.add(host, "fenced", self._track.raw_id, "no answer from slurmd and agent")
-        self.say("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
+            self.suspects[host].is_down = True  # counts as fenced from here on
+        await self._home.slurm.set_node_down(host, reason)
+        self.write_journal("down", "after", node=host)
+        self._home.lemons.add_visit(host, "fenced", self._track.raw_id, "no answer from slurmd and agent")
+        self.log_event("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
 
 
 def _length_s(job: Job) -> float:

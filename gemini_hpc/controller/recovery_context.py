@@ -38,26 +38,26 @@ class RecoveryContext(Protocol):
     reserving: asyncio.Lock
     longest_epilog_s: float
 
-    def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
+    def log_event(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
         """Write one line to a job's event log."""
 
-    def accused(self) -> set[str]:
+    def list_accused(self) -> set[str]:
         """Return the hosts that any recovery suspects."""
 
-    def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
+    def list_silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
         """Return these hosts and all hosts that are silent in other recoveries (of this user, if given)."""
 
     def remember_silent(self, hosts: set[str]) -> None:
         """Remember hosts that were too many to be fenced. They count when the next host is judged."""
 
-    def why_hold(self, track: Track) -> str:
+    def explain_hold(self, track: Track) -> str:
         """Return why this job must be held instead of running again; "" if it need not be."""
 
-    def reservation_minutes(self) -> int:
+    def compute_reservation_minutes(self) -> int:
         """Return how many minutes a reservation lasts if it is not deleted."""
 
-    def protected_of_others(self, user_id: int) -> set[str]:
+    def list_protected(self, user_id: int) -> set[str]:
         """Return the nodes of other owners' protected jobs."""
 
-    def survivors_of(self, name: str) -> set[str] | None:
+    def find_survivors(self, name: str) -> set[str] | None:
         """Return the job's survivors for whom the reservation was made; None if they are not known."""

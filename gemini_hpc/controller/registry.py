@@ -38,7 +38,7 @@ class ConnectedAgent:
     """A connected agent.
 
     Attributes:
-        verified: Whether its packets come from the address that Slurm has for its host. All other facts are the
+        is_verified: Whether its packets come from the address that Slurm has for its host. All other facts are the
             owner's claim in the last `wire.controller.Registration`.
         restart: The incarnation that the agent serves.
     """
@@ -47,7 +47,7 @@ class ConnectedAgent:
     host: str
     job: int
     instance: str
-    verified: bool = False
+    is_verified: bool = False
     restart: int = 0
     replicas: int = 0
     parity: int = 0
@@ -55,11 +55,11 @@ class ConnectedAgent:
     state: str = ""
     spares: int = 0
     without: frozenset[str] = frozenset()
-    rescuing: bool = False
-    finished: bool | None = None
+    is_rescuing: bool = False
+    has_finished: bool | None = None
     told_end: float = 0.0  # the job's end as sent to the agent (Unix time)
     told_release_s: float = -math.inf  # last log line about its release (monotonic)
-    told_waits: bool = False  # whether `Waits` was sent: its job is pending
+    has_told_waits: bool = False  # whether `Waits` was sent: its job is pending
     since: float = field(default_factory=clock.time)
 
     def apply_registration(self, said: Registration) -> None:
@@ -68,10 +68,10 @@ class ConnectedAgent:
         self.parity = said.parity
         self.port = said.port if 0 < said.port < 65536 else self.port
         self.spares, self.without = said.spares, frozenset(said.without)
-        self.rescuing, self.finished = said.rescuing, said.finished
+        self.is_rescuing, self.has_finished = said.rescuing, said.finished
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Return whether its link is open, as far as this end knows."""
         return not self.link.closed
 
@@ -122,8 +122,8 @@ class Track:
         self._stood_at: float | None = None  # when it was last seen not running (monotonic)
         self._waits_since: float | None = None  # when it was first seen PENDING this time (monotonic)
         self._asked_of_wait: float | None = None
-        self._unsaved = False  # the disk has an older state than this; logged when that began
-        self._forgotten = False  # a forgotten entry is never written again
+        self._is_unsaved = False  # the disk has an older state than this; logged when that began
+        self._is_forgotten = False  # a forgotten entry is never written again
 
     @property
     def raw_id(self) -> int:
@@ -140,26 +140,26 @@ class Track:
         """Return for how many seconds the job has run without a pause; None if no pause was ever seen."""
         return None if self._stood_at is None else clock.monotonic() - self._stood_at
 
-    def freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
+    def describe_freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
         """Return the text about freed copies of an incarnation. `read` is called once for the events."""
         if self._freed is None or self._freed[0] != restart:
             self._freed = (restart, freed_copies_note(read(), restart))
         return self._freed[1]
 
-    def members(self, restart: int) -> tuple[str, ...]:
+    def list_members(self, restart: int) -> tuple[str, ...]:
         """Return the nodes of an incarnation, as Slurm had them; empty if they were never seen."""
         return tuple(self.stored.allocations.get(restart, ()))
 
     def goes_on(self, restart: int, dead: Iterable[str]) -> bool:
         """Return whether the job's agents go on with spares in the place of these nodes of this incarnation."""
         gone = set(dead)
-        return any(a.connected and a.restart == restart and a.without >= gone for a in self.agents.values())
+        return any(a.is_connected and a.restart == restart and a.without >= gone for a in self.agents.values())
 
-    def rescuing(self, restart: int) -> bool:
+    def is_rescuing(self, restart: int) -> bool:
         """Return whether the job's agents copy live state of which the dead nodes had the only copies."""
-        return any(a.connected and a.restart == restart and a.rescuing for a in self.agents.values())
+        return any(a.is_connected and a.restart == restart and a.is_rescuing for a in self.agents.values())
 
-    def finished(self, restart: int) -> bool | None:
+    def has_finished(self, restart: int) -> bool | None:
         """Return whether the training of this incarnation has succeeded; None while no agent has reported.
 
         The last report of each agent whose ranks trained counts, including agents that are gone. A node that the
@@ -167,18 +167,18 @@ class Track:
         """
         agents = [a for a in self.agents.values() if a.restart == restart]
         without = frozenset[str]().union(*(a.without for a in agents))
-        words = {a.finished for a in agents if a.host not in without}
+        words = {a.has_finished for a in agents if a.host not in without}
         return (True in words and False not in words) if words else None
 
     def lacks(self, restart: int, host: str) -> bool:
         """Return whether Slurm has removed this node and the job goes on without it or no longer needs it."""
         out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
-        return out and (self.goes_on(restart, [host]) or bool(self.finished(restart)))
+        return out and (self.goes_on(restart, [host]) or bool(self.has_finished(restart)))
 
-    def spared(self, restart: int, left: Sequence[str]) -> bool:
+    def may_go_on(self, restart: int, left: Sequence[str]) -> bool:
         """Return whether the job's agents may go on with the nodes that Slurm has left to the job."""
-        had = self.members(restart)
-        spares = max((a.spares for a in self.agents.values() if a.connected and a.restart == restart), default=0)
+        had = self.list_members(restart)
+        spares = max((a.spares for a in self.agents.values() if a.is_connected and a.restart == restart), default=0)
         without = frozenset[str]().union(*(a.without for a in self.agents.values() if a.restart == restart))
         left = [host for host in left if host not in without]
         enough = len(had) - spares <= len(left) and 2 * len(left) > len(had)
@@ -190,11 +190,11 @@ class Track:
         Their later fate is no failure of that incarnation.
         """
         gone = set(hosts)
-        self.stored.allocations[restart] = [h for h in self.members(restart) if h not in gone]
+        self.stored.allocations[restart] = [h for h in self.list_members(restart) if h not in gone]
         self.stored.shrunk = {restart: sorted(gone | set(self.stored.shrunk.get(restart, ())))}
-        self.save()
+        self.write_entry()
 
-    def note(self) -> str:
+    def describe_nodes(self) -> str:
         """Return a note about its nodes for the job's owner; "" if there is none."""
         job, notes = self.job, []
         if job is None or job.state != RUNNING:
@@ -208,24 +208,24 @@ class Track:
             )
         return "; ".join(notes)
 
-    def hosts(self) -> set[str]:
+    def list_hosts(self) -> set[str]:
         """Return the nodes of all remembered incarnations."""
         return {host for nodes in self.stored.allocations.values() for host in nodes}
 
-    def holders(self, restart: int) -> dict[str, int]:
+    def find_holders(self, restart: int) -> dict[str, int]:
         """Return the hosts outside this incarnation where an agent may hold copies, with its port.
 
         The port is 0 if the agent is not connected: such an agent connects to a new controller only after a while.
         """
-        own = set(self.members(restart))
-        return {host: port for host, port in self.everywhere().items() if host not in own}
+        own = set(self.list_members(restart))
+        return {host: port for host, port in self.list_ports().items() if host not in own}
 
-    def everywhere(self) -> dict[str, int]:
+    def list_ports(self) -> dict[str, int]:
         """Return all hosts where an agent of the job is or was, with its port; 0 if it is not connected."""
-        ports = {a.host: a.port for a in self.agents.values() if a.connected}
-        return ports | dict.fromkeys(sorted(self.hosts() - ports.keys()), 0)
+        ports = {a.host: a.port for a in self.agents.values() if a.is_connected}
+        return ports | dict.fromkeys(sorted(self.list_hosts() - ports.keys()), 0)
 
-    def learn(self, job: Job) -> None:
+    def record_job(self, job: Job) -> None:
         """Take over Slurm's current facts."""
         self.job = job
         changed = False
@@ -249,49 +249,49 @@ class Track:
             self._asked_of_wait = self._waits_since
             if not self.stored.pinned and self._has_pin(job):
                 self.stored.pinned = changed = True
-        if changed or self._unsaved:
-            self.save()
+        if changed or self._is_unsaved:
+            self.write_entry()
 
     async def remember_nodes(self, slurm: SlurmApi) -> None:
         """Record once per incarnation when slurmd was started on each of its nodes."""
         job = self.job
-        if job is None or self.stored.slurmds_of == job.restarts or not self.members(job.restarts):
+        if job is None or self.stored.slurmds_of == job.restarts or not self.list_members(job.restarts):
             return
         self.stored.slurmds_of, self.stored.slurmds = job.restarts, {}
         try:
-            nodes = await slurm.nodes(self.members(job.restarts))
+            nodes = await slurm.read_nodes(self.list_members(job.restarts))
         except SlurmError:
             self.stored.slurmds_of = -1
             return
         self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
-        kept = self.hosts()
+        kept = self.list_hosts()
         addresses = self.stored.addresses | {n.name: n.address for n in nodes.values()}
         self.stored.addresses = {host: address for host, address in addresses.items() if host in kept}
-        self.save()
+        self.write_entry()
 
-    def slurmd_before(self, restart: int, host: str) -> float:
+    def find_slurmd_start(self, restart: int, host: str) -> float:
         """Return the recorded start of slurmd on the host; 0.0 if it was not seen."""
         return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
 
     def remember_hold(self, restart: int) -> None:
         """Record that the job is held before this life. The progress of earlier lives no longer counts."""
         self.stored.held_before = restart
-        self.save()
+        self.write_entry()
 
-    def remember_pin(self, pinned: bool) -> None:
+    def remember_pin(self, is_pinned: bool) -> None:
         """Record that the job's record has, or no longer has, a pin of ours.
 
         Raises:
             OSError: A new pin cannot be recorded. The caller must not set it then.
         """
-        if self.stored.pinned == pinned:
+        if self.stored.pinned == is_pinned:
             return
-        self.stored.pinned = pinned
+        self.stored.pinned = is_pinned
         try:
             self._write()
         except OSError:
-            self._unsaved = True
-            if pinned:
+            self._is_unsaved = True
+            if is_pinned:
                 self.stored.pinned = False
                 raise
 
@@ -321,41 +321,41 @@ class Track:
             return False
         return any(nodes <= set(had) for restart, had in self.stored.allocations.items() if restart < job.restarts)
 
-    def see(self, state: str, over: bool) -> None:
+    def record_state(self, state: str, is_over: bool) -> None:
         """Take over a state from the watcher's table."""
         if state != RUNNING:
             self._stood_at = clock.monotonic()
         self._waits(state)
-        if self._ended(state, over) or self._unsaved:
-            self.save()
+        if self._ended(state, is_over) or self._is_unsaved:
+            self.write_entry()
 
-    def _ended(self, state: str, over: bool) -> bool:
-        if over and not self.stored.ended_at:
+    def _ended(self, state: str, is_over: bool) -> bool:
+        if is_over and not self.stored.ended_at:
             self.stored.ended_at, self.stored.ended_state = clock.time(), state
             return True
-        if not over and self.stored.ended_at and state != COMPLETING:
+        if not is_over and self.stored.ended_at and state != COMPLETING:
             self.stored.ended_at, self.stored.ended_state = 0.0, ""
             return True
         return False
 
-    def save(self) -> None:
+    def write_entry(self) -> None:
         """Write the entry to disk. After a failure (full disk), the next change of the job writes it."""
         try:
             self._write()
         except OSError as exc:
-            if not self._unsaved:
+            if not self._is_unsaved:
                 log.error("job=%d event=job-not-kept detail=%s", self.raw_id, exc)
-            self._unsaved = True
+            self._is_unsaved = True
 
     def _write(self) -> None:
-        if self._forgotten:
+        if self._is_forgotten:
             return
         replace_file(self._path, msgspec.json.encode(self.stored))
-        self._unsaved = False
+        self._is_unsaved = False
 
-    def forget(self) -> None:
+    def remove_entry(self) -> None:
         """Remove the entry from disk for good."""
-        self._forgotten = True
+        self._is_forgotten = True
         with suppress(FileNotFoundError):
             os.unlink(self._path)
 
@@ -377,21 +377,21 @@ class Registry:
     def _path(self, raw_id: int) -> str:
         return os.path.join(self._directory, f"{int(raw_id)}.job")
 
-    def track(self, job: Job) -> Track:
+    def track_job(self, job: Job) -> Track:
         """Return the job's entry, new or updated."""
         track = self.jobs.get(job.raw_id)
         if track is None or track.user_id != job.user_id:
             track = self.jobs[job.raw_id] = Track(StoredJob(job.raw_id, job.user_id), self._path(job.raw_id))
-        track.learn(job)
+        track.record_job(job)
         return track
 
-    def drop(self, raw_id: int) -> None:
+    def drop_job(self, raw_id: int) -> None:
         """Forget a job that is over."""
         track = self.jobs.pop(raw_id, None)
         if track is not None:
-            track.forget()
+            track.remove_entry()
 
-    def vouched(self, host: str) -> bool:
+    def is_vouched(self, host: str) -> bool:
         """Return whether a verified agent on the host has sent a message within the last second.
 
         If none has, the agents there are asked for one. That saves slurmd from bare connections, each of which
@@ -399,15 +399,15 @@ class Registry:
         from elsewhere that a node lives.
         """
         agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
-        here = [a for a in agents if a.connected and a.verified]
+        here = [a for a in agents if a.is_connected and a.is_verified]
         if any(clock.monotonic() - a.link.last_heard < FRESH_S for a in here):
             return True
         for agent in here:
             agent.link.send(InspectAsk())
         return False
 
-    def linked(self, raw_id: int, host: str) -> ConnectedAgent | None:
+    def find_agent(self, raw_id: int, host: str) -> ConnectedAgent | None:
         """Return the connected agent of a job on a host."""
         track = self.jobs.get(raw_id)
         agent = track.agents.get(host) if track else None
-        return agent if agent is not None and agent.connected else None
+        return agent if agent is not None and agent.is_connected else None

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from gemini_hpc import clock
 from gemini_hpc.controller import tasks
-from gemini_hpc.controller.requeue_rules import held
-from gemini_hpc.controller.reservation import Held, Note, Say, ms
+from gemini_hpc.controller.requeue_rules import is_held
+from gemini_hpc.controller.reservation import Held, Note, Say, describe_ms
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -60,39 +60,39 @@ class Requeue:
     survivors: Survivors
     held: Held
     original: list[str]
-    say: Say
-    note: Note
+    log_event: Say
+    write_journal: Note
     may_requeue: bool = False
     own_request: str = ""  # the user's own reservation
-    pinned: Callable[[bool], None] = lambda pinned: None
-    completing: Callable[[float], None] = lambda seconds: None
-    seen: Callable[[Job], None] = lambda job: None  # called with the job each time it is read from Slurm
-    goes_on: Callable[[], bool] = lambda: False  # whether the job's agents go on without its dead nodes
-    finished: Callable[[], bool] = lambda: False  # whether the training has succeeded
+    on_pin: Callable[[bool], None] = lambda pinned: None
+    on_completing: Callable[[float], None] = lambda seconds: None
+    on_read: Callable[[Job], None] = lambda job: None  # called with the job each time it is read from Slurm
+    has_gone_on: Callable[[], bool] = lambda: False  # whether the job's agents go on without its dead nodes
+    has_finished: Callable[[], bool] = lambda: False  # whether the training has succeeded
     # whether the agents may go on with the nodes that are left
-    spared: Callable[[Sequence[str]], bool] = lambda left: False
-    hold: Callable[[], str] = lambda: ""  # why the job must be held instead of running again
-    holds: Callable[[int], None] = lambda restart: None  # called when the job is held before this life
+    may_go_on: Callable[[Sequence[str]], bool] = lambda left: False
+    explain_hold: Callable[[], str] = lambda: ""  # why the job must be held instead of running again
+    on_hold: Callable[[int], None] = lambda restart: None  # called when the job is held before this life
     length_s: float = math.inf  # the job's length, for reservations that begin meanwhile
     _said: set[str] = field(default_factory=set)
     _kept: tuple[str, ...] = ()  # the survivors for which the reservation was made or adapted last
     _pinned: tuple[str, ...] | None = None
-    _started: bool = False
+    _has_started: bool = False
     _pending_since: float | None = None
     _asked_at: float = -math.inf
     _nodes: dict[str, Node] = field(default_factory=dict)
-    _requeued: bool = False
+    _has_requeued: bool = False
     _goes_ahead: bool = False  # the job need not be held
     _at_restart: int = 0
     _nudge_at: float = 0.0
     _completing_since: float | None = None
 
-    def _once(self, event: str, host: str = "", detail: str = "") -> None:
+    def _log_once(self, event: str, host: str = "", detail: str = "") -> None:
         if event not in self._said:
             self._said.add(event)
-            self.say(event, host, detail)
+            self.log_event(event, host, detail)
 
-    async def reserve(self, job: Job, nodes: Mapping[str, Node], wanted: int, *, alone: bool = True) -> None:
+    async def reserve_nodes(self, job: Job, nodes: Mapping[str, Node], wanted: int, *, is_alone: bool = True) -> None:
         """Hold survivors and at most `wanted` candidates, and one more for each survivor that cannot be pinned.
 
         A second call holds more than before.
@@ -100,49 +100,49 @@ class Requeue:
         self._nodes = dict(nodes)
         await self._bar(job)
         await self.survivors.probe_survivors(nodes)
-        self.held.wanted = wanted + len(self.survivors.left_out(patient=True))
+        self.held.wanted = wanted + len(self.survivors.list_left_out(is_patient=True))
         if self.held.name:
             await self._adapt(job)
         else:
-            keep, without = self._choice()
-            await self.held.reserve(job, self._nodes, keep, without, alone=alone)
+            keep, without = self._choose_survivors()
+            await self.held.reserve_nodes(job, self._nodes, keep, without, is_alone=is_alone)
             self._kept = keep
 
-    def _choice(self) -> tuple[tuple[str, ...], set[str]]:
+    def _choose_survivors(self) -> tuple[tuple[str, ...], set[str]]:
         """Return the survivors that a pin may name, and the job's other nodes."""
-        out = self.survivors.left_out(patient=self._waited() < PINNED_S)
+        out = self.survivors.list_left_out(is_patient=self._measure_wait_s() < PINNED_S)
         return tuple(n for n in self.survivors.names if n not in out), {*self.survivors.dead, *out}
 
     async def _adapt(self, job: Job) -> None:
-        keep, without = self._choice()
-        await self.held.adapt(job, self._nodes, keep, without)
+        keep, without = self._choose_survivors()
+        await self.held.adapt_nodes(job, self._nodes, keep, without)
         self._kept = keep
 
     async def _bar(self, job: Job) -> None:
         """Exclude the nodes that Slurm would not allocate to this job."""
-        partitions, reservations = await asyncio.gather(self.slurm.partitions(), self.slurm.reservations())
+        partitions, reservations = await asyncio.gather(self.slurm.read_partitions(), self.slurm.read_reservations())
         own = {self.held.name, self.own_request, job.reservation}
         survivors = set(self.survivors.names)
         others = [
             r
             for r in reservations
             # A reservation of another recovery that holds our survivors does not count: they are taken back.
-            if r.name not in own and not self.held.is_mine(r.name) and not self._ours_to_take(r.name, survivors)
+            if r.name not in own and not self.held.is_mine(r.name) and not self._may_take(r.name, survivors)
         ]
         self.survivors.exclude_nodes(job, self._nodes, partitions, others, self.length_s)
         self._asked_at = clock.monotonic()
 
-    def _ours_to_take(self, name: str, survivors: set[str]) -> bool:
-        theirs = self.held.survivors_of(name)
+    def _may_take(self, name: str, survivors: set[str]) -> bool:
+        theirs = self.held.find_survivors(name)
         return theirs is not None and not survivors & set(theirs)
 
-    async def clean(self) -> None:
+    async def release_reservation(self) -> None:
         """Release the reservation."""
-        await self.held.clean()
+        await self.held.release_reservation()
 
     # ---- following the job -----------------------------------------------------------------------------
 
-    async def steer(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
+    async def steer_requeue(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
         """Steer until the job runs again, has ended, or is given up. Return the outcome.
 
         No reservation is held then, except with `leave_held`.
@@ -153,7 +153,7 @@ class Requeue:
                 itself. The pin is removed: a survivor that is drained later would keep the job from starting, and
                 no program would remove the pin.
         """
-        survey = tasks.start("survey", self._survey, lambda why: self.say("task_died", "", why))
+        survey = tasks.start("survey", self._survey, lambda why: self.log_event("task_died", "", why))
         began, stopped = clock.monotonic(), False
         try:
             outcome = ""
@@ -165,7 +165,7 @@ class Requeue:
                     await asyncio.sleep(0.5)
                 except SlurmError as exc:
                     # A race (the job has moved on) or a refusal: read again, at a slower pace.
-                    self._once("refused", "", str(exc))
+                    self._log_once("refused", "", str(exc))
                     await asyncio.sleep(SLOW_POLL_S)
                 if not outcome:
                     now = clock.monotonic()
@@ -182,43 +182,45 @@ class Requeue:
         finally:
             survey.cancel()
             if not stopped:
-                await self.clean()
+                await self.release_reservation()
 
     async def _step(self, began: float) -> str:
         try:
-            job = await self.slurm.job(self.raw_id)
+            job = await self.slurm.read_job(self.raw_id)
         except UnknownJob:
             return "gone"
-        self.seen(job)
+        self.on_read(job)
         again = job.restarts > self.restart
         if job.restarts > self._at_restart:
             # Requeued once more on the way (a failed launch): Slurm has reset the start time.
-            self._at_restart, self._pinned, self._started, self._pending_since = job.restarts, None, False, None
+            self._at_restart, self._pinned, self._has_started, self._pending_since = job.restarts, None, False, None
         if again and job.state == COMPLETING:
             self._completing_since = self._completing_since or clock.monotonic()
         elif self._completing_since is not None:
-            self.completing(clock.monotonic() - self._completing_since)
+            self.on_completing(clock.monotonic() - self._completing_since)
             self._completing_since = None
         if again and job.state in (RUNNING, CONFIGURING):
             return await self._runs(job)
         if job.has_ended:
             return await self._ended(job)
-        if not again and given_up(job, self.survivors.dead):
-            if self.goes_on():
-                self.say("goes_on", "", f"without {','.join(self.survivors.dead)}: a spare of its own has taken over")
+        if not again and is_given_up(job, self.survivors.dead):
+            if self.has_gone_on():
+                self.log_event(
+                    "goes_on", "", f"without {','.join(self.survivors.dead)}: a spare of its own has taken over"
+                )
                 return "goes on"
-            if self.finished():
-                self.say("goes_on", "", f"without {','.join(self.survivors.dead)}: the training had finished")
+            if self.has_finished():
+                self.log_event("goes_on", "", f"without {','.join(self.survivors.dead)}: the training had finished")
                 return "goes on"
-            if self.spared(job.nodes) and clock.monotonic() - began < GOES_ON_S:
-                self._once("spared", "", "waiting for the job's agents to go on with a spare")
+            if self.may_go_on(job.nodes) and clock.monotonic() - began < GOES_ON_S:
+                self._log_once("spared", "", "waiting for the job's agents to go on with a spare")
                 return ""
             return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
         if not again:
             # Not requeued yet: Slurm acts on DOWN at once; after a long wait, it never will.
             return "not requeued" if clock.monotonic() - began > REQUEUE_WAIT_S else ""
         if job.state == COMPLETING:
-            self._once("completing")
+            self._log_once("completing")
             await self._pin(job)
         elif job.state == PENDING:
             return await self._pending(job)
@@ -227,14 +229,14 @@ class Requeue:
     async def _runs(self, job: Job) -> str:
         if job.state == CONFIGURING:
             # The survey goes on: a node that dies during the start hangs the prolog until it is DOWN.
-            self._once("configuring", "", ",".join(job.nodes))
+            self._log_once("configuring", "", ",".join(job.nodes))
             return ""
-        self._once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
+        self._log_once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
         return "running"
 
     async def _ended(self, job: Job) -> str:
-        may = self.may_requeue and job.requeue and not self._requeued and job.restarts == self.restart
-        well = job.state == COMPLETED and (self.finished() or self.goes_on())
+        may = self.may_requeue and job.may_requeue and not self._has_requeued and job.restarts == self.restart
+        well = job.state == COMPLETED and (self.has_finished() or self.has_gone_on())
         if not may or job.state not in CUT_SHORT or well:
             return job.state
         return await self._send_back(
@@ -242,27 +244,27 @@ class Requeue:
         )
 
     async def _send_back(self, job: Job, why: str) -> str:
-        if self._requeued or not self.may_requeue:
+        if self._has_requeued or not self.may_requeue:
             return ""
-        self._requeued = True
-        self.note("requeue", "before", state=job.state)
-        await self.slurm.requeue(job)
-        self.note("requeue", "after")
-        self.say("sent_back", "", why)
+        self._has_requeued = True
+        self.write_journal("requeue", "before", state=job.state)
+        await self.slurm.requeue_job(job)
+        self.write_journal("requeue", "after")
+        self.log_event("sent_back", "", why)
         return ""
 
     async def _pending(self, job: Job) -> str:
         now = clock.monotonic()
         if self._pending_since is None:
             self._pending_since = now
-            self._once("requeued", "", f"PENDING {job.reason}".strip())
+            self._log_once("requeued", "", f"PENDING {job.reason}".strip())
         if not self._goes_ahead:
-            if why := self.hold():
+            if why := self.explain_hold():
                 return await self._hold_job(job, why)
             self._goes_ahead = True
         waited = now - self._pending_since
-        if held(job.reason) and waited > HELD_GRACE_S:
-            self.say("let_go", "", f"pending for {job.reason}: no node can help")
+        if is_held(job.reason) and waited > HELD_GRACE_S:
+            self.log_event("let_go", "", f"pending for {job.reason}: no node can help")
             await self._unpin(f"pending for {job.reason}")
             return "held"
         if waited > PINNED_S + REACHABLE_S or not (self.survivors.names or self.held.name):
@@ -270,28 +272,28 @@ class Requeue:
             return "unpinned"
         if not await self._pin(job):
             return ""
-        if not self._started:
+        if not self._has_started:
             await self._set_start(job)
         elif job.start_time <= clock.time() and self._nudge_at <= clock.time():
             # Slurm checks start times only every sched_interval (60 s by default); an update makes it check now.
             self._nudge_at = clock.time() + NUDGE_AFTER_S
-            await self.slurm.nudge(job)
+            await self.slurm.nudge_scheduler(job)
         return ""
 
     async def _set_start(self, job: Job) -> None:
-        self.note("start", "before")
+        self.write_journal("start", "before")
         began = clock.monotonic()
         await self.slurm.set_start_time(job, "now+2")
-        self._started = True
+        self._has_started = True
         self._nudge_at = clock.time() + NUDGE_AFTER_S
-        self._once("start_set", "", ms(began))
+        self._log_once("start_set", "", describe_ms(began))
 
     async def _hold_job(self, job: Job, why: str) -> str:
-        self.note("hold", "before")
+        self.write_journal("hold", "before")
         await self.slurm.hold_job(job, why)
-        self.holds(job.restarts)
-        self.note("hold", "after")
-        self.say("held", "", why)
+        self.on_hold(job.restarts)
+        self.write_journal("hold", "after")
+        self.log_event("held", "", why)
         await self._unpin("held")
         return "held"
 
@@ -300,40 +302,42 @@ class Requeue:
 
         `reservation` replaces the user's own reservation.
         """
-        job = await self.slurm.job(self.raw_id)
+        job = await self.slurm.read_job(self.raw_id)
         wanted = self.own_request if reservation is None else reservation
         states = (PENDING,) if reservation is None else (PENDING, COMPLETING)
-        if job.state not in states or not job.actable:
+        if job.state not in states or not job.is_actable:
             return
         if set(job.req_nodes) == set(self.original) and job.reservation == wanted:
             return
-        self.note("pin", "before", nodes=self.original)
-        await self.slurm.pin(job, self.original, wanted)
-        self.pinned(False)
+        self.write_journal("pin", "before", nodes=self.original)
+        await self.slurm.pin_job(job, self.original, wanted)
+        self.on_pin(False)
         self._pinned = None
-        self.say("unpinned", "", f"{why}: restored the job's original node request")
+        self.log_event("unpinned", "", f"{why}: restored the job's original node request")
 
-    def _waited(self) -> float:
+    def _measure_wait_s(self) -> float:
         return 0.0 if self._pending_since is None else clock.monotonic() - self._pending_since
 
     async def _pin(self, job: Job) -> bool:
         """Pin the job to the survivors that can be pinned. Return False while nothing is known of them."""
-        if not self.survivors.surveyed:
+        if not self.survivors.is_surveyed:
             return False
-        nodes = self.survivors.pinnable(patient=self._waited() < PINNED_S)
+        nodes = self.survivors.list_pinnable(is_patient=self._measure_wait_s() < PINNED_S)
         if self._pinned == nodes or not (nodes or self.held.name):
             return True
-        if self._started and not set(self._pinned or ()) <= set(nodes):
+        if self._has_started and not set(self._pinned or ()) <= set(nodes):
             await self._set_start(job)  # leaves time to fence the survivor that is left out
         if self._kept != nodes:
             await self._adapt(job)  # Slurm prefers reserved nodes, pinned or not
-        self.note("pin", "before", nodes=list(nodes))
-        self.pinned(True)
+        self.write_journal("pin", "before", nodes=list(nodes))
+        self.on_pin(True)
         began = clock.monotonic()
-        await self.slurm.pin(job, nodes, self.held.name)
+        await self.slurm.pin_job(job, nodes, self.held.name)
         again, self._pinned = self._pinned is not None, nodes
-        self.note("pin", "after")
-        self.say("repinned" if again else "pinned", "", f"{','.join(nodes) or 'no survivor'} {ms(began)}")
+        self.write_journal("pin", "after")
+        self.log_event(
+            "repinned" if again else "pinned", "", f"{','.join(nodes) or 'no survivor'} {describe_ms(began)}"
+        )
         return True
 
     async def _survey(self) -> None:
@@ -348,19 +352,19 @@ class Requeue:
             except SlurmUnreachable:
                 pass
             except SlurmError as exc:
-                self._once("refused", "", str(exc))
+                self._log_once("refused", "", str(exc))
             await asyncio.sleep(max(SURVEY_S, len(self.survivors.names) / 500 - (clock.monotonic() - began)))
 
     async def _poll(self) -> None:
         ask = clock.monotonic() - self._asked_at >= ASK_S or not self._nodes
         if ask:
-            self._nodes = await self.slurm.nodes()
-            job = await self.slurm.job(self.raw_id)
+            self._nodes = await self.slurm.read_nodes()
+            job = await self.slurm.read_job(self.raw_id)
             await self._bar(job)
         await self.survivors.probe_survivors(self._nodes)
         if self._pending_since is None:
             return
-        await self.held.evict()
+        await self.held.evict_jobs()
         if ask and job.state == PENDING:
             await self._adapt(job)
 
@@ -375,6 +379,6 @@ def _pace(followed_s: float, answer_s: float) -> float:
     return max(usual_s, min(REST * answer_s, MOST_REST_S))
 
 
-def given_up(job: Job, dead: Sequence[str]) -> bool:
+def is_given_up(job: Job, dead: Sequence[str]) -> bool:
     """Return whether Slurm runs the job on without its dead nodes (--no-kill) and will not requeue it."""
     return job.state == RUNNING and bool(job.nodes) and bool(dead) and not set(dead) & set(job.nodes)

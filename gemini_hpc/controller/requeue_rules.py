@@ -9,7 +9,7 @@ from gemini_hpc.slurm.facts import COMPLETED, Job, Node, Reservation
 # ---- nodes to reserve ----------------------------------------------------------------------------------
 
 
-def fits(job: Job, node: Node) -> bool:
+def fits_job(job: Job, node: Node) -> bool:
     """Return whether Slurm could run this job on the node, by partition, features, CPUs, memory and GRES."""
     partitions = set(job.partition.split(",")) if job.partition else set()
     if partitions and not partitions & set(node.partitions):
@@ -22,21 +22,23 @@ def fits(job: Job, node: Node) -> bool:
     return node.cpus >= job.min_cpus and node.memory_mb >= job.min_memory_mb
 
 
-def candidates(job: Job, nodes: Mapping[str, Node], without: Iterable[str], reserved: Iterable[str]) -> list[Node]:
+def find_candidates(
+    job: Job, nodes: Mapping[str, Node], without: Iterable[str], reserved: Iterable[str]
+) -> list[Node]:
     """Return the up nodes that could replace a dead one, idle ones first.
 
     Nodes in `without` are not wanted; nodes in `reserved` are held by others.
     """
     barred = set(without) | set(reserved)
-    able = [n for n in nodes.values() if n.name not in barred and n.up and fits(job, n)]
-    return sorted(able, key=lambda n: (not n.idle, n.name))
+    able = [n for n in nodes.values() if n.name not in barred and n.is_up and fits_job(job, n)]
+    return sorted(able, key=lambda n: (not n.is_idle, n.name))
 
 
 # Slurm's spellings in `State=`, from 22.05 on: MAINT and MAINTENANCE, REBOOT_REQUESTED and REBOOT_ISSUED, ...
 _WITHHELD = ("DRAIN", "MAINT", "REBOOT", "FAIL", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "INVALID_REG")
 
 
-def barred(
+def explain_bar(
     job: Job, node: Node, partitions: Mapping[str, str], reservations: Iterable[Reservation], ends_at: float
 ) -> str:
     """Return why Slurm would not start this job on this node now, even with a pin; "" if it may.
@@ -48,7 +50,7 @@ def barred(
         reservations: Reservations that are not the job's own.
         ends_at: Unix time at which the job would end if it began now.
     """
-    if node.down:
+    if node.is_down:
         return f"the node is {node.state}"
     for flag in sorted(node.flags):
         if flag.startswith(_WITHHELD):
@@ -66,7 +68,7 @@ def barred(
     return ""
 
 
-def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: int) -> int:
+def count_candidates(job: Job, nodes: Mapping[str, Node], dead: int, setting: int) -> int:
     """Return how many nodes to hold beside the survivors: the dead and some more, or 1 % of a large partition."""
     partitions = set(job.partition.split(","))
     size = sum(1 for node in nodes.values() if partitions & set(node.partitions))
@@ -79,7 +81,9 @@ def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: i
 _AT_ONCE = frozenset(("CANCELLED", "REVOKED", "DEADLINE"))
 
 
-def release_reason(state: str | None, ended_for_s: float | None, retention_s: float, doubt_s: float = 0.0) -> str:
+def find_release_reason(
+    state: str | None, ended_for_s: float | None, retention_s: float, doubt_s: float = 0.0
+) -> str:
     """Return why a job's agents may free everything now; "" while they may not.
 
     Args:
@@ -100,6 +104,6 @@ def release_reason(state: str | None, ended_for_s: float | None, retention_s: fl
 _HELD = ("JobHeld", "Dependency", "Licenses", "Assoc", "QOS", "MaxJobs", "Partition", "Invalid")
 
 
-def held(reason: str) -> bool:
+def is_held(reason: str) -> bool:
     """Return whether a pending job waits for something that no reserved node can provide."""
     return reason.startswith(_HELD)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
-from gemini_hpc.controller.requeue_rules import candidates
+from gemini_hpc.controller.requeue_rules import find_candidates
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import RUNNING, Job, Node, Reservation
@@ -44,37 +44,37 @@ class Held:
     `say(event, host, detail)` writes to the event log, `note(step, phase, **data)` to the journal.
 
     Attributes:
-        protected: Return the nodes of other owners' protected jobs now.
-        survivors_of: Return the survivors for whom another reservation of ours was made; None if they are not
+        list_protected: Return the nodes of other owners' protected jobs now.
+        find_survivors: Return the survivors for whom another reservation of ours was made; None if they are not
             known.
-        lemons: Return how often a node did harm lately.
+        count_visits: Return how often a node did harm lately.
         reserving: Lock under which only one recovery at a time chooses nodes.
     """
 
     slurm: SlurmApi
     raw_id: int
     user_id: int
-    say: Say
-    note: Note
+    log_event: Say
+    write_journal: Note
     minutes: int = RESERVED_MINUTES
-    protected: Callable[[], Collection[str]] = _nothing
-    survivors_of: Callable[[str], Collection[str] | None] = _nobody
-    lemons: Callable[[str], int] = _never
+    list_protected: Callable[[], Collection[str]] = _nothing
+    find_survivors: Callable[[str], Collection[str] | None] = _nobody
+    count_visits: Callable[[str], int] = _never
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     name: str = ""
-    own: bool = False  # the reservation is the job's own, and is neither changed nor deleted
+    is_own: bool = False  # the reservation is the job's own, and is neither changed nor deleted
     wanted: int = 0
     _said: set[str] = field(default_factory=set)
     _doubtful: str = ""  # a reservation that may exist: Slurm has not answered
 
-    async def reserve(
+    async def reserve_nodes(
         self,
         job: Job,
         nodes: Mapping[str, Node],
         keep: Sequence[str],
         without: Collection[str],
         *,
-        alone: bool = True,
+        is_alone: bool = True,
     ) -> None:
         """Hold the survivors in `keep` and at most `wanted` candidates besides, none of `without`.
 
@@ -85,21 +85,21 @@ class Held:
             nodes: All nodes by name.
             keep: Survivors to hold.
             without: The job's other nodes. They must not be held, and have to be replaced.
-            alone: Whether any other reservation for this job is a leftover to be deleted first. False in an epilog,
-                where another survivor may do the same work.
+            is_alone: Whether any other reservation for this job is a leftover to be deleted first. False in an
+                epilog, where another survivor may do the same work.
         """
         if job.reservation and not job.reservation.startswith(PREFIX):
-            self.name, self.own = job.reservation, True
-            self.say("reserved", "", f"the job's own reservation {job.reservation} is kept")
+            self.name, self.is_own = job.reservation, True
+            self.log_event("reserved", "", f"the job's own reservation {job.reservation} is kept")
             return
         async with self.reserving:
-            others = await self.slurm.reservations()
-            if alone:
+            others = await self.slurm.read_reservations()
+            if is_alone:
                 for left in [r.name for r in others if self.is_mine(r.name)]:
-                    await self.drop(left)
+                    await self.drop_reservation(left)
                 others = [r for r in others if not self.is_mine(r.name)]
             await self._take_back(keep, others)
-            others = [r for r in await self.slurm.reservations() if not (alone and self.is_mine(r.name))]
+            others = [r for r in await self.slurm.read_reservations() if not (is_alone and self.is_mine(r.name))]
             taken = {n for r in others for n in r.nodes}
             held_now = [n for n in keep if n not in taken]
             spare = await self._candidates(job, nodes, {*keep, *without, *taken}, len(without), self.wanted)
@@ -110,7 +110,7 @@ class Held:
         for chosen in ([*held_now, *spare], held_now):
             if not chosen:
                 continue
-            self.note("reserve", "before", name=name, nodes=chosen)
+            self.write_journal("reserve", "before", name=name, nodes=chosen)
             began = clock.monotonic()
             try:
                 await self.slurm.create_reservation(name, chosen, self.user_id, self.minutes)
@@ -118,12 +118,12 @@ class Held:
                 self._doubtful = name
                 raise
             except SlurmError as exc:
-                self.note("reserve", "failed", name=name, error=str(exc))
-                self.say("reserve_refused", "", f"{','.join(chosen)}: {exc}")
+                self.write_journal("reserve", "failed", name=name, error=str(exc))
+                self.log_event("reserve_refused", "", f"{','.join(chosen)}: {exc}")
                 continue
             self.name = name
-            self.note("reserve", "after", name=name)
-            self.say("reserved", "", f"{','.join(chosen)} as {name} {ms(began)}")
+            self.write_journal("reserve", "after", name=name)
+            self.log_event("reserved", "", f"{','.join(chosen)} as {name} {describe_ms(began)}")
             return
 
     async def _candidates(
@@ -133,147 +133,151 @@ class Held:
 
         Busy nodes are used only if there are too few idle ones. Nodes that did harm lately come last.
         """
-        unwanted = await self.slurm.excluded(self.raw_id)
-        able = candidates(job, nodes, [*without, *unwanted], self.protected())
-        idle = sorted((n.name for n in able if n.idle), key=self.lemons)
-        busy = [n.name for n in able if not n.idle]
+        unwanted = await self.slurm.read_excluded(self.raw_id)
+        able = find_candidates(job, nodes, [*without, *unwanted], self.list_protected())
+        idle = sorted((n.name for n in able if n.is_idle), key=self.count_visits)
+        busy = [n.name for n in able if not n.is_idle]
         if len(idle) >= missing or not busy:
             return idle[:most]
-        return (idle + sorted(await self.slurm.free_soonest(busy), key=self.lemons))[:most]
+        return (idle + sorted(await self.slurm.sort_by_end(busy), key=self.count_visits))[:most]
 
     async def _take_back(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
         """Take survivors of this job out of other recoveries' reservations, where they are only candidates."""
         for other in others:
-            theirs = self.survivors_of(other.name) if other.name.startswith(PREFIX) else None
+            theirs = self.find_survivors(other.name) if other.name.startswith(PREFIX) else None
             if theirs is None or not (mine := set(keep) & set(other.nodes) - set(theirs)):
                 continue
             rest = [n for n in other.nodes if n not in mine]
             if not rest:
                 continue
-            self.note("take", "before", name=other.name, nodes=sorted(mine))
+            self.write_journal("take", "before", name=other.name, nodes=sorted(mine))
             try:
                 await self.slurm.change_reservation(other.name, rest)
             except SlurmUnreachable:
                 raise
             except SlurmError as exc:
-                self.say("reserve_refused", "", f"{','.join(sorted(mine))} stay in {other.name}: {exc}")
+                self.log_event("reserve_refused", "", f"{','.join(sorted(mine))} stay in {other.name}: {exc}")
                 continue
-            self.note("take", "after", name=other.name)
-            self.say("taken_back", "", f"{','.join(sorted(mine))} taken out of {other.name}: survivors of this job")
+            self.write_journal("take", "after", name=other.name)
+            self.log_event(
+                "taken_back", "", f"{','.join(sorted(mine))} taken out of {other.name}: survivors of this job"
+            )
 
-    async def adapt(self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str]) -> None:
+    async def adapt_nodes(
+        self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str]
+    ) -> None:
         """Take the nodes in `without` out of the reservation, and take survivors that are back into it.
 
         If the held candidates do not suffice, nodes are added that are free now, or will be.
         """
-        if not self.name or self.own:
+        if not self.name or self.is_own:
             return
         async with self.reserving:
-            reservations = await self.slurm.reservations()
+            reservations = await self.slurm.read_reservations()
             mine = next((r for r in reservations if r.name == self.name), None)
             if mine is None:
                 return
             rest = [n for n in mine.nodes if n not in without]
-            spare = [n for n in rest if n not in keep and n in nodes and nodes[n].up]
-            idle = sum(nodes[n].idle or "RESERVED" in nodes[n].flags for n in spare)
+            spare = [n for n in rest if n not in keep and n in nodes and nodes[n].is_up]
+            idle = sum(nodes[n].is_idle or "RESERVED" in nodes[n].flags for n in spare)
             taken = {n for r in reservations for n in r.nodes}
             more = [n for n in keep if n not in taken]
             if (missing := len(without) - idle) > 0:
                 most = max(self.wanted - len(spare), missing)
                 found = await self._candidates(job, nodes, {*keep, *without, *taken}, missing, most)
                 full = len(spare) >= self.wanted
-                more += [n for n in found if nodes[n].idle or not full]
+                more += [n for n in found if nodes[n].is_idle or not full]
             for chosen in ([*rest, *more], rest):
                 if chosen and chosen != list(mine.nodes) and await self._change(chosen, mine.nodes):
                     return
 
     async def _change(self, chosen: list[str], before: Collection[str]) -> bool:
-        self.note("reserve", "before", name=self.name, nodes=chosen)
+        self.write_journal("reserve", "before", name=self.name, nodes=chosen)
         try:
             await self.slurm.change_reservation(self.name, chosen)
         except SlurmUnreachable:
             raise
         except SlurmError as exc:
-            self.once("widen_refused", "", f"{','.join(chosen)}: {exc}")
+            self.log_once("widen_refused", "", f"{','.join(chosen)}: {exc}")
             return False
-        self.note("reserve", "after", name=self.name)
+        self.write_journal("reserve", "after", name=self.name)
         if gone := [n for n in before if n not in chosen]:
-            self.say("narrowed", "", f"{','.join(gone)} taken out: the job must not start there")
+            self.log_event("narrowed", "", f"{','.join(gone)} taken out: the job must not start there")
         if more := [n for n in chosen if n not in before]:
-            self.say("widened", "", f"added {','.join(more)}")
+            self.log_event("widened", "", f"added {','.join(more)}")
         return True
 
     def is_mine(self, name: str) -> bool:
         """Return whether a reservation is, or was, for this job."""
         return name.startswith(f"{PREFIX}{self.raw_id}_")
 
-    async def drop(self, name: str) -> None:
+    async def drop_reservation(self, name: str) -> None:
         """Detach this job from a reservation of ours and delete the reservation."""
         try:
-            job = await self.slurm.job(self.raw_id)
+            job = await self.slurm.read_job(self.raw_id)
             if job.reservation == name:
-                self.note("detach", "before", name=name)
+                self.write_journal("detach", "before", name=name)
                 await self.slurm.detach_reservation(job)
         except SlurmUnreachable:
             raise
         except SlurmError as exc:
-            self.note("detach", "failed", error=str(exc))
-        self.note("delete", "before", name=name)
+            self.write_journal("detach", "failed", error=str(exc))
+        self.write_journal("delete", "before", name=name)
         for pause_s in (0.05, 0.1, 0.2, 0.5, 1.0, 0.0):
             if await self.slurm.delete_reservation(name):
-                self.note("delete", "after", name=name)
+                self.write_journal("delete", "after", name=name)
                 return
             await self._evict(name)
             await asyncio.sleep(pause_s)
-        self.say("reservation_left", "", f"{name} is still in use; the reservation ends by itself")
+        self.log_event("reservation_left", "", f"{name} is still in use; the reservation ends by itself")
 
-    async def evict(self) -> None:
+    async def evict_jobs(self) -> None:
         """Detach other jobs of the same owner that use our reservation.
 
         Such a job would take a survivor and prevent the deletion of the reservation.
         """
-        if self.name and not self.own:
+        if self.name and not self.is_own:
             await self._evict(self.name)
 
     async def _evict(self, name: str) -> None:
-        for row in await self.slurm.attached(name):
+        for row in await self.slurm.read_attached(name):
             if row.raw_id == self.raw_id:
                 continue
             try:
-                job = await self.slurm.job(row.raw_id)
-                if job.reservation == name and job.actable:
-                    self.note("evict", "before", name=name, job=row.raw_id)
+                job = await self.slurm.read_job(row.raw_id)
+                if job.reservation == name and job.is_actable:
+                    self.write_journal("evict", "before", name=name, job=row.raw_id)
                     await self.slurm.detach_reservation(job)
-                    self.say("foreign_detached", "", f"job {job.id} had put itself into {name}")
+                    self.log_event("foreign_detached", "", f"job {job.id} had put itself into {name}")
             except SlurmUnreachable:
                 raise
             except SlurmError as exc:
-                self.once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
+                self.log_once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
 
-    async def clean(self) -> None:
+    async def release_reservation(self) -> None:
         """Release the reservation."""
-        if self.name and not self.own:
+        if self.name and not self.is_own:
             began = clock.monotonic()
             name, self.name = self.name, ""
-            await self.drop(name)
-            self.say("released", "", f"reservation {name} {ms(began)}")
+            await self.drop_reservation(name)
+            self.log_event("released", "", f"reservation {name} {describe_ms(began)}")
         if self._doubtful:
             name, self._doubtful = self._doubtful, ""
-            await self.drop(name)
+            await self.drop_reservation(name)
 
-    def once(self, event: str, host: str, detail: str) -> None:
+    def log_once(self, event: str, host: str, detail: str) -> None:
         """Log the event the first time only."""
         if event not in self._said:
             self._said.add(event)
-            self.say(event, host, detail)
+            self.log_event(event, host, detail)
 
 
-def ms(began: float) -> str:
+def describe_ms(began: float) -> str:
     """Return the time since `began` (monotonic) as text for an event's detail."""
     return f"[{(clock.monotonic() - began) * 1000:.0f} ms]"
 
 
-async def sweep(slurm: SlurmApi, kept: Sequence[str], may: Callable[[Job | None], bool]) -> list[str]:
+async def delete_leftovers(slurm: SlurmApi, kept: Sequence[str], may: Callable[[Job | None], bool]) -> list[str]:
     """Delete reservations of ours that are of no more use after a takeover. Return their names.
 
     Args:
@@ -282,12 +286,12 @@ async def sweep(slurm: SlurmApi, kept: Sequence[str], may: Callable[[Job | None]
         may: Returns whether acts on this job are allowed; None is a job that Slurm does not know.
     """
     dropped = []
-    for reservation in await slurm.reservations():
+    for reservation in await slurm.read_reservations():
         part = reservation.name.removeprefix(PREFIX).split("_")
         if not reservation.name.startswith(PREFIX) or not part[0].isdigit() or reservation.name in kept:
             continue
         try:
-            job = await slurm.job(int(part[0]))
+            job = await slurm.read_job(int(part[0]))
         except UnknownJob:
             if may(None):
                 await slurm.delete_reservation(reservation.name)

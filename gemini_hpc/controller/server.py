@@ -17,8 +17,8 @@ from typing import Any
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import tasks
-from gemini_hpc.controller.access import operators
-from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
+from gemini_hpc.controller.access import find_operators
+from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, sanitize_event
 from gemini_hpc.controller.gate import Gate, GatedSlurm
 from gemini_hpc.controller.give_back import GiveBack
 from gemini_hpc.controller.job_watch import JobWatch
@@ -112,7 +112,7 @@ class Controller:
             self.lemons,
             self.recoveries.gate,
             self.recoveries.withheld,
-            self.recoveries.say,
+            self.recoveries.log_event,
             self.recoveries.alerts.send_alert,
         )
         self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
@@ -124,15 +124,15 @@ class Controller:
         self._open: Counter[tuple[str, int]] = Counter()
         self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
         self._links: set[Link] = set()
-        self._host = own_name(settings)
+        self._host = find_own_name(settings)
         self._instance = secrets.token_hex(8)
         self._questions = Questions(
-            operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
+            find_operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
         )
         self._metrics = Metrics(
-            settings, self.registry, self.journal, self.recoveries.withheld, self._questions.document
+            settings, self.registry, self.journal, self.recoveries.withheld, self._questions.build_document
         )
-        self.recoveries.on_event = self._metrics.record
+        self.recoveries.on_event = self._metrics.count_event
 
     async def serve(self) -> None:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
@@ -140,14 +140,14 @@ class Controller:
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         died = self.recoveries.died
         watcher = tasks.start("watcher", self.watcher.run, died)
-        resume = tasks.start("resume", self.recoveries.resume, died)
+        resume = tasks.start("resume", self.recoveries.resume_open, died)
         fenced = GiveBack(self.settings, self.slurm, self.journal, self.recoveries.gate)
         give_back = tasks.start("give-back", fenced.run, died)
         metrics = tasks.start("metrics", self._metrics.run, died)
         judging = tasks.start("withheld", lambda: self.recoveries.withheld.run(self.slurm), died)
         try:
             async with server:
-                log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
+                log.warning("event=stepping-down slurmctld=%s", await self._primary.wait_lost())
         finally:
             ending: list[asyncio.Task[Any]] = [watcher, resume, give_back, metrics, judging]
             for task in ending:
@@ -203,7 +203,7 @@ class Controller:
             elif purpose == controller.HEALTH:
                 await self._red_node(link)
             else:
-                await self._questions.serve(link)
+                await self._questions.serve_client(link)
         except (LinkClosed, TimeoutError, FrameError):
             pass
         except Exception:
@@ -215,7 +215,7 @@ class Controller:
 
     # ---- agents ----------------------------------------------------------------------------------------
 
-    async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
+    async def read_job(self, raw_id: int, must_be_fresh: bool = False) -> Job:
         """Return a job from Slurm. A thousand agents of one job cost one call.
 
         Raises:
@@ -223,7 +223,7 @@ class Controller:
         """
         asked = clock.monotonic()
         known = self._reads.get(raw_id)
-        while fresh and known is not None and known[0] < asked:
+        while must_be_fresh and known is not None and known[0] < asked:
             # A thousand agents of one job, or one agent that asks endlessly, still cost one call.
             if (age_s := clock.monotonic() - known[0]) >= FRESH_JOB_S:
                 known = None
@@ -231,7 +231,7 @@ class Controller:
                 await asyncio.sleep(FRESH_JOB_S - age_s)
                 known = self._reads.get(raw_id)
         if known is None or clock.monotonic() - known[0] > JOB_CACHE_S:
-            future = asyncio.ensure_future(self.slurm.job(raw_id))
+            future = asyncio.ensure_future(self.slurm.read_job(raw_id))
             future.add_done_callback(_retrieve_exception)
             known = self._reads[raw_id] = (clock.monotonic(), future)
             self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
@@ -248,7 +248,7 @@ class Controller:
                 while not isinstance(first := await link.receive(), controller.Registration):
                     if isinstance(first, controller.EventsUp):
                         room = first.events[: EARLY_EVENTS - len(early)]
-                        early += [tame(e, link.session.peer_host[:255]) for e in room]
+                        early += [sanitize_event(e, link.session.peer_host[:255]) for e in room]
             if first.job != link.session.job:
                 return
             agent = await self._register(link, first)
@@ -286,7 +286,7 @@ class Controller:
             try:
                 job = await self.read_job(raw_id)
                 if message.restart > job.restarts or (not job.nodes and message.restart == job.restarts):
-                    job = await self.read_job(raw_id, fresh=True)
+                    job = await self.read_job(raw_id, must_be_fresh=True)
                 break
             except UnknownJob:
                 # The job is over and forgotten; an agent that holds memory for it may free it.
@@ -303,12 +303,12 @@ class Controller:
         if job.user_id != uid or message.host != link.session.peer_host:
             self._log_for_user(uid, "job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
             return None
-        track = self.registry.track(job)
+        track = self.registry.track_job(job)
         self.logs.claim_log(raw_id, uid)
         await track.remember_nodes(self.slurm)
-        verified = await self._is_of(track, message.host, link.address)
+        verified = await self._is_node_of(track, message.host, link.address)
         if track.stored.allocations:
-            known = message.host in track.hosts()
+            known = message.host in track.list_hosts()
         else:  # Slurm has never named its nodes to us: accept only an agent that connects from the node that it names
             known = verified and len(track.agents) < MAX_UNPLACED
         if not known:
@@ -323,16 +323,16 @@ class Controller:
         if old is not None and old.link is not link:
             old.link.close()
         self._log_for_user(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
-        if self.settings.mode == CANARY and not self.recoveries.gate.why_not_job(job):
+        if self.settings.mode == CANARY and not self.recoveries.gate.explain_job_refusal(job):
             link.send(controller.MayAct(raw_id))
         notices = [f"{why}: the loss of a node ends the job"] if (why := never_requeued(job)) else []
         if 0 < agent.restart == job.restarts:
-            notices.append(track.freed(agent.restart - 1, lambda: self.logs.read(raw_id, uid)))
+            notices.append(track.describe_freed(agent.restart - 1, lambda: self.logs.read_events(raw_id, uid)))
         if text := "; ".join(filter(None, notices)):
             link.send(controller.Notice(raw_id, text))
         return agent
 
-    async def _is_of(self, track: Track, host: str, address: str) -> bool:
+    async def _is_node_of(self, track: Track, host: str, address: str) -> bool:
         """Return whether packets from `address` come from this node of a job."""
         name = track.stored.addresses.get(host)
         if name is None and track.stored.allocations:
@@ -347,7 +347,7 @@ class Controller:
         try:
             async with asyncio.timeout(RESOLVE_S):
                 if name is None:
-                    name = (await self.slurm.nodes([host]))[host].address
+                    name = (await self.slurm.read_nodes([host]))[host].address
                 if not name:
                     return False
                 found = await asyncio.get_running_loop().getaddrinfo(await dialled_beside(name), None)
@@ -367,7 +367,7 @@ class Controller:
         if not await self._is_there(host, link.address):
             log.warning("event=refused host=%s reason=its health is reported from elsewhere", host[:64])
             return
-        link.send(controller.Notice(message.job, await self._sick.judge(host, message)))
+        link.send(controller.Notice(message.job, await self._sick.judge_node(host, message)))
 
     # ---- agents' messages ------------------------------------------------------------------------------
 
@@ -380,28 +380,28 @@ class Controller:
                 await self._report(agent, track, message)
         elif isinstance(message, controller.HoldersAsk):
             if message.job == agent.job:
-                agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))
+                agent.link.send(controller.Holders(agent.job, track.find_holders(agent.restart)))
             else:  # the job's predecessor; an unknown job and another user's are answered alike
                 other = self.registry.jobs.get(message.job)
                 mine = other is not None and other.user_id == track.user_id
-                ports = other.everywhere() if other is not None and mine else {}
+                ports = other.list_ports() if other is not None and mine else {}
                 agent.link.send(controller.Holders(message.job, ports))
         elif isinstance(message, controller.EventsUp):
             if message.job == agent.job:
-                events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
+                events = [sanitize_event(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
                 if self._event_bytes.take_tokens(track.user_id, log_bytes(events)):
-                    self.logs.add(agent.job, events)
+                    self.logs.append_events(agent.job, events)
                 else:
                     self._log_for_user(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
         elif isinstance(message, inspect_schema.InspectPart):
-            self._questions.part(agent, message)
+            self._questions.accept_part(agent, message)
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.apply_registration(message)
             if message.dead is not None:
                 track.witnesses.take_back(message.restart, agent.host, message.dead)
             if message.restart not in track.stored.allocations:
                 with suppress(SlurmError):
-                    track.learn(await self.read_job(agent.job, fresh=True))
+                    track.record_job(await self.read_job(agent.job, must_be_fresh=True))
                     await track.remember_nodes(self.slurm)
 
     async def _report(self, agent: ConnectedAgent, track: Track, message: controller.Report) -> None:
@@ -409,22 +409,22 @@ class Controller:
         uid = track.user_id
         if not self._reports.take_tokens(uid):
             return
-        if not track.members(message.restart):
+        if not track.list_members(message.restart):
             with suppress(SlurmError):
-                track.learn(await self.read_job(agent.job))
-        members = track.members(message.restart)
+                track.record_job(await self.read_job(agent.job))
+        members = track.list_members(message.restart)
         if message.host not in members or agent.host not in members or message.host == agent.host:
             text = "job=%d reporter=%s host=%s event=report-ignored reason=not plausible"
             self._log_for_user(uid, text, agent.job, agent.host, message.host[:64])
             return
-        if not self.recoveries.active(agent.job):
-            judged = sum(self.recoveries.active(t.raw_id) for t in self.registry.jobs.values() if t.user_id == uid)
+        if not self.recoveries.is_active(agent.job):
+            judged = sum(self.recoveries.is_active(t.raw_id) for t in self.registry.jobs.values() if t.user_id == uid)
             if judged >= MAX_JUDGED_PER_UID:
                 self._log_for_user(
                     uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid
                 )
                 return
-        self.recoveries.report(track, agent.host, message)
+        self.recoveries.accept_report(track, agent.host, message)
 
 
 def _retrieve_exception(read: asyncio.Future[Job]) -> None:
@@ -442,7 +442,7 @@ def _keepalive(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
-def own_name(settings: Settings) -> str:
+def find_own_name(settings: Settings) -> str:
     """Return the name in `controller_host` under which agents connect to this host."""
     hosts = settings.controller_hosts()
     return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())

@@ -29,8 +29,8 @@ log = logging.getLogger("gemini_hpc.controller")
 
 def _tell_way(settings: Settings, way: Way) -> None:
     """Record the way to Slurm in the log and, for `doctor`, on disk."""
-    log.log(logging.WARNING if way.left else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
-    told = ApiRecord(settings.slurm_api, way.name, way.why, way.left, clock.time())
+    log.log(logging.WARNING if way.is_fallback else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
+    told = ApiRecord(settings.slurm_api, way.name, way.why, way.is_fallback, clock.time())
     path = os.path.join(settings.state_dir, FILE)
     try:
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
@@ -47,7 +47,7 @@ async def _serve(settings: Settings) -> None:
     )
     try:
         with suppress(SlurmError):  # on failure the first query to Slurm chooses the way
-            await slurm.way()
+            await slurm.choose_way()
         await _act(settings, slurm)
     finally:
         await slurm.close()
@@ -57,7 +57,7 @@ async def _act(settings: Settings, slurm: Slurm) -> None:
     first = True
     while True:
         primary = Primary(slurm)
-        config = await primary.wait()
+        config = await primary.wait_in_charge()
         try:
             controller = Controller(settings, slurm, primary, config.state_save)
         except LockTakenError as exc:
@@ -84,7 +84,7 @@ def main(settings: Settings, verbose: bool = False) -> int:
     """Run in the foreground until SIGTERM. Return 0, or 1 after one line on stderr."""
     logs.to(sys.stderr, verbose=verbose)
     try:
-        startup.become(settings)
+        startup.become_slurm_user(settings)
         startup.take_limits()
         find_tool("scontrol")
         asyncio.run(_main(settings))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import NODES, Journal
@@ -23,7 +24,6 @@ from gemini_hpc.wire.controller import HealthVerdict, RedNode
 
 log = logging.getLogger("gemini_hpc.controller")
 
-DAY_S = 86400.0
 REASON = "gemini-hpc: sick"  # prefix of the Reason of nodes that are drained here
 _WORDS = {
     HealthVerdict.RED: "the health check is red",
@@ -46,13 +46,13 @@ class RedNodeCase:
     drained: int
 
 
-def why_not(case: RedNodeCase) -> str:
+def explain_refusal(case: RedNodeCase) -> str:
     """Return why the node is not drained; "" if it is. Pure."""
     if not case.allowed:
         return "sick_nodes_per_day is 0"
     if case.node is None:
         return "Slurm does not know this node"
-    if case.node.withheld:
+    if case.node.is_withheld:
         return "the node is down or drained already"
     if case.drained >= case.allowed:
         return f"{case.drained} nodes drained within a day, {case.allowed} allowed"
@@ -79,7 +79,7 @@ class SickNodeDrains:
         self._one = asyncio.Lock()  # no drain is counted twice
         self._tasks: set[asyncio.Task[str]] = set()
 
-    async def judge(self, host: str, red: RedNode) -> str:
+    async def judge_node(self, host: str, red: RedNode) -> str:
         """Drain a node that root has found red, or leave it. Return the result in one sentence."""
         task = asyncio.ensure_future(self._judge(host, red))
         self._tasks.add(task)
@@ -94,15 +94,15 @@ class SickNodeDrains:
 
     async def _judge(self, host: str, red: RedNode) -> str:
         found = _WORDS[red.verdict]
-        self._lemons.add(host, "unhealthy", red.job, found)
+        self._lemons.add_visit(host, "unhealthy", red.job, found)
         try:
             async with self._one:
-                nodes = await self._slurm.nodes([host])
-                allowed, drained = self._settings.sick_nodes_per_day, self._journal.drained(DAY_S)
-                why = why_not(RedNodeCase(nodes.get(host), allowed, drained))
-                if not why and (mode := self._gate.why_not(nodes[host].partitions)):
-                    if self._withheld.add(DRAIN, red.job, red.restart, host, found, mode):
-                        self._journal.write(NODES, "drain", "withheld", node=host, job=red.job)
+                nodes = await self._slurm.read_nodes([host])
+                allowed, drained = self._settings.sick_nodes_per_day, self._journal.count_drained(clock.DAY_S)
+                why = explain_refusal(RedNodeCase(nodes.get(host), allowed, drained))
+                if not why and (mode := self._gate.explain_refusal(nodes[host].partitions)):
+                    if self._withheld.record_act(DRAIN, red.job, red.restart, host, found, mode):
+                        self._journal.write_line(NODES, "drain", "withheld", node=host, job=red.job)
                     why = mode
                 if not why:
                     await self._drain(host, red, found)
@@ -119,6 +119,6 @@ class SickNodeDrains:
 
     async def _drain(self, host: str, red: RedNode, found: str) -> None:
         reason = f"{REASON}, {found}, after job {red.job} restart {red.restart}"
-        self._journal.write(NODES, "drain", "before", node=host, job=red.job)
-        await self._slurm.node_drain(host, reason)
-        self._journal.write(NODES, "drain", "after", node=host)
+        self._journal.write_line(NODES, "drain", "before", node=host, job=red.job)
+        await self._slurm.drain_node(host, reason)
+        self._journal.write_line(NODES, "drain", "after", node=host)

@@ -16,7 +16,7 @@ class ServiceError(Exception):
     """An error for a host where the controller cannot run; the message contains the reason and the remedy."""
 
 
-def elsewhere(settings: Settings) -> str:
+def explain_elsewhere(settings: Settings) -> str:
     """Return why no controller belongs on this host: the settings name others. "" if it may be one of them."""
     names = settings.controller_hosts()
     if not names or any(_may_be_here(name) for name in names):
@@ -45,7 +45,7 @@ def _may_be_here(host: str) -> bool:
     return False
 
 
-def become(settings: Settings) -> None:
+def become_slurm_user(settings: Settings) -> None:
     """Run as SlurmUser for good, and make `state_dir` for that user.
 
     Agents and users encrypt their greetings for that uid alone, so root must become it. The site's key, if it has

@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.probe import ProbeHistory, Target
-from gemini_hpc.controller.requeue_rules import barred
+from gemini_hpc.controller.requeue_rules import explain_bar
 from gemini_hpc.controller.reservation import Say
 from gemini_hpc.slurm.facts import Job, Node, Reservation
 
@@ -27,19 +27,19 @@ class Survivors:
     """The survivors of one recovery.
 
     Attributes:
-        target: Return the addresses at which a node is probed.
-        vouched: Return whether an agent on the node has just sent a message.
-        fence: Judge a silent node and fence it if that follows. Return whether the node is dead then.
+        build_target: Return the addresses at which a node is probed.
+        is_vouched: Return whether an agent on the node has just sent a message.
+        fence_node: Judge a silent node and fence it if that follows. Return whether the node is dead then.
     """
 
     names: list[str]
-    say: Say
-    target: Callable[[Node], Target]
-    vouched: Callable[[str], bool]
+    log_event: Say
+    build_target: Callable[[Node], Target]
+    is_vouched: Callable[[str], bool]
     confirm_s: float
-    fence: Fence | None = None
+    fence_node: Fence | None = None
     dead: list[str] = field(default_factory=list)
-    surveyed: bool = False
+    is_surveyed: bool = False
     _seen: dict[str, ProbeHistory] = field(default_factory=dict)
     _fine: set[str] = field(default_factory=set)
     _barred: dict[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Survivors:
             length_s: The job's length in seconds.
         """
         others, ends_at = list(reservations), clock.time() + length_s
-        known = {n: barred(job, nodes[n], partitions, others, ends_at) for n in self.names if n in nodes}
+        known = {n: explain_bar(job, nodes[n], partitions, others, ends_at) for n in self.names if n in nodes}
         self._barred = {n: why for n, why in known.items() if why}
 
     async def probe_survivors(self, nodes: Mapping[str, Node]) -> None:
@@ -71,44 +71,44 @@ class Survivors:
         began = clock.monotonic()
         targets: dict[str, Target] = {}
         for name in self.names:
-            if self.vouched(name):
+            if self.is_vouched(name):
                 self._fine.add(name)
                 self._seen.pop(name, None)
             elif name in nodes:
-                targets[name] = self.target(nodes[name])
-        for name, found in (await probe.looks(targets)).items():
-            self._seen.setdefault(name, ProbeHistory(self.confirm_s)).add(found, began)
+                targets[name] = self.build_target(nodes[name])
+        for name, found in (await probe.probe_nodes(targets)).items():
+            self._seen.setdefault(name, ProbeHistory(self.confirm_s)).add_result(found, began)
             if found.slurmd is Port.ANSWERS:
                 self._fine.add(name)
-        self.surveyed = True
+        self.is_surveyed = True
         for name, seen in list(self._seen.items()):
-            if name not in self.names or seen.silent_s < self.confirm_s or self.fence is None:
+            if name not in self.names or seen.silent_s < self.confirm_s or self.fence_node is None:
                 continue
-            if await self.fence(name, seen):
+            if await self.fence_node(name, seen):
                 self.names.remove(name)
                 self.dead.append(name)
                 self._seen.pop(name)
 
-    def left_out(self, *, patient: bool) -> dict[str, str]:
+    def list_left_out(self, *, is_patient: bool) -> dict[str, str]:
         """Return the survivors that must not be pinned now, with the reasons.
 
-        With `patient`, a short silence of a node that has answered before is tolerated.
+        With `is_patient`, a short silence of a node that has answered before is tolerated.
         """
         out = dict(self._barred)
         for name, seen in self._seen.items():
-            patience_s = self.confirm_s if patient and name in self._fine else 0.0
+            patience_s = self.confirm_s if is_patient and name in self._fine else 0.0
             if name in self.names and seen.slurmd_silent_s > patience_s:
                 out.setdefault(name, "no answer from slurmd")
         return {n: why for n, why in out.items() if n in self.names}
 
-    def pinnable(self, *, patient: bool) -> tuple[str, ...]:
+    def list_pinnable(self, *, is_patient: bool) -> tuple[str, ...]:
         """Return the survivors that a pin may name. Log the changes."""
-        out = self.left_out(patient=patient)
+        out = self.list_left_out(is_patient=is_patient)
         for name in self.names:
             why, told = out.get(name, ""), self._told.get(name, "")
             if why and not told:
-                self.say("survivor_left_out", name, why)
+                self.log_event("survivor_left_out", name, why)
             elif told and not why:
-                self.say("survivor_back", name, "")
+                self.log_event("survivor_back", name, "")
             self._told[name] = why
         return tuple(n for n in self.names if n not in out)

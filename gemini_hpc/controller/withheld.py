@@ -18,7 +18,7 @@ from gemini_hpc import clock
 from gemini_hpc.files import replace_file
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmReading
-from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, Job, Node
+from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, SLURMD_TIMEOUT_S, Job, Node
 
 log = logging.getLogger("gemini_hpc.controller")
 
@@ -28,10 +28,9 @@ OPEN, CONFIRMED, REFUTED = "open", "confirmed", "refuted"
 VERDICTS = (CONFIRMED, REFUTED, OPEN)
 WORDS = {FENCE: "fenced", REQUEUE: "requeued for", DRAIN: "drained"}
 LOOK_S = 10.0  # a job's end is visible for MinJobAge, 300 s by default
-WINDOW_S = 900.0  # three times Slurm's default SlurmdTimeout, after which Slurm itself sets a dead node DOWN
-DRAIN_WINDOW_S = 86400.0  # sick hardware is found by its next jobs
-DAY_S = 86400.0
-KEPT_S = 90 * DAY_S  # the first month and what came before
+WINDOW_S = 3 * SLURMD_TIMEOUT_S  # by then Slurm itself has set a dead node DOWN
+DRAIN_WINDOW_S = clock.DAY_S  # sick hardware is found by its next jobs
+KEPT_S = 90 * clock.DAY_S  # the first month and what came before
 MOST = 2000
 MOST_BYTES = 4 << 20
 _WHY_CHARS = 200
@@ -62,7 +61,7 @@ class WithheldAct(msgspec.Struct, frozen=True):
     evidence: str = ""
     judged_at: float = 0.0
 
-    def same(self, act: str, job: int, restart: int, node: str) -> bool:
+    def is_same(self, act: str, job: int, restart: int, node: str) -> bool:
         """Return whether this is the same act: a node's drain is the same for all of its jobs while it is open."""
         if act == DRAIN:
             return (self.act, self.node, self.verdict) == (act, node, OPEN)
@@ -72,7 +71,7 @@ class WithheldAct(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(list[WithheldAct])
 
 
-def read(path: str) -> list[WithheldAct]:
+def read_acts(path: str) -> list[WithheldAct]:
     """Return the acts, oldest first.
 
     Raises:
@@ -83,7 +82,7 @@ def read(path: str) -> list[WithheldAct]:
         return _decoder.decode(f.read(MOST_BYTES))
 
 
-def score(acts: Iterable[WithheldAct]) -> dict[str, int]:
+def count_verdicts(acts: Iterable[WithheldAct]) -> dict[str, int]:
     """Return the number of acts by verdict."""
     counts = Counter(a.verdict for a in acts)
     return {verdict: counts[verdict] for verdict in VERDICTS}
@@ -98,7 +97,7 @@ def judge_withheld(act: WithheldAct, node: Node | None, job: Job | None, now: fl
         job: The job as Slurm has it; None if Slurm does not know it any more.
         now: Unix time in seconds.
     """
-    if node is not None and node.down:
+    if node is not None and node.is_down:
         return CONFIRMED, f"Slurm has {act.node} {node.state}"
     if node is not None and node.boot_time > act.t:
         return CONFIRMED, f"{act.node} has booted since"
@@ -144,13 +143,13 @@ class Withheld:
         self._told: set[tuple[str, int, int]] = set()
         self.acts: list[WithheldAct] = []
         try:
-            self.acts = read(self._path)
+            self.acts = read_acts(self._path)
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as exc:
             log.warning("event=withheld-not-read path=%s %s", self._path, exc)
 
-    def add(self, act: str, job: int, restart: int, node: str, why: str, mode: str) -> bool:
+    def record_act(self, act: str, job: int, restart: int, node: str, why: str, mode: str) -> bool:
         """Record an act that was not done; return False if it is known already.
 
         Args:
@@ -161,7 +160,7 @@ class Withheld:
             why: The reason for the act. No text of a user.
             mode: The reason why it was not done.
         """
-        if any(known.same(act, job, restart, node) for known in self.acts):
+        if any(known.is_same(act, job, restart, node) for known in self.acts):
             return False
         self.acts.append(WithheldAct(clock.time(), act, job, restart, node, why[:_WHY_CHARS]))
         self._save()
@@ -194,7 +193,7 @@ class Withheld:
         """
         if not (pending := [a for a in self.acts if a.verdict == OPEN]):
             return
-        nodes = await slurm.nodes()  # all nodes are read: a query for a removed node is an error
+        nodes = await slurm.read_nodes()  # all nodes are read: a query for a removed node is an error
         jobs = {raw_id: await _job(slurm, raw_id) for raw_id in {a.job for a in pending}}
         for act in pending:
             verdict, evidence = judge_withheld(act, nodes.get(act.node), jobs[act.job], clock.time())
@@ -216,7 +215,7 @@ class Withheld:
 
 async def _job(slurm: SlurmReading, raw_id: int) -> Job | None:
     try:
-        return await slurm.job(raw_id)
+        return await slurm.read_job(raw_id)
     except SlurmUnreachable:
         raise
     except UnknownJob:

@@ -29,12 +29,12 @@ class Witnesses:
             if of == restart and node not in but:
                 said.pop(who, None)
 
-    def fresh(self, restart: int, node: str, now: float, *, later: bool = False) -> frozenset[str]:
-        """Return the agents that have reported the node lately. With `later`, include later incarnations."""
+    def list_fresh(self, restart: int, node: str, now: float, *, counts_later: bool = False) -> frozenset[str]:
+        """Return the agents that have reported the node lately. With `counts_later`, include later incarnations."""
         found = [
             who
             for (of, host), said in self._said.items()
-            if host == node and (of == restart or (later and of > restart))
+            if host == node and (of == restart or (counts_later and of > restart))
             for who, at in said.items()
             if now - at <= FRESH_S
         ]

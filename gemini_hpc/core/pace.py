@@ -9,7 +9,7 @@ from gemini_hpc.core.save_interval import Frequency, choose
 
 PACE_EVERY = 16
 _EARLY = (4, 8)
-_POINT_S = 1e-6
+_POINT_S = 1e-6  # a length above zero, for iterations that take no time
 _RARER = 1.25
 
 

@@ -61,7 +61,7 @@ class Taken(msgspec.Struct, frozen=True):
 def is_own(taken: Taken, node: Node) -> bool:
     """Return whether a node is out of service because of the canary, and for no other reason."""
     ours = (taken.reason, f"{REASON}, job {taken.job} ", SLURMS_REASON)
-    return node.withheld and node.reason.startswith(ours)
+    return node.is_withheld and node.reason.startswith(ours)
 
 
 def call(program: str, verb: str, node: str, job: int) -> str:
@@ -127,12 +127,12 @@ async def _back(taken: Taken) -> str:
     slurm, end, why = Slurm(), clock.monotonic() + BACK_S, "Slurm does not answer"
     while clock.monotonic() < end:
         try:
-            node = (await slurm.nodes())[taken.node]
+            node = (await slurm.read_nodes())[taken.node]
             if is_own(taken, node) and node.slurmd_start >= int(taken.t):
-                await slurm.node_resume(taken.node)
-            elif node.withheld and not is_own(taken, node):
+                await slurm.resume_node(taken.node)
+            elif node.is_withheld and not is_own(taken, node):
                 return ""  # somebody else has put it aside, and keeps it
-            elif not node.withheld and "NOT_RESPONDING" not in node.flags and node.slurmd_start >= int(taken.t):
+            elif not node.is_withheld and "NOT_RESPONDING" not in node.flags and node.slurmd_start >= int(taken.t):
                 return ""
             why = f"{taken.node} is {node.state}, {node.reason or 'without a reason'}"
         except (SlurmError, KeyError) as exc:

@@ -71,9 +71,9 @@ class ClusterRow:
 
 def unasked(node: Node) -> str:
     """Return why no job can ask this node; "" if one can."""
-    if node.up:
+    if node.is_up:
         return ""
-    reason = f": {node.reason}" if node.reason and node.withheld else ""
+    reason = f": {node.reason}" if node.reason and node.is_withheld else ""
     return f"{_state(node)}{reason}"
 
 

@@ -14,7 +14,6 @@ from gemini_hpc import clock
 from gemini_hpc.controller import lemons, withheld
 from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
-from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.paths import user
@@ -44,11 +43,11 @@ def _elsewhere(facts: HostFacts) -> str:
 
 
 def _in_charge(facts: HostFacts) -> str:
-    hosts = facts.ask_slurm(Slurm.slurmctlds)
+    hosts = facts.ask_slurm(Slurm.ping_slurmctlds)
     return next((host.partition(".")[0] for host, up in hosts if up), "")
 
 
-def runs(facts: HostFacts) -> Outcome:
+def check_service(facts: HostFacts) -> Outcome:
     """Check that exactly one controller holds the lock, as SlurmUser."""
     s = facts.settings
     pid = _running(facts)
@@ -73,7 +72,7 @@ def runs(facts: HostFacts) -> Outcome:
     return ok(f"pid {pid}, as {s.slurm_user}")
 
 
-def journal(facts: HostFacts) -> Outcome:
+def check_journal(facts: HostFacts) -> Outcome:
     """Check that the journal can be written.
 
     Every action is journaled on disk first, so a full or read-only disk prevents all recovery.
@@ -123,7 +122,7 @@ def _damaged(path: str) -> int:
     return damaged
 
 
-def alerts(facts: HostFacts) -> Outcome:
+def check_alerts(facts: HostFacts) -> Outcome:
     """Check whether the controller has recently declined to act, according to its journal."""
     facts.need_slurm_user("the journal")
     path = os.path.join(facts.settings.state_dir, "journal.jsonl")
@@ -152,13 +151,13 @@ def alerts(facts: HostFacts) -> Outcome:
     )
 
 
-def harmful(facts: HostFacts) -> Outcome:
+def check_lemons(facts: HostFacts) -> Outcome:
     """Check for nodes that were fenced, or found red by root's health check, repeatedly."""
     facts.need_slurm_user("the controller's records")
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
     try:
-        found = lemons.read(path, clock.time() - days * lemons.DAY_S)
+        found = lemons.read_visits(path, clock.time() - days * clock.DAY_S)
     except FileNotFoundError:
         return ok("no node was fenced or found red yet")
     except (OSError, msgspec.MsgspecError) as exc:
@@ -178,11 +177,11 @@ def harmful(facts: HostFacts) -> Outcome:
     )
 
 
-def mode(facts: HostFacts) -> Outcome:
+def check_mode(facts: HostFacts) -> Outcome:
     """Check what the controller may do, and tell how Slurm judged the acts that its mode withheld."""
     s = facts.settings
     where = f'mode = "{s.mode}"' + (f" in {some(s.canary_partitions, ', ')}" if s.mode == CANARY else "")
-    if s.canary_partitions and (unknown := set(s.canary_partitions) - facts.ask_slurm(Slurm.partitions).keys()):
+    if s.canary_partitions and (unknown := set(s.canary_partitions) - facts.ask_slurm(Slurm.read_partitions).keys()):
         return wrong(
             f"Slurm has no partition {some(sorted(unknown), ', ')}",
             "canary_partitions that exist",
@@ -191,7 +190,7 @@ def mode(facts: HostFacts) -> Outcome:
     facts.need_slurm_user("the controller's records")
     path = os.path.join(s.state_dir, withheld.FILE)
     try:
-        acts = withheld.read(path)
+        acts = withheld.read_acts(path)
     except FileNotFoundError:
         acts = []
     except (OSError, msgspec.MsgspecError) as exc:
@@ -199,7 +198,7 @@ def mode(facts: HostFacts) -> Outcome:
     if not acts:
         return ok(f"{where}; nothing was withheld yet")
     since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
-    count = withheld.score(acts)
+    count = withheld.count_verdicts(acts)
     told = f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
     told += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
     false = [a for a in acts if a.verdict == withheld.REFUTED]
@@ -217,9 +216,9 @@ def _stamp(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(t))
 
 
-def primary(facts: HostFacts) -> Outcome:
+def check_primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
-    hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
+    hosts, acting = facts.ask_slurm(Slurm.ping_slurmctlds), _in_charge(facts)
     if not acting:
         told = some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
         text = f"no slurmctld answers ({told or 'none is named'})"
@@ -236,7 +235,7 @@ def primary(facts: HostFacts) -> Outcome:
     return ok(f"slurmctld on {acting} is in charge")
 
 
-def lock(facts: HostFacts) -> Outcome:
+def check_lock(facts: HostFacts) -> Outcome:
     """Check that all hosts that can run slurmctld share one journal."""
     controllers = facts.conf.controllers
     if len(controllers) < 2:
@@ -256,7 +255,7 @@ def lock(facts: HostFacts) -> Outcome:
     return ok(f"{state} is on the file system of {save}")
 
 
-def slurm_api(facts: HostFacts) -> Outcome:
+def check_slurm_api(facts: HostFacts) -> Outcome:
     """Check by which API the controller asks Slurm, and why.
 
     A requested API that is not used is a warning.
@@ -270,8 +269,8 @@ def slurm_api(facts: HostFacts) -> Outcome:
         with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
             told = msgspec.json.decode(f.read(1 << 16), type=ApiRecord)
     if told is None:
-        way = facts.ask_slurm(lambda _: Slurm(api=setting).way())
-        told = ApiRecord(setting, way.name, way.why, way.left, 0.0)
+        way = facts.ask_slurm(lambda _: Slurm(api=setting).choose_way())
+        told = ApiRecord(setting, way.name, way.why, way.is_fallback, 0.0)
         text = f"a controller started here would ask Slurm through {told.used}: {told.why}"
     else:
         text = f"the controller asks Slurm through {told.used}: {told.why}"
@@ -280,15 +279,3 @@ def slurm_api(facts: HostFacts) -> Outcome:
     if told.left or setting not in ("auto", told.used):
         return warning(text, wanted, fix)
     return ok(text)
-
-
-CHECKS = (
-    Check("controller.runs", "one-controller", ON_CONTROLLER, runs),
-    Check("controller.journal", "one-controller", ON_CONTROLLER, journal),
-    Check("controller.alerts", "", ON_CONTROLLER, alerts),
-    Check("controller.lemons", "", ON_CONTROLLER, harmful),
-    Check("controller.mode", "", ON_CONTROLLER, mode),
-    Check("controller.primary", "one-controller", ON_CONTROLLER, primary),
-    Check("controller.lock", "one-controller", ON_CONTROLLER, lock),
-    Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, slurm_api),
-)

@@ -1,18 +1,18 @@
-"""The list of all checks, run in sequence in bounded time; a check that breaks or hangs never stops the others."""
+"""The table of all checks, run in sequence in bounded time.
+
+A check that breaks or hangs never stops the others.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
 from gemini_hpc import clock
 from gemini_hpc.doctor import (
-    access,
-    agents,
     controller,
-    domains,
     files,
     installation,
     jobs,
@@ -24,25 +24,92 @@ from gemini_hpc.doctor import (
     scripts,
     slurm,
 )
-from gemini_hpc.doctor.check import Check
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import CONTROLLER, LOGIN, NODE, HostFacts
 from gemini_hpc.doctor.finding import ACCEPTED, SKIPPED, WARNING, WRONG, Finding, Outcome, Unavailable
 
-CHECKS: tuple[Check, ...] = (
-    *installation.CHECKS,
-    *slurm.CHECKS,
-    *scripts.CHECKS,
-    *plugin.CHECKS,
-    *files.CHECKS,
-    *domains.CHECKS,
-    *access.CHECKS,
-    *munge.CHECKS,
-    *network.CHECKS,
-    *memory.CHECKS,
-    *controller.CHECKS,
-    *jobs.CHECKS,
-    *agents.CHECKS,
-    *leftovers.CHECKS,
+ANYWHERE = frozenset((CONTROLLER, NODE, LOGIN))
+ON_SERVERS = frozenset((NODE, CONTROLLER))
+ON_NODE = frozenset((NODE,))
+ON_CONTROLLER = frozenset((CONTROLLER,))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check of the doctor.
+
+    `look` may raise `Unavailable`, which skips the check. Any other exception makes only this check `wrong`.
+    """
+
+    name: str
+    rule: str
+    roles: frozenset[str]
+    look: Callable[[HostFacts], Outcome]
+
+
+CHECKS = (
+    Check("install.parts", "installation", ANYWHERE, installation.check_parts),
+    Check("slurm.answers", "prove-death", ANYWHERE, slurm.check_answers),
+    Check("slurm.prolog-flags", "memory", ANYWHERE, slurm.check_prolog_flags),
+    Check("slurm.user", "one-controller", ANYWHERE, slurm.check_user),
+    Check("slurm.cluster-name", "believe-slurm", ANYWHERE, slurm.check_cluster_name),
+    Check("slurm.cred-expire", "slurms-own-timers", ANYWHERE, slurm.check_cred_expire),
+    Check("slurm.job-requeue", "requeue", ANYWHERE, slurm.check_job_requeue),
+    Check("slurm.unkillable", "administrators-resume", ANYWHERE, slurm.check_unkillable),
+    Check("slurm.return-to-service", "administrators-resume", ANYWHERE, slurm.check_return_to_service),
+    Check("slurm.prolog-failures", "users-errors", ANYWHERE, slurm.check_prolog_failures),
+    Check("slurm.prolog-timeout", "users-errors", ANYWHERE, slurm.check_prolog_timeout),
+    Check("slurm.proctrack", "survivors-raise-first", ANYWHERE, slurm.check_proctrack),
+    Check("slurm.over-memory-kill", "not-a-failure", ANYWHERE, slurm.check_over_memory_kill),
+    Check("slurm.job-container", "private directories", ANYWHERE, slurm.check_job_container),
+    Check("slurm.expedited-requeue", "slurms-own-timers", ANYWHERE, slurm.check_expedited_requeue),
+    Check("slurm.detection", "prove-death", ANYWHERE, slurm.check_detection),
+    Check("scripts.prolog", "users-errors", ANYWHERE, scripts.check_prolog),
+    Check("scripts.epilog", "give-way", ANYWHERE, scripts.check_epilog),
+    Check("plugin.line", "plugin-loaded", ANYWHERE, plugin.check_line),
+    Check("plugin.release", "plugin-loaded", ANYWHERE, plugin.check_release),
+    Check("plugin.run-dir", "plugin-loaded", ANYWHERE, plugin.check_run_dir),
+    Check("files.settings", files.CVE, ANYWHERE, files.check_settings),
+    Check("files.scripts", files.CVE, ANYWHERE, files.check_scripts),
+    Check("files.plugin", files.CVE, ANYWHERE, files.check_plugin),
+    Check("files.python", files.CVE, ANYWHERE, files.check_python),
+    Check("files.version", "not-a-failure", ANYWHERE, files.check_version),
+    Check("files.tier", "hold-only-after-a-death", ON_NODE, files.check_tier),
+    Check("files.run-dir", "CVE-2023-41914", ON_NODE, files.check_run_dir),
+    Check("files.state-dir", "believe-slurm", ON_CONTROLLER, files.check_state_dir),
+    Check("files.domains", "failure domains", ON_NODE, files.check_domains),
+    Check("files.access", "installation", ANYWHERE, files.check_access),
+    Check("munge.answers", "believe-slurm", ANYWHERE, munge.check_answers),
+    Check("munge.version", "CVE-2026-25506", ANYWHERE, munge.check_version),
+    Check("munge.clock", "believe-slurm", ANYWHERE, munge.check_clock),
+    Check("munge.key", "CVE-2026-25506", ANYWHERE, munge.check_key),
+    Check("auth.key", "CVE-2026-25506", ANYWHERE, munge.check_site_key),
+    Check("network.controller", "prove-death", ANYWHERE, network.check_controller),
+    Check("network.slurm-ports", "all-or-nothing-map", ANYWHERE, network.check_slurm_ports),
+    Check("network.ephemeral", "all-or-nothing-map", ON_SERVERS, network.check_ephemeral),
+    Check("network.in-use", "all-or-nothing-map", ON_SERVERS, network.check_in_use),
+    Check("network.addresses", "prove-death", ON_NODE, network.check_addresses),
+    Check("network.rdma", "", ON_NODE, network.check_rdma),
+    Check("memory.carve-out", "memory", ON_NODE, memory.check_carve_out),
+    Check("memory.slurmd-cgroup", "memory", ON_NODE, memory.check_slurmd_cgroup),
+    Check("memory.unit", "memory", ON_NODE, memory.check_unit),
+    Check("controller.runs", "one-controller", ON_CONTROLLER, controller.check_service),
+    Check("controller.journal", "one-controller", ON_CONTROLLER, controller.check_journal),
+    Check("controller.alerts", "", ON_CONTROLLER, controller.check_alerts),
+    Check("controller.lemons", "", ON_CONTROLLER, controller.check_lemons),
+    Check("controller.mode", "", ON_CONTROLLER, controller.check_mode),
+    Check("controller.primary", "one-controller", ON_CONTROLLER, controller.check_primary),
+    Check("controller.lock", "one-controller", ON_CONTROLLER, controller.check_lock),
+    Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, controller.check_slurm_api),
+    Check("jobs.agents", "plugin-loaded", ANYWHERE, jobs.check_agents),
+    Check("jobs.requeue", "requeue", ANYWHERE, jobs.check_requeue),
+    Check("jobs.tasks", "plugin-loaded", ON_NODE, jobs.check_tasks),
+    Check("agents.strangers", "least rights", ON_NODE, jobs.check_strangers),
+    Check("agents.room", "full directories", ON_NODE, jobs.check_room),
+    Check("leftovers.reservations", "reservations", ANYWHERE, leftovers.check_reservations),
+    Check("leftovers.nodes", "administrators-resume", ANYWHERE, leftovers.check_nodes),
+    Check("leftovers.pins", "pins", ON_CONTROLLER, leftovers.check_pins),
+    Check("leftovers.directories", "give-way", ON_NODE, leftovers.check_directories),
+    Check("leftovers.canary", "", ANYWHERE, leftovers.check_canary),
 )
 CHECK_TIMEOUT_S = 20.0
 ALL_TIMEOUT_S = 90.0

@@ -1,16 +1,23 @@
-"""Checks of files that root runs or reads: only root may be able to change them, and their contents are right."""
+"""Checks of files that root and job owners run or read: contents, who can change them, who can use them.
+
+An installation under umask 027 or 077, or with an interpreter below root's home, works for root alone.
+Prologs start then, and no job is protected.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 
 from gemini_hpc import __version__, paths
+from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.config import ConfigError, load
+from gemini_hpc.core.topology import TopologyError
 from gemini_hpc.doctor import plugin, scripts
-from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.installation import PYTHON
@@ -45,7 +52,7 @@ def _safe(files: list[str], what: str) -> Outcome:
     return ok(some(files, ", "))
 
 
-def settings(facts: HostFacts) -> Outcome:
+def check_settings(facts: HostFacts) -> Outcome:
     """Check the settings file, which root's prolog obeys."""
     path = facts.config_path
     if not os.path.lexists(path):
@@ -63,7 +70,7 @@ def settings(facts: HostFacts) -> Outcome:
     return ok(f"{path}, sha256 {facts.here.settings_sha256}... (doctor --cluster compares it over the nodes)")
 
 
-def site_scripts(facts: HostFacts) -> Outcome:
+def check_scripts(facts: HostFacts) -> Outcome:
     """Check Prolog and Epilog, which run as root on every node."""
     files = []
     for kind in ("Prolog", "Epilog"):
@@ -81,7 +88,7 @@ def site_scripts(facts: HostFacts) -> Outcome:
     return _safe(files, "the scripts")
 
 
-def plugin_file(facts: HostFacts) -> Outcome:
+def check_plugin(facts: HostFacts) -> Outcome:
     """Check the plugin, which slurmstepd loads as root."""
     seen: set[str] = set()
     path = plugin.plugstack(facts)
@@ -125,7 +132,7 @@ class InterpreterError(Exception):
     """The error that the interpreter of prolog and epilog is unusable; its text gives the reason."""
 
 
-def version(facts: HostFacts) -> Outcome:
+def check_version(facts: HostFacts) -> Outcome:
     """Check that prologs start this version."""
     wanted = f"gemini-hpc {__version__}, as this command"
     fix = f"install it with {os.path.dirname(PYTHON)}/pip (docs/install.md)"
@@ -140,7 +147,7 @@ def version(facts: HostFacts) -> Outcome:
     return ok(found)
 
 
-def tier(facts: HostFacts) -> Outcome:
+def check_tier(facts: HostFacts) -> Outcome:
     """Check for the packages with which agents write and read HDF5 for jobs with a tier."""
     try:
         _, _, lacks, *_ = interpreter()
@@ -169,7 +176,7 @@ def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
                 continue
 
 
-def python(facts: HostFacts) -> Outcome:
+def check_python(facts: HostFacts) -> Outcome:
     """Check interpreter, search path and packages, all of which is code that root's prolog runs."""
     if NODE not in facts.roles and not os.path.lexists(PYTHON):
         return ok(f"no {PYTHON} on this host, and no prolog that needs it")
@@ -205,7 +212,7 @@ def python(facts: HostFacts) -> Outcome:
     return ok(f"{PYTHON}, {modules[0]}")
 
 
-def run_dir(facts: HostFacts) -> Outcome:
+def check_run_dir(facts: HostFacts) -> Outcome:
     """Check the directory that root works in."""
     path = facts.settings.run_dir
     wanted = f"{path}: a directory of root's, mode 0755, in directories of root's"
@@ -229,7 +236,7 @@ def run_dir(facts: HostFacts) -> Outcome:
     return ok(f"{path}, root, {mode:04o}")
 
 
-def state_dir(facts: HostFacts) -> Outcome:
+def check_state_dir(facts: HostFacts) -> Outcome:
     """Check the controller's directory, whose contents it trusts: budget, open recoveries, owners of jobs."""
     path, owner = facts.settings.state_dir, facts.slurm_uid
     wanted = f"{path}: {facts.settings.slurm_user}'s, mode 0700, in directories of root's"
@@ -253,13 +260,81 @@ def state_dir(facts: HostFacts) -> Outcome:
     return ok(f"{path}, {facts.settings.slurm_user}, {mode:04o}")
 
 
-CHECKS = (
-    Check("files.settings", CVE, ANYWHERE, settings),
-    Check("files.scripts", CVE, ANYWHERE, site_scripts),
-    Check("files.plugin", CVE, ANYWHERE, plugin_file),
-    Check("files.python", CVE, ANYWHERE, python),
-    Check("files.version", "not-a-failure", ANYWHERE, version),
-    Check("files.tier", "hold-only-after-a-death", ON_NODE, tier),
-    Check("files.run-dir", "CVE-2023-41914", ON_NODE, run_dir),
-    Check("files.state-dir", "believe-slurm", ON_CONTROLLER, state_dir),
+def check_domains(facts: HostFacts) -> Outcome:
+    """Check that the file exists, is readable for every job's owner, and names this node."""
+    setting = facts.settings.failure_domains
+    if setting == failure_domains.NONE:
+        return ok('"none": nodes side by side hold each other\'s copies')
+    path = failure_domains.path_of(setting)
+    if not path:
+        return ok(f"no {' and no '.join(failure_domains.SLURMS)}: nodes side by side hold each other's copies")
+    wanted, fix = f"{path}, which says what fails together", 'see docs/admin.md, failure domains; or set it to "none"'
+    try:
+        found = failure_domains.read(setting)
+        if not os.stat(path).st_mode & stat.S_IROTH:
+            return wrong(f"{path} cannot be read by every job's owner", wanted, f"chmod o+r {path}")
+    except OSError as error:
+        return wrong(f"{path}: {error.strerror}", wanted, fix)
+    except TopologyError as error:
+        return wrong(str(error), wanted, fix)
+    node = facts.own_node
+    if node is not None and node.name not in found:
+        return warning(f"{path} does not name {node.name}", f"all nodes named in {path}", fix)
+    return ok(f"{path}: {len(found)} nodes in {len(set(found.values()))} domains")
+
+
+FIX = (
+    "install again under umask 022 with an interpreter that everybody can reach, such as /usr/bin/python3 (README, "
+    "Installing on a cluster); or run chmod -R go+rX on the named paths, except root's home"
 )
+
+
+def _code() -> list[str]:
+    """Return the interpreter, its environment's packages, and its search path if it can report one."""
+    environment = os.path.dirname(os.path.dirname(PYTHON))
+    places = [PYTHON, *sorted(glob.glob(f"{environment}/lib*/python3*/site-packages"))]
+    with suppress(InterpreterError, Unavailable, ValueError):
+        _, package, _, *search = interpreter()
+        modules = [os.path.dirname(package)]
+        modules += [os.path.join(p, name) for p in search for name in ("msgspec", "xxhash")]
+        places += [p for p in (*search, *modules) if os.path.lexists(p)]
+    return places
+
+
+def _read_by_users(facts: HostFacts) -> list[str]:
+    """Return the files that sbatch, srun and agents read as the user."""
+    found = [facts.config_path]
+    with suppress(Unavailable):
+        found.append(plugin.plugstack(facts))
+        if line := plugin.our_line(facts):
+            found.append(line.path)
+    return [p for p in found if os.path.lexists(p)]
+
+
+def _within(place: str) -> Iterator[str]:
+    """Yield the barriers of every directory and file below a package."""
+    for path, info in below(os.path.realpath(place)):
+        if found := paths.barrier(path, info, look=True):
+            yield found
+
+
+def check_access(facts: HostFacts) -> Outcome:
+    """Check every component of every path with the rights of a job's owner."""
+    if not os.path.lexists(PYTHON) and facts.root:
+        raise Unavailable(f"{PYTHON} does not exist (see install.parts)")
+    told: list[str] = []
+    code = list(dict.fromkeys(_code()))
+    for path in (*code, *_read_by_users(facts)):
+        try:
+            told += paths.barriers(path)
+        except PermissionError as exc:
+            told.append(f"{exc.filename} cannot be reached as {paths.user(facts.uid)}")
+        except OSError as exc:
+            told.append(f"{exc.filename or path}: {exc.strerror}")
+    if not told:
+        told = [found for place in code[1:] if os.path.isdir(place) for found in _within(place)]
+    if told:
+        wanted = "interpreter, packages, plugin and settings that every owner of jobs can read and execute"
+        told = list(dict.fromkeys(told))
+        return wrong(f"agents and commands of users cannot run here: {some(told)}", wanted, FIX)
+    return ok(f"everybody can use {PYTHON}, its packages, the plugin and {facts.config_path}")

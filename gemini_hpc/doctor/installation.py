@@ -7,7 +7,6 @@ import os
 from contextlib import suppress
 
 from gemini_hpc.doctor import scripts
-from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, wrong
 from gemini_hpc.slurm import SlurmError, find_tool
@@ -57,7 +56,7 @@ def _prolog(facts: HostFacts) -> bool:
     return any(map(_there, (SCRIPTS, *named)))
 
 
-def parts(facts: HostFacts) -> Outcome:
+def check_parts(facts: HostFacts) -> Outcome:
     """Check that the parts that the other checks examine are installed."""
     basis = {"Slurm's commands (scontrol)": _slurm()}
     if not _without_munge(facts):
@@ -78,6 +77,3 @@ def parts(facts: HostFacts) -> Outcome:
         found = f"gemini-hpc is not installed on this host. Not here: {'; '.join(missing)}"
         return wrong(found, wanted, f"{GUIDE}, steps 1 to 5; `make demo` in a checkout shows it on this host alone")
     return ok("Slurm, MUNGE and gemini-hpc are here" + (f"; not {'; '.join(missing)}" if missing else ""))
-
-
-CHECKS = (Check("install.parts", "installation", ANYWHERE, parts),)

@@ -1,14 +1,19 @@
-"""Checks of protected jobs, running or waiting: is each of their nodes protected, and can they be requeued?"""
+"""Checks of protected jobs and of this node's agents.
+
+Slurm does not show which jobs were submitted with the option, so all places that show it are searched.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
 from gemini_hpc import clock
-from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import NODE, HostFacts, environment, maps
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.plugin import NAME
-from gemini_hpc.doctor.processes import environment, maps
-from gemini_hpc.doctor.protected import Protected, protected
+from gemini_hpc.node import cgroup, ledger, mounts
 from gemini_hpc.query import ask
 from gemini_hpc.query.slurm_facts import slurm_facts
 from gemini_hpc.slurm.facts import RUNNING
@@ -62,7 +67,7 @@ def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
     return answer.missing if answer.parts or sure else ()
 
 
-def agents(facts: HostFacts) -> Outcome:
+def check_agents(facts: HostFacts) -> Outcome:
     """Compare the nodes that have agents with the nodes of the job."""
     known = protected(facts)
     rows = [facts.queue[i] for i in sorted(known.sure) + sorted(known.perhaps, reverse=True)]
@@ -109,7 +114,7 @@ def _as_seen(known: Protected) -> str:
     return "" if known.complete else " (as far as can be seen from here)"
 
 
-def requeue(facts: HostFacts) -> Outcome:
+def check_requeue(facts: HostFacts) -> Outcome:
     """Check for jobs that Slurm and the controller can never requeue."""
     known = protected(facts)
     if not known.sure and not known.complete:
@@ -128,7 +133,7 @@ def requeue(facts: HostFacts) -> Outcome:
     return ok(f"protected jobs: {len(known.sure)}, all can be requeued{_as_seen(known)}")
 
 
-def tasks(facts: HostFacts) -> Outcome:
+def check_tasks(facts: HostFacts) -> Outcome:
     """Check for tasks of protected jobs whose slurmstepd did not load the plugin.
 
     A task's environment proves nothing: srun passes on the values that the batch script's node has set.
@@ -155,8 +160,123 @@ def tasks(facts: HostFacts) -> Outcome:
     return ok(f"tasks of protected jobs here: {seen}, all started with the plugin")
 
 
-CHECKS = (
-    Check("jobs.agents", "plugin-loaded", ANYWHERE, agents),
-    Check("jobs.requeue", "requeue", ANYWHERE, requeue),
-    Check("jobs.tasks", "plugin-loaded", ON_NODE, tasks),
-)
+_VARIABLE = b"SLURM_GEMINI_REPLICAS="
+MAX_ASKED = 2000
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """The raw ids of unfinished jobs that are protected, or may be.
+
+    `sure` are known to be protected. `perhaps` are jobs that may be asked about.
+    """
+
+    sure: frozenset[int]
+    perhaps: frozenset[int]
+    complete: bool
+
+
+def _numbers(directory: str, suffix: str = "") -> set[int]:
+    names = [n[: len(n) - len(suffix)] for n in os.listdir(directory) if n.endswith(suffix)]
+    return {int(n) for n in names if n.isascii() and n.isdecimal() and len(n) <= 10}
+
+
+def _asks(save: str, raw_id: int) -> bool:
+    """Return whether the environment that Slurm stores for a batch job has the plugin's variable."""
+    try:
+        with open(f"{save}/hash.{raw_id % 10}/job.{raw_id}/environment", "rb") as f:
+            entries = f.read(_MAX_BYTES).split(b"\0")
+    except OSError:
+        return False
+    # The first entry has a length in front.
+    return any(e.startswith(_VARIABLE) for e in entries) or _VARIABLE in entries[0]
+
+
+def protected(facts: HostFacts) -> Protected:
+    """Return the protected jobs.
+
+    Sources are the controller's records, slurmctld's (root and SlurmUser), this node's agents, and one's own
+    jobs. Raises `Unavailable` if Slurm does not answer.
+    """
+    live = set(facts.queue)
+    sure: set[int] = set()
+    complete = False
+    with suppress(OSError):
+        sure |= _numbers(os.path.join(facts.settings.state_dir, "jobs"), ".job")
+    save = facts.conf["StateSaveLocation"]
+    if facts.uid in (0, facts.slurm_uid) and os.access(save, os.R_OK | os.X_OK):
+        sure |= {raw_id for raw_id in sorted(live, reverse=True)[:MAX_ASKED] if _asks(save, raw_id)}
+        complete = True
+    if NODE in facts.roles:
+        with suppress(OSError):
+            sure |= _numbers(facts.settings.run_dir)
+        sure |= {p.agent_of for p in facts.processes if p.agent_of is not None}
+    privileged = facts.root or facts.uid == facts.slurm_uid
+    perhaps = live if privileged else {i for i, row in facts.queue.items() if row.user_id == facts.uid}
+    sure &= live if privileged else perhaps
+    return Protected(frozenset(sure), frozenset(perhaps - sure if not complete else ()), complete)
+
+
+_OURS = (b"gemini_hpc.agent", b"gemini_hpc.tier.worker", b"gemini_hpc.node.reaper")
+_FULL = 0.9
+
+
+def check_strangers(facts: HostFacts) -> Outcome:
+    """Check that the agents' cgroups, which lie outside of Slurm's, hold only processes that root started there."""
+    facts.need_root("which processes are in the agents' cgroups")
+    run_dir = facts.settings.run_dir
+    if not os.path.isdir(ledger.place(run_dir)):
+        return ok(f"{ledger.place(run_dir)} does not exist yet")
+    try:
+        with ledger.opened(run_dir) as entries:
+            known = list(entries)
+    except OSError as exc:
+        raise Unavailable(f"{ledger.place(run_dir)}: {exc.strerror or exc}") from None
+    processes, told = {p.pid: p for p in facts.processes}, []
+    for entry in known:
+        for pid in cgroup.members(entry.group):
+            process = processes.get(pid)
+            if process is not None and not any(word in process.arguments for word in _OURS):
+                told.append(f"pid {pid} ({process.name[:32]!r}, uid {process.uid}) in {entry.group.directories[0]}")
+    if told:
+        return wrong(
+            f"foreign processes in the agents' cgroups, outside Slurm's limits: {some(told)}",
+            "agents and their workers only",
+            "look at the process and at its owner; the reaper kills it with the agent when the job is over",
+        )
+    return ok(f"{len(known)} jobs have agents here, with nobody else in their cgroups")
+
+
+def check_room(facts: HostFacts) -> Outcome:
+    """Check that the directories are not full of bytes or files, which would leave jobs without protection."""
+    run_dir = facts.settings.run_dir
+    told, seen = [], 0
+    try:
+        names = [name for name in os.listdir(run_dir) if name.isascii() and name.isdecimal()]
+        for path in (run_dir, *(f"{run_dir}/{name}" for name in names)):
+            fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                mount = mounts.own(fd)
+                if mount is None or (path != run_dir and not mount.ours):
+                    continue  # a plain directory, or a user's own file system, which may not answer
+                seen += 1
+                found = os.fstatvfs(fd)
+                told += [
+                    f"{path} has {left:,} of {total:,} {what} left"
+                    for what, left, total in (
+                        ("files", found.f_favail, found.f_files),
+                        ("blocks", found.f_bavail, found.f_blocks),
+                    )
+                    if total and left < (1 - _FULL) * total
+                ]
+            finally:
+                os.close(fd)
+    except FileNotFoundError:
+        return ok(f"{run_dir} does not exist yet, or has just changed")
+    except OSError as exc:
+        raise Unavailable(f"{run_dir}: {exc.strerror}") from None
+    if told:
+        fix = "a job's own directory: its owner fills it, only that job suffers; run directory: see what lies in it"
+        return warning(some(told), "room for sockets, maps and logs", fix)
+    return ok(f"{seen} file systems of gemini-hpc at {run_dir}, none of them nearly full")

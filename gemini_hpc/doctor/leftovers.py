@@ -15,7 +15,6 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.controller.registry import StoredJob
 from gemini_hpc.doctor import canary
-from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.node import mounts
@@ -29,7 +28,7 @@ _STAMP = re.compile(r"\[[^\]@]*@([0-9T:-]{19})\]$")
 _MAX_BYTES = 4 << 20
 
 
-def reservations(facts: HostFacts) -> Outcome:
+def check_reservations(facts: HostFacts) -> Outcome:
     """Check for nodes that are still reserved for a job that is over."""
     named = [(r, m) for r in facts.reservations if (m := _RESERVATION.fullmatch(r.name))]
     if named and "jobs" in facts.conf["PrivateData"].lower():
@@ -76,12 +75,12 @@ def _ago(seconds: float | None) -> str:
     )
 
 
-def nodes(facts: HostFacts) -> Outcome:
+def check_nodes(facts: HostFacts) -> Outcome:
     """Check for fenced nodes, which wait for the administrator."""
     told = [
         f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
         for n in facts.nodes.values()
-        if n.reason.startswith(OURS) and (n.down or "DRAIN" in n.flags)
+        if n.reason.startswith(OURS) and (n.is_down or "DRAIN" in n.flags)
     ]
     if told:
         fix = "look at the node; then scontrol update NodeName=... State=RESUME"
@@ -106,7 +105,7 @@ def changed(path: str) -> float:
         os.close(above)
 
 
-def directories(facts: HostFacts) -> Outcome:
+def check_directories(facts: HostFacts) -> Outcome:
     """Check for directories of jobs that are over, and for agents that outlive their retention."""
     run_dir, now = facts.settings.run_dir, clock.time()
     try:
@@ -158,7 +157,7 @@ def _open_recoveries(path: str) -> set[int]:
     }
 
 
-def pins(facts: HostFacts) -> Outcome:
+def check_pins(facts: HostFacts) -> Outcome:
     """Check for waiting jobs with a node list that is not the user's."""
     facts.need_slurm_user("the controller's records")
     state_dir = facts.settings.state_dir
@@ -185,7 +184,7 @@ def pins(facts: HostFacts) -> Outcome:
     return ok(f"no waiting job has a stale pin{f' ({kept} running or recovering jobs have one)' if kept else ''}")
 
 
-def taken_away(facts: HostFacts) -> Outcome:
+def check_canary(facts: HostFacts) -> Outcome:
     """Check for a node that a canary has taken away on this host and could not bring back."""
     facts.need_root("what a canary has left")
     taken = canary.left()
@@ -198,12 +197,3 @@ def taken_away(facts: HostFacts) -> Outcome:
         "a node that is back",
         f"start slurmd there, or run doctor --canary again; then remove {canary.FILE}",
     )
-
-
-CHECKS = (
-    Check("leftovers.reservations", "reservations", ANYWHERE, reservations),
-    Check("leftovers.nodes", "administrators-resume", ANYWHERE, nodes),
-    Check("leftovers.pins", "pins", ON_CONTROLLER, pins),
-    Check("leftovers.directories", "give-way", ON_NODE, directories),
-    Check("leftovers.canary", "", ANYWHERE, taken_away),
-)

@@ -1,12 +1,10 @@
-"""Checks that there is room for the replicas beside jobs and slurmd."""
+"""Checks that there is room for the replicas beside jobs and slurmd, and of slurmd's systemd unit."""
 
 from __future__ import annotations
 
 import os
 
 from gemini_hpc.agent.replicas.memory import Budget
-from gemini_hpc.doctor import units
-from gemini_hpc.doctor.check import ON_NODE, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, lowest_limit, place
@@ -43,7 +41,7 @@ def carved(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
     return warning(f"{numbers}: {_mib(short)} of the cap may be taken by jobs", wanted, fix)
 
 
-def carve_out(facts: HostFacts) -> Outcome:
+def check_carve_out(facts: HostFacts) -> Outcome:
     """Check that Slurm does not give away the replica memory, which is not part of the job's memory."""
     node = facts.own_node
     if node is None or not node.memory_mb:
@@ -68,7 +66,7 @@ def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
     return ok(f"slurmd's cgroup is limited to {_mib(size)}, an agent's cap is {_mib(cap)}")
 
 
-def slurmd_cgroup(facts: HostFacts) -> Outcome:
+def check_slurmd_cgroup(facts: HostFacts) -> Outcome:
     """Check the limits of slurmd and of all that is still in its cgroup, which MemSpecLimit and units can set."""
     daemons = [p for p in facts.processes if p.name == "slurmd"]
     if not daemons:
@@ -94,16 +92,42 @@ def kill_mode(value: str, where: str) -> Outcome:
     )
 
 
-def unit(facts: HostFacts) -> Outcome:
+def check_unit(facts: HostFacts) -> Outcome:
     """Check that a restart of slurmd does not kill the agents."""
-    found = units.files(UNIT)
+    found = unit_files(UNIT)
     if not found:
-        raise Unavailable(f"no {UNIT} in {', '.join(units.DIRECTORIES)}: slurmd is started by something else")
-    return kill_mode(*units.setting(found, "Service", "KillMode"))
+        raise Unavailable(f"no {UNIT} in {', '.join(UNIT_DIRECTORIES)}: slurmd is started by something else")
+    return kill_mode(*unit_setting(found, "Service", "KillMode"))
 
 
-CHECKS = (
-    Check("memory.carve-out", "memory", ON_NODE, carve_out),
-    Check("memory.slurmd-cgroup", "memory", ON_NODE, slurmd_cgroup),
-    Check("memory.unit", "memory", ON_NODE, unit),
-)
+# Later directories win: the administrator's files override those of packages.
+UNIT_DIRECTORIES = ("/usr/lib/systemd/system", "/lib/systemd/system", "/run/systemd/system", "/etc/systemd/system")
+_MAX_UNIT_BYTES = 1 << 18
+
+
+def unit_files(unit: str, directories: tuple[str, ...] = UNIT_DIRECTORIES) -> list[str]:
+    """Return the unit's file and its drop-ins, in order of precedence, lowest first; [] if there is none."""
+    main = [p for d in directories if os.path.isfile(p := os.path.join(d, unit))]
+    if not main:
+        return []
+    dropins: dict[str, str] = {}
+    for directory in directories:
+        place = os.path.join(directory, f"{unit}.d")
+        if os.path.isdir(place):
+            dropins |= {name: os.path.join(place, name) for name in os.listdir(place) if name.endswith(".conf")}
+    return [main[-1], *(dropins[name] for name in sorted(dropins))]
+
+
+def unit_setting(paths: list[str], section: str, key: str) -> tuple[str, str]:
+    """Return (value, file) of the last assignment, empty if there is none. Raises OSError."""
+    value, where = "", ""
+    for path in paths:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            text = f.read(_MAX_UNIT_BYTES)
+        here = ""
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("[") and line.endswith("]"):
+                here = line[1:-1]
+            elif here == section and line.partition("=")[0].strip() == key and "=" in line:
+                value, where = line.partition("=")[2].strip(), path
+    return value, where

@@ -8,8 +8,7 @@ import stat
 import subprocess
 
 from gemini_hpc import clock, paths
-from gemini_hpc.doctor import greeting
-from gemini_hpc.doctor.check import ANYWHERE, Check
+from gemini_hpc.doctor import network
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.wire import keyed, munge, site_key
@@ -27,7 +26,7 @@ def _need_munge(facts: HostFacts) -> None:
         raise Unavailable(f'not used: auth is "{facts.settings.auth}"')
 
 
-def answers(facts: HostFacts) -> Outcome:
+def check_answers(facts: HostFacts) -> Outcome:
     """Check MUNGE with a credential to oneself."""
     _need_munge(facts)
     nonce = os.urandom(16)
@@ -58,7 +57,7 @@ def judge_version(text: str) -> Outcome:
     return ok(f"MUNGE {found[0][6:]}")
 
 
-def version(facts: HostFacts) -> Outcome:
+def check_version(facts: HostFacts) -> Outcome:
     """Check MUNGE's release for a known leak of the key; its holder can impersonate anybody on the cluster."""
     _need_munge(facts)
     program = next((p for p in _PROGRAMS if os.access(p, os.X_OK)), None)
@@ -92,11 +91,11 @@ def judge_clock(ahead_s: float, where: str) -> Outcome:
     return ok(f"the clock of {where} agrees with this host's (within {CLOCK_WARNING_S:.0f} s)")
 
 
-def clocks(facts: HostFacts) -> Outcome:
+def check_clock(facts: HostFacts) -> Outcome:
     """Compare our clock with the controller's, by the time in its credential."""
     try:
-        made = greeting.greet(facts.settings, facts.slurm_uid)
-    except greeting.GreetingError as exc:
+        made = network.greet(facts.settings, facts.slurm_uid)
+    except network.GreetingError as exc:
         raise Unavailable(f"cannot ask the controller for its time: {exc}") from None
     return judge_clock(made - clock.time(), facts.settings.controller_host)
 
@@ -112,7 +111,7 @@ def _key(facts: HostFacts) -> tuple[str, int]:
     return DEFAULT_KEY, os.stat(DEFAULT_KEY).st_uid
 
 
-def key(facts: HostFacts) -> Outcome:
+def check_key(facts: HostFacts) -> Outcome:
     """Check the key's mode, since any reader of the key can impersonate anybody on the cluster."""
     _need_munge(facts)
     facts.need_root("the key's mode")
@@ -132,7 +131,7 @@ def key(facts: HostFacts) -> Outcome:
     return ok(f"{path}, {paths.user(info.st_uid)}, {mode:04o}")
 
 
-def site(facts: HostFacts) -> Outcome:
+def check_site_key(facts: HostFacts) -> Outcome:
     """Check the site's key file in place of MUNGE, since any reader of the key can impersonate anybody."""
     if facts.settings.auth != "key":
         raise Unavailable(f'not used: auth is "{facts.settings.auth}"')
@@ -143,12 +142,3 @@ def site(facts: HostFacts) -> Outcome:
     except keyed.KeyFileError as exc:
         return wrong(str(exc), wanted, "docs/admin.md, Without MUNGE")
     return ok(f"{site_key.KEY_PATH}, fingerprint {key_check}: compare it between hosts")
-
-
-CHECKS = (
-    Check("munge.answers", "believe-slurm", ANYWHERE, answers),
-    Check("munge.version", "CVE-2026-25506", ANYWHERE, version),
-    Check("munge.clock", "believe-slurm", ANYWHERE, clocks),
-    Check("munge.key", "CVE-2026-25506", ANYWHERE, key),
-    Check("auth.key", "CVE-2026-25506", ANYWHERE, site),
-)

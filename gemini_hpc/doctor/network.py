@@ -1,23 +1,25 @@
-"""Checks of ports, addresses and the connection to the controller."""
+"""Checks of ports, addresses and the connection to the controller, with a test greeting to it."""
 
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+
+import msgspec
 
 from gemini_hpc.agent.peers.listen_address import interface_address
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.transfer.rdma import RdmaError, find_port
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor import greeting
-from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
-from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
+from gemini_hpc.doctor.facts import CONTROLLER, HostFacts, sockets
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
-from gemini_hpc.doctor.processes import sockets
 from gemini_hpc.settings import RDMA_OFF
-from gemini_hpc.wire import hostname
+from gemini_hpc.wire import credentials, endpoint, hostname, site_key
+from gemini_hpc.wire.frames import FrameError, bare, read_bare
+from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeClient, HandshakeError
 
 MASTER_PORTS = (24000, 31999)
 _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -51,7 +53,7 @@ def ours(s: Settings) -> list[Range]:
     ]
 
 
-def slurm_ports(facts: HostFacts) -> Outcome:
+def check_slurm_ports(facts: HostFacts) -> Outcome:
     """Check that Slurm's own ports are not among ours."""
     s, conf = facts.settings, facts.conf
     outcomes = []
@@ -92,7 +94,7 @@ def free_of(mine: Range, reserved: str) -> bool:
     return not left
 
 
-def ephemeral(facts: HostFacts) -> Outcome:
+def check_ephemeral(facts: HostFacts) -> Outcome:
     """Check that our ports are not among those that the kernel assigns to outgoing connections.
 
     Such a port may be taken when we need it.
@@ -137,7 +139,7 @@ def _stranger(facts: HostFacts, listener: ListeningSocket) -> bool:
     return facts.root or listener.uid != facts.slurm_uid
 
 
-def in_use(facts: HostFacts) -> Outcome:
+def check_in_use(facts: HostFacts) -> Outcome:
     """Check for another program's service on one of our ports."""
     everybody: list[ListeningSocket] = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -178,7 +180,7 @@ def in_use(facts: HostFacts) -> Outcome:
     return ok("no other program listens on gemini-hpc's ports")
 
 
-def addresses(facts: HostFacts) -> Outcome:
+def check_addresses(facts: HostFacts) -> Outcome:
     """Check that agents listen at the address that their peers dial."""
     s, node = facts.settings, facts.own_node
     name = node.name if node else facts.hostname
@@ -212,14 +214,14 @@ def addresses(facts: HostFacts) -> Outcome:
     )
 
 
-def controller(facts: HostFacts) -> Outcome:
+def check_controller(facts: HostFacts) -> Outcome:
     """Check that the controller answers, since agents report to it and `inspect` asks it."""
     s = facts.settings
     if not s.controller_host:
         raise Unavailable("no controller_host in the settings: Slurm's own detection only (see slurm.detection)")
     try:
-        greeting.greet(s, facts.slurm_uid)
-    except greeting.GreetingError as exc:
+        greet(s, facts.slurm_uid)
+    except GreetingError as exc:
         return wrong(
             f"no greeting from the controller: {exc}",
             f"the controller at {s.controller_host}:{s.controller_port}, as {s.slurm_user}",
@@ -250,7 +252,7 @@ def judge_rdma(setting: str | tuple[str, ...], port: str, reason: str, locked: i
     return ok(f"{port} is active; agents try each peer before they use it")
 
 
-def rdma(facts: HostFacts) -> Outcome:
+def check_rdma(facts: HostFacts) -> Outcome:
     """Check that agents find the device that the setting asks for, and may lock their memory."""
     setting, port, reason, locked = facts.settings.rdma, "", "", None
     if setting != RDMA_OFF:
@@ -264,11 +266,60 @@ def rdma(facts: HostFacts) -> Outcome:
     return judge_rdma(setting, port, reason, locked, Budget(facts.settings).cap_bytes)
 
 
-CHECKS = (
-    Check("network.controller", "prove-death", ANYWHERE, controller),
-    Check("network.slurm-ports", "all-or-nothing-map", ANYWHERE, slurm_ports),
-    Check("network.ephemeral", "all-or-nothing-map", frozenset((NODE, CONTROLLER)), ephemeral),
-    Check("network.in-use", "all-or-nothing-map", frozenset((NODE, CONTROLLER)), in_use),
-    Check("network.addresses", "prove-death", ON_NODE, addresses),
-    Check("network.rdma", "", ON_NODE, rdma),
-)
+TIMEOUT_S = 3.0
+
+
+class GreetingError(Exception):
+    """The error that no greeting came back; its text tells how far the exchange went."""
+
+
+def greet(settings: Settings, slurm_uid: int) -> int:
+    """Return the Unix time at which the controller made its answer, by its clock. Raises `GreetingError`."""
+    hosts = settings.controller_hosts()
+    if not hosts:
+        raise GreetingError("no controller_host in the settings")
+    for host in hosts[:-1]:
+        with suppress(GreetingError):
+            return _greet(settings, host, slurm_uid)
+    return _greet(settings, hosts[-1], slurm_uid)
+
+
+def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
+    port = settings.controller_port
+    client = HandshakeClient(
+        purpose="query",
+        cluster=settings.cluster_name,
+        job=0,
+        restart=0,
+        source=socket.gethostname(),
+        target=host,
+        instance=secrets.token_hex(8),
+        server_uid=slurm_uid,
+    )
+    where = f"{host}:{port}"
+    try:
+        site_key.adopt(settings)
+        with socket.create_connection((hostname.dialled(host), port), timeout=TIMEOUT_S) as sock:
+            sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
+            envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
+        if envelope.refusal:
+            raise GreetingError(f"{where} refuses: {envelope.refusal[:200]}")
+        opened = credentials.decode(envelope.credential)
+    except FrameError:
+        raise GreetingError(
+            f"{where} closes the connection; possible causes: a different key there, clocks more than "
+            f"{credentials.TTL_S} s apart, a different slurm_user, or another program on this port"
+        ) from None
+    except OSError as exc:
+        raise GreetingError(f"{where}: {exc.strerror or exc}") from None
+    except UnicodeError:
+        raise GreetingError(f"{where}: not a host name") from None
+    except HandshakeError as exc:
+        raise GreetingError(str(exc)) from None
+    except credentials.CredentialError as exc:
+        raise GreetingError(f"{where}: {exc}") from None
+    except msgspec.MsgspecError:
+        raise GreetingError(f"{where} does not speak our protocol") from None
+    if opened.uid not in (slurm_uid, 0):
+        raise GreetingError(f"uid {opened.uid} answers at {where}, expected {settings.slurm_user} (uid {slurm_uid})")
+    return opened.made_s

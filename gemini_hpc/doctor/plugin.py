@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gemini_hpc.doctor import elf
-from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 
@@ -85,7 +84,7 @@ def _there(facts: HostFacts) -> PluginLine:
     return line
 
 
-def line(facts: HostFacts) -> Outcome:
+def check_line(facts: HostFacts) -> Outcome:
     """Check that the plugin is configured, and installed."""
     path = plugstack(facts)
     wanted = f"`optional .../{NAME}` in {path}, and that file, on every host"
@@ -103,7 +102,7 @@ def line(facts: HostFacts) -> Outcome:
     return ok(f"{found.path}, optional in {found.file}")
 
 
-def release(facts: HostFacts) -> Outcome:
+def check_release(facts: HostFacts) -> Outcome:
     """Check the plugin's release: Slurm does not load one of another release, and jobs run without protection."""
     path = _there(facts).path
     wanted = f"a plugin built against the headers of Slurm {'{}.{:02}'.format(*facts.release.series)}"
@@ -120,7 +119,7 @@ def release(facts: HostFacts) -> Outcome:
     return ok(f"built for {built}, this host has {facts.release}")
 
 
-def run_dir(facts: HostFacts) -> Outcome:
+def check_run_dir(facts: HostFacts) -> Outcome:
     """Check that the plugin searches for the map where the prolog puts it."""
     told = [a.partition("=")[2] for a in _there(facts).arguments if a.startswith("run_dir=")]
     found, wanted = (told[-1] if told else DEFAULT_RUN_DIR), facts.settings.run_dir
@@ -135,10 +134,3 @@ def run_dir(facts: HostFacts) -> Outcome:
             f"run_dir={wanted} behind the plugin in {plugstack(facts)}",
         )
     return ok(found)
-
-
-CHECKS = (
-    Check("plugin.line", "plugin-loaded", ANYWHERE, line),
-    Check("plugin.release", "plugin-loaded", ANYWHERE, release),
-    Check("plugin.run-dir", "plugin-loaded", ANYWHERE, run_dir),
-)

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 
-from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.configuration import Configuration
 from gemini_hpc.doctor.facts import NODE, HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
@@ -93,17 +92,11 @@ def _check_script(facts: HostFacts, kind: str) -> Outcome:
     return wrong(found, wanted, f"call it from the site's {name}, or install it on this host")
 
 
-def prolog(facts: HostFacts) -> Outcome:
+def check_prolog(facts: HostFacts) -> Outcome:
     """Check the prolog, which starts the agents."""
     return _check_script(facts, "Prolog")
 
 
-def epilog(facts: HostFacts) -> Outcome:
+def check_epilog(facts: HostFacts) -> Outcome:
     """Check the epilog, which releases the agents' memory."""
     return _check_script(facts, "Epilog")
-
-
-CHECKS = (
-    Check("scripts.prolog", "users-errors", ANYWHERE, prolog),
-    Check("scripts.epilog", "give-way", ANYWHERE, epilog),
-)

@@ -1,15 +1,18 @@
-"""Checks of slurmctld's configuration against the needs of gemini-hpc."""
+"""Checks of slurmctld's configuration against the needs of gemini-hpc.
+
+A private /run hides the agent's socket from ranks. The plugins job_container/tmpfs, and namespace/tmpfs and
+namespace/linux (25.11 and later) can give each job one.
+"""
 
 from __future__ import annotations
 
+import os
 import pwd
 import re
 
-from gemini_hpc.doctor.check import ANYWHERE, Check
-from gemini_hpc.doctor.configuration import SlurmRelease
-from gemini_hpc.doctor.containers import job_container
+from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 
 EDIT = "in slurm.conf, then scontrol reconfigure"
 UNKILLABLE_S = 60.0
@@ -18,7 +21,7 @@ PROLOG_HELPER_S = 62.0  # the prolog's last-resort time-out of 60 s, and 2 s unt
 EXPEDITED = SlurmRelease(25, 11, 3)
 
 
-def answers(facts: HostFacts) -> Outcome:
+def check_answers(facts: HostFacts) -> Outcome:
     """Check that slurmctld answers, which all other checks here need."""
     try:
         running = facts.conf.release
@@ -31,7 +34,7 @@ def answers(facts: HostFacts) -> Outcome:
     return ok(f"slurmctld {running} answers")
 
 
-def prolog_flags(facts: HostFacts) -> Outcome:
+def check_prolog_flags(facts: HostFacts) -> Outcome:
     """Check that agents start before the batch script, and outlive the job."""
     flags = facts.conf.words("PrologFlags")
     shown = f"PrologFlags={facts.conf['PrologFlags'] or '(none)'}"
@@ -47,7 +50,7 @@ def prolog_flags(facts: HostFacts) -> Outcome:
     return ok(shown)
 
 
-def slurm_user(facts: HostFacts) -> Outcome:
+def check_user(facts: HostFacts) -> Outcome:
     """Check SlurmUser: agents encrypt their greeting for this user, and the controller runs as this user."""
     found = re.fullmatch(r"(.+)\(([0-9]+)\)", facts.conf["SlurmUser"])
     if not found:
@@ -70,7 +73,7 @@ def slurm_user(facts: HostFacts) -> Outcome:
     return ok(f"{name} (uid {uid})")
 
 
-def cred_expire(facts: HostFacts) -> Outcome:
+def check_cred_expire(facts: HostFacts) -> Outcome:
     """Check the credential lifetime, which applies to all users."""
     value = facts.conf.words("AuthInfo").get("cred_expire", "")
     if value.isdigit() and 0 < int(value) < CRED_EXPIRE_S:
@@ -82,7 +85,7 @@ def cred_expire(facts: HostFacts) -> Outcome:
     return ok(f"cred_expire is {value or f'{CRED_EXPIRE_S:.0f} (default)'}")
 
 
-def job_requeue(facts: HostFacts) -> Outcome:
+def check_job_requeue(facts: HostFacts) -> Outcome:
     """Check that jobs may be requeued, without which no job recovers from a node's death."""
     if facts.conf["JobRequeue"] == "0":
         found = "JobRequeue=0: only jobs submitted with --requeue are recovered from a node's death"
@@ -90,7 +93,7 @@ def job_requeue(facts: HostFacts) -> Outcome:
     return ok(f"JobRequeue={facts.conf['JobRequeue'] or '1'}")
 
 
-def unkillable(facts: HostFacts) -> Outcome:
+def check_unkillable(facts: HostFacts) -> Outcome:
     """Check UnkillableStepTimeout.
 
     If it is short, Slurm drains healthy survivors whose step hangs on the dead node.
@@ -105,7 +108,7 @@ def unkillable(facts: HostFacts) -> Outcome:
     return ok(f"UnkillableStepTimeout={facts.conf['UnkillableStepTimeout'] or 'default'}")
 
 
-def return_to_service(facts: HostFacts) -> Outcome:
+def check_return_to_service(facts: HostFacts) -> Outcome:
     """Report ReturnToService without judging it.
 
     A fenced node is also drained, so no value of the setting returns it to service by itself.
@@ -119,7 +122,7 @@ def return_to_service(facts: HostFacts) -> Outcome:
     return ok(f"ReturnToService={value}: {means.get(value, 'not known here')}")
 
 
-def prolog_failures(facts: HostFacts) -> Outcome:
+def check_prolog_failures(facts: HostFacts) -> Outcome:
     """Check for jobs being held after a failed prolog (another's, or ours with strict_prolog)."""
     parameters = facts.conf.words("SchedulerParameters")
     if "nohold_on_prolog_fail" in parameters:
@@ -131,7 +134,7 @@ def prolog_failures(facts: HostFacts) -> Outcome:
     )
 
 
-def prolog_timeout(facts: HostFacts) -> Outcome:
+def check_prolog_timeout(facts: HostFacts) -> Outcome:
     """Check the prolog's time limit: a prolog that Slurm cuts off drains the node."""
     limits = {key: facts.conf.number(key) for key in ("PrologEpilogTimeout", "PrologTimeout")}
     key, seconds = min(((k, s) for k, s in limits.items() if s), key=lambda kv: kv[1], default=("", float("inf")))
@@ -150,7 +153,7 @@ def prolog_timeout(facts: HostFacts) -> Outcome:
     return ok("no limit" if seconds == float("inf") else f"{key}={seconds:.0f}")
 
 
-def proctrack(facts: HostFacts) -> Outcome:
+def check_proctrack(facts: HostFacts) -> Outcome:
     """Check ProctrackType: linuxproc follows parents, and loses a process whose parent has died."""
     found = facts.conf["ProctrackType"]
     if found.endswith("linuxproc"):
@@ -163,7 +166,7 @@ def proctrack(facts: HostFacts) -> Outcome:
     return ok(found)
 
 
-def over_memory_kill(facts: HostFacts) -> Outcome:
+def check_over_memory_kill(facts: HostFacts) -> Outcome:
     """Check the memory limit: each rank maps its replicas' memory, which counts in RSS once per rank."""
     parameters = facts.conf.words("JobAcctGatherParams")
     if "overmemorykill" in parameters and not {"usepss", "noshare", "noshared"} & parameters.keys():
@@ -176,7 +179,7 @@ def over_memory_kill(facts: HostFacts) -> Outcome:
     return ok(f"JobAcctGatherParams={facts.conf['JobAcctGatherParams'] or '(none)'}")
 
 
-def expedited(facts: HostFacts) -> Outcome:
+def check_expedited_requeue(facts: HostFacts) -> Outcome:
     """Report whether expedited requeue is available and on, without judging it."""
     running = facts.conf.release
     if running < EXPEDITED:
@@ -186,7 +189,7 @@ def expedited(facts: HostFacts) -> Outcome:
     return ok(f"enable_expedited_requeue is {'on: users may submit with --requeue=expedite' if on else 'off'}")
 
 
-def detection(facts: HostFacts) -> Outcome:
+def check_detection(facts: HostFacts) -> Outcome:
     """Check how Slurm detects a dead node if no controller acts."""
     seconds = facts.conf.number("SlurmdTimeout")
     if seconds is None:
@@ -197,7 +200,7 @@ def detection(facts: HostFacts) -> Outcome:
     return ok(f"SlurmdTimeout={seconds:.0f}: without the controller Slurm takes this long to find a dead node")
 
 
-def cluster_name(facts: HostFacts) -> Outcome:
+def check_cluster_name(facts: HostFacts) -> Outcome:
     """Check the cluster's name, which is part of every message's identity.
 
     Two clusters of one name would accept each other's messages.
@@ -210,20 +213,57 @@ def cluster_name(facts: HostFacts) -> Outcome:
     return ok(ours)
 
 
-CHECKS = (
-    Check("slurm.answers", "prove-death", ANYWHERE, answers),
-    Check("slurm.prolog-flags", "memory", ANYWHERE, prolog_flags),
-    Check("slurm.user", "one-controller", ANYWHERE, slurm_user),
-    Check("slurm.cluster-name", "believe-slurm", ANYWHERE, cluster_name),
-    Check("slurm.cred-expire", "slurms-own-timers", ANYWHERE, cred_expire),
-    Check("slurm.job-requeue", "requeue", ANYWHERE, job_requeue),
-    Check("slurm.unkillable", "administrators-resume", ANYWHERE, unkillable),
-    Check("slurm.return-to-service", "administrators-resume", ANYWHERE, return_to_service),
-    Check("slurm.prolog-failures", "users-errors", ANYWHERE, prolog_failures),
-    Check("slurm.prolog-timeout", "users-errors", ANYWHERE, prolog_timeout),
-    Check("slurm.proctrack", "survivors-raise-first", ANYWHERE, proctrack),
-    Check("slurm.over-memory-kill", "not-a-failure", ANYWHERE, over_memory_kill),
-    Check("slurm.job-container", "private directories", ANYWHERE, job_container),
-    Check("slurm.expedited-requeue", "slurms-own-timers", ANYWHERE, expedited),
-    Check("slurm.detection", "prove-death", ANYWHERE, detection),
-)
+_MAX_BYTES = 1 << 20
+_NONE = ("", "none", "(null)")
+_UNTRIED = ("CLONE_NEWPID", "CLONE_NEWUSER")
+
+
+def kind(conf: Configuration) -> str:
+    """Return the plugin in effect, as the release names it; "" if there is none."""
+    return next(
+        (v for key in ("NamespaceType", "JobContainerType") if (v := conf[key]).rpartition("/")[2] not in _NONE), ""
+    )
+
+
+def places(plugin: str) -> tuple[str, ...]:
+    """Return the names of the plugin's files beside slurm.conf; the first existing file counts."""
+    older = ("namespace.conf", "job_container.conf")
+    return ("namespace.yaml", *older) if plugin.endswith("linux") else older
+
+
+def hidden_directories(text: str, directories: tuple[str, ...]) -> list[str]:
+    """Return those of `directories` that each job gets a private copy of, by the text of one of these files."""
+    found = re.findall(r"^[^#\n]*\bdirs\s*[=:]\s*[\"']?([^\s\"'#]+)", text, re.M | re.I)
+    tops = [d.rstrip("/") or "/" for dirs in found for d in dirs.split(",") if d]
+    return [d for d in directories if any(d == t or d.startswith(t.rstrip("/") + "/") for t in tops)]
+
+
+def check_job_container(facts: HostFacts) -> Outcome:
+    """Check that the ranks see their agent's directory."""
+    plugin = kind(facts.conf)
+    if not plugin.endswith(("/tmpfs", "/linux")):
+        return ok(plugin or "none")
+    beside, names = os.path.dirname(facts.conf["SLURM_CONF"]), places(plugin)
+    path = next((p for p in (os.path.join(beside, n) for n in names) if os.path.lexists(p)), "")
+    if not path:
+        raise Unavailable(f"{plugin}, and none of {', '.join(names)} is in {beside} on this host")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            text = f.read(_MAX_BYTES)
+    except OSError as exc:
+        raise Unavailable(f"{plugin}, and {path} cannot be read: {exc.strerror}") from None
+    run_dir = facts.settings.run_dir
+    if hidden := hidden_directories(text, (run_dir,)):
+        return wrong(
+            f"{path} gives each job its own {', '.join(hidden)}: ranks do not find their agent",
+            f"dirs without {run_dir} and the directories above it",
+            f"take it out of the dirs in {path}",
+        )
+    own = [flag for flag in _UNTRIED if re.search(rf"^[^#\n]*\b{flag}\b", text, re.M)]
+    if own:
+        return warning(
+            f"{path} has {some(own, ', ')}: gemini-hpc is not tested in such a namespace",
+            "jobs in the process and user namespace of their node",
+            f"take the flags out of {path}, or run a protected job and check that gemini-hpc inspect says protected",
+        )
+    return ok(f"{plugin}, which leaves {run_dir} alone (replica memory has no name in /dev/shm)")

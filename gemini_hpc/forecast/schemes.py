@@ -16,7 +16,7 @@ STRAWMAN_EVERY_S = 3 * 3600.0  # BLOOM's interval, which GEMINI uses for its fir
 # GEMINI, section 7.3: GPT-2 100B on 16 p4d machines.
 DETECT_S, RESTART_S = 15.0, 240.0
 SERIALIZE_S_PER_BYTE = 81.0 / 75.2e9  # torch.save() of all shards of a machine to its disk
-ITERATION_S = 62.0
+ITERATION_S = 62.0  # of the same training
 
 
 @dataclass(frozen=True)

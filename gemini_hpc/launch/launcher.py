@@ -32,11 +32,11 @@ from gemini_hpc.node.health_check import find_problem
 from gemini_hpc.node.out_of_memory import OutOfMemory
 from gemini_hpc.wire import local, ports
 
-WAIT_S = 20.0
-RETRY_S = 0.2
+WAIT_S = 20.0  # the agent answers a waiting request by then, and is asked again
+RETRY_S = 0.2  # pause before an agent that is restarting is asked again
 LATER_S = 0.5  # by then a signal sent to all processes of the step has arrived here as well
 TOLD_S = 2.0  # for the last message to the agent
-HEALTHY_LOOK_S = 0.1
+HEALTHY_LOOK_S = 0.1  # pause between two checks whether silent nodes are back
 LEAVE_S = 0.5  # for the job to continue without this node, if it does
 SUSPECT_S = 30.0  # by then a silent node is declared dead, or is back
 

@@ -17,7 +17,7 @@ from gemini_hpc.core.device_error import is_device_error
 from gemini_hpc.launch.signals import SENT
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_KILL_S = 10.0
+_KILL_S = 10.0  # a rank that SIGKILL has not ended by then hangs in the kernel
 _NOTE_BYTES = 1 << 16
 
 

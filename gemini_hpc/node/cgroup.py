@@ -21,7 +21,7 @@ from gemini_hpc.node.memory_cgroup import CgroupWrite, Choice, Place
 BUSCTL = "/usr/bin/busctl"
 SYSTEMD_BOOTED = "/run/systemd/system"
 SYSTEMD_TIMEOUT_S = 3.0  # systemd may hang, and a prolog waits for it
-_POLL_S = 0.01
+_POLL_S = 0.01  # pause between two reads of the list of members
 _END_S = 2.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
 

@@ -7,7 +7,8 @@ import os
 import pwd
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,13 @@ from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
 if TYPE_CHECKING:
+    from gemini_hpc.query.inspect_document import Document
     from gemini_hpc.slurm.facts import Job, Node
 
 CONTROLLER_TIMEOUT_S = 2.0
 AGENT_TIMEOUT_S = 1.0
 PARALLEL = 64
+WITHOUT_CONTROLLER = "gemini-hpc inspect JOBID asks the agents themselves"
 
 
 class QueryError(Exception):
@@ -119,6 +122,27 @@ class ControllerLine:
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
+
+
+def documents(line: ControllerLine, jobs: Iterable[int], now: float) -> dict[int, Document]:
+    """Return the inspect documents of those jobs that the controller shows to this user.
+
+    Raises:
+        NoControllerError: The connection is lost.
+    """
+    found = {}
+    for job in jobs:
+        with suppress(QueryError):
+            found[job] = describe_answer(job, line.ask(job), "controller", now)
+    return found
+
+
+def describe_answer(job: int, answer: inspect_schema.JobAnswer, asked: str, now: float) -> Document:
+    """Return the inspect document of an answer that came from `asked`: "controller" or "agents"."""
+    from gemini_hpc.query.inspect_document import inspect_document
+
+    told = (answer.parts, answer.events, answer.slurm, answer.missing)
+    return inspect_document(job, *told, asked, now, answer.lemons)
 
 
 def agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
@@ -300,21 +324,18 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
     from gemini_hpc.slurm import Slurm
 
     try:
-        line = await asyncio.to_thread(ControllerLine, settings, raw_id)
-        try:
+        with closing(await asyncio.to_thread(ControllerLine, settings, raw_id)) as line:
             parts = (await asyncio.to_thread(line.ask, raw_id)).parts
             if not parts:  # the agents may have been slow, or have just lost their connection to the controller
                 await asyncio.sleep(_AGAIN_S)
                 parts = (await asyncio.to_thread(line.ask, raw_id)).parts
-        finally:
-            line.close()
     except NoControllerError as exc:
         raise QueryError(
             f"job {raw_id} has no nodes now, and only the controller knows its former nodes: {exc}"
         ) from None
     last = max((part.restart for part in parts), default=0)
     hosts = tuple(sorted(part.host for part in parts if part.restart == last))
-    return await Slurm().nodes(hosts) if hosts else {}
+    return await Slurm().read_nodes(hosts) if hosts else {}
 
 
 async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
@@ -360,7 +381,7 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
     refusal = f"job {raw_id}: {NOT_YOURS} (the controller knows how an ended job ended: gemini-hpc inspect {raw_id})"
     slurm = Slurm()
     try:
-        job = await slurm.job(raw_id)
+        job = await slurm.read_job(raw_id)
     except UnknownJob:
         raise QueryError(refusal) from None
     # A courtesy check: the agents know the caller from its credential and decide for themselves.
@@ -369,7 +390,7 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
         raise QueryError(refusal)
     if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.slurm_uids()):
         raise QueryError(f"job {raw_id}: without MUNGE, only the controller answers others than owner and root")
-    return job, await slurm.nodes(job.nodes) if job.nodes else {}
+    return job, await slurm.read_nodes(job.nodes) if job.nodes else {}
 
 
 async def _ask_all(

@@ -9,11 +9,11 @@ NOT_YOURS = "unknown, or not yours"
 
 def never_requeued(job: Job) -> str:
     """Return why Slurm can never requeue this job after a failure, "" if it can (requirement requeue)."""
-    if job.het:
+    if job.is_het:
         return "this is a heterogeneous job: gemini-hpc never acts on one"
-    if not job.batch:
+    if not job.is_batch:
         return "this is not a batch job (salloc, srun): Slurm cannot requeue it"
-    if not job.requeue:
+    if not job.may_requeue:
         return "this job was submitted without --requeue"
     return ""
 
@@ -29,7 +29,7 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
         "num_nodes": str(job.num_nodes),
         "restarts": str(job.restarts),
         "reason": job.reason,
-        "requeue": "1" if job.requeue else "0",
+        "requeue": "1" if job.may_requeue else "0",
         "user": job.user,
         "partition": job.partition,
         "reservation": job.reservation,

@@ -1,9 +1,10 @@
-"""Folding of lines to the width of the terminal, or to 80 columns without a terminal."""
+"""Text in columns: folding to the width of the terminal (80 columns without a terminal), and tables."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Sequence
 
 NARROWEST, USUAL = 60, 80
 
@@ -27,3 +28,9 @@ def fold(text: str, columns: int, indent: str = "", first: str | None = None) ->
         break_long_words=False,
         break_on_hyphens=False,
     ) or [begin.rstrip()]
+
+
+def align(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Return the rows of a table as lines; each column is as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [indent + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

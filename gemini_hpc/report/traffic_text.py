@@ -13,7 +13,7 @@ Row = dict[str, Any]
 def lines(ranks: Sequence[Row]) -> list[str]:
     """Return the lines for a training's `traffic` in the document; [] if no rank has reported any.
 
-    The input must be sanitized (`tame`).
+    The input must be sanitized (`sanitize`).
     """
     return [*_network(ranks), _traffic(ranks), *_trouble(ranks)] if ranks else []
 

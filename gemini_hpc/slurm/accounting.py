@@ -54,7 +54,7 @@ def parse_history(lines: Iterable[str]) -> History:
             raise ParseError(f"line {number}: {job[:40]!r} is no raw job id")
         if "." in job:
             continue
-        count, seconds = _count(nodes), _count(elapsed)
+        count, seconds = _parse_count(nodes), _parse_count(elapsed)
         if count is None or seconds is None:
             raise ParseError(f"line {number}: {nodes[:40]!r} nodes for {elapsed[:40]!r} seconds")
         if count and seconds:
@@ -65,7 +65,7 @@ def parse_history(lines: Iterable[str]) -> History:
     return History(runs, node_s / 86400, lost)
 
 
-def _count(text: str) -> float | None:
+def _parse_count(text: str) -> float | None:
     """Return the value of a count such as `3072`, or `3.07K` from releases that shorten numbers."""
     match = _COUNT.fullmatch(text)
     return float(match[1]) * _UNITS[match[2]] if match else None

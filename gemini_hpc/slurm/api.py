@@ -18,59 +18,59 @@ class SlurmReading(Protocol):
     # monotonic time when slurmctld last failed to answer
     unreachable_at: float
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         """Return one job by its raw id."""
         ...
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes."""
         ...
 
-    async def raw_id(self, task: str) -> int:
+    async def find_raw_id(self, task: str) -> int:
         """Return the raw id of an array task written as `10_3`."""
         ...
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs."""
         ...
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         """Return the named nodes, or all nodes if none is named."""
         ...
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         """Return the state of each partition."""
         ...
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         """Return all reservations."""
         ...
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         """Return (uid, raw job id) of each job that is running or ending on each of these nodes."""
         ...
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         """Return the jobs, running or waiting, that name a reservation."""
         ...
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         """Return these busy nodes, sorted by the end of their jobs, earliest first."""
         ...
 
-    async def config(self) -> SlurmConfig:
+    async def read_config(self) -> SlurmConfig:
         """Return slurmctld's configuration in effect."""
         ...
 
-    async def accounting(self) -> bool:
+    async def has_accounting(self) -> bool:
         """Return whether the cluster keeps its users in slurmdbd."""
         ...
 
-    async def admin_level(self, user: str) -> str:
+    async def read_admin_level(self, user: str) -> str:
         """Return slurmdbd's AdminLevel of a user, "" if slurmdbd does not know the user."""
         ...
 
-    async def slurmctlds(self) -> list[tuple[str, bool]]:
+    async def ping_slurmctlds(self) -> list[tuple[str, bool]]:
         """Return the hosts of slurmctld, the primary first, and whether each answers."""
         ...
 
@@ -78,15 +78,15 @@ class SlurmReading(Protocol):
 class SlurmApi(SlurmReading, Protocol):
     """All operations: the queries, and those that change a node, a reservation or a job."""
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         """Set a node DOWN and DRAIN."""
         ...
 
-    async def node_drain(self, name: str, reason: str) -> None:
+    async def drain_node(self, name: str, reason: str) -> None:
         """Drain a node: no new job begins there, and running jobs continue."""
         ...
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         """Resume a node that was drained in error."""
         ...
 
@@ -102,7 +102,7 @@ class SlurmApi(SlurmReading, Protocol):
         """Delete a reservation; return False if a job still names it."""
         ...
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         """Make a job start next on these nodes (and more), out of this reservation."""
         ...
 
@@ -110,7 +110,7 @@ class SlurmApi(SlurmReading, Protocol):
         """Set a job's earliest start, such as `now+2`."""
         ...
 
-    async def nudge(self, job: Job) -> None:
+    async def nudge_scheduler(self, job: Job) -> None:
         """Send an update that changes nothing, because the scheduler runs after each update."""
         ...
 
@@ -126,6 +126,6 @@ class SlurmApi(SlurmReading, Protocol):
         """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there."""
         ...
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         """Requeue a running or ended job."""
         ...

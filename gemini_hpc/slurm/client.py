@@ -27,7 +27,7 @@ from gemini_hpc.slurm.pyslurm_reader import PyslurmReader
 from gemini_hpc.slurm.text import (
     ROW_FORMAT,
     ParseError,
-    node_records,
+    hides_reason,
     parse_admin_level,
     parse_config,
     parse_node,
@@ -35,13 +35,13 @@ from gemini_hpc.slurm.text import (
     parse_ping,
     parse_reservation,
     parse_row,
-    reason_is_hidden,
+    split_nodes,
 )
 from gemini_hpc.slurm.ways import ApiReader, Surprise, Unreadable, Way
 
 log = logging.getLogger("gemini_hpc.controller")
 T = TypeVar("T")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # Slurm's own MessageTimeout, by default
 PARALLEL_COMMANDS = 4
 _DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
 _IDS_PER_CALL = 400
@@ -70,16 +70,16 @@ def find_tool(name: str) -> str:
     raise SlurmError(f"{name} was not found in {', '.join(places)}: install Slurm's commands or set SLURM_CONF")
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
     return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC", **kept}
 
 
-def _pyslurm(timeout_s: float, on_call: Callable[[str, float], None] | None) -> PyslurmReader:
-    return PyslurmReader(_environment(), timeout_s, _error, on_call)
+def _make_pyslurm_reader(timeout_s: float, on_call: Callable[[str, float], None] | None) -> PyslurmReader:
+    return PyslurmReader(_build_environment(), timeout_s, _build_error, on_call)
 
 
-def _error(text: str, command: str) -> SlurmError:
+def _build_error(text: str, command: str) -> SlurmError:
     message = " ".join(text.split())[:300] or f"{command} failed without a message"
     low = message.lower()
     if "invalid job id" in low:
@@ -91,7 +91,7 @@ def _error(text: str, command: str) -> SlurmError:
     return SlurmError(message)
 
 
-def _names(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     out = list(names)
     for name in out:
         if not _SAFE_NAME.fullmatch(name):
@@ -99,7 +99,7 @@ def _names(names: Iterable[str]) -> str:
     return ",".join(out)
 
 
-def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
+def _check_value(pattern: re.Pattern[str], value: str, what: str) -> str:
     if not pattern.fullmatch(value):
         raise SlurmError(f"{value!r} is not {what}")
     return value
@@ -139,20 +139,20 @@ class Slurm:
         # monotonic time when slurmctld last failed to answer
         self.unreachable_at = -math.inf
 
-    async def _run(self, tool: str, *args: str) -> str:
+    async def _run_tool(self, tool: str, *args: str) -> str:
         return (await self._run_bytes(tool, *args)).decode(errors="replace")
 
     async def _run_bytes(self, tool: str, *args: str) -> bytes:
         try:
-            return await self._call(tool, *args)
+            return await self._call_tool(tool, *args)
         except SlurmUnreachable:
             self.unreachable_at = clock.monotonic()
             raise
 
-    async def _call(self, tool: str, *args: str, refusals: bool = True) -> bytes:
+    async def _call_tool(self, tool: str, *args: str, refuses: bool = True) -> bytes:
         """Return the output of a command.
 
-        With `refusals` False, the output is returned even if the command fails.
+        With `refuses` False, the output is returned even if the command fails.
         """
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
@@ -164,7 +164,7 @@ class Slurm:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=_environment(),
+                env=_build_environment(),
                 cwd="/",
             )
             try:
@@ -178,45 +178,47 @@ class Slurm:
                         process.kill()
                 if self._on_call is not None:
                     self._on_call(" ".join((tool, *args)), clock.monotonic() - began)
-        if process.returncode and refusals:
-            raise _error((err or out).decode(errors="replace"), tool)
+        if process.returncode and refuses:
+            raise _build_error((err or out).decode(errors="replace"), tool)
         return out
 
-    async def _lines(self, *args: str) -> list[str]:
-        return [line for line in (await self._run("scontrol", *args)).splitlines() if line.strip()]
+    async def _run_lines(self, *args: str) -> list[str]:
+        return [line for line in (await self._run_tool("scontrol", *args)).splitlines() if line.strip()]
 
     # ---- reading ---------------------------------------------------------------------------------------
 
-    async def _squeue(self, *args: str) -> bytes:
+    async def _run_squeue(self, *args: str) -> bytes:
         return await self._run_bytes("squeue", "-h", "-a", "-t", "all", *args)
 
-    async def way(self) -> Way:
+    async def choose_way(self) -> Way:
         """Return the API by which jobs and nodes are read, and the reason for its choice."""
         if self._way is None:
             async with self._choosing:
                 if self._way is None:
-                    self._use(await self._choose())
+                    self._use_way(await self._choose_api())
         assert self._way is not None
         return self._way
 
-    async def _choose(self) -> Way:
+    async def _choose_api(self) -> Way:
         if self._api == ways.COMMANDS:
-            return ways.choose(self._api, "", "")
-        return ways.choose(self._api, await self.release(), ways.installed_pyslurm())
+            return ways.choose_way(self._api, "", "")
+        return ways.choose_way(self._api, await self.read_release(), ways.find_pyslurm())
 
-    def _use(self, way: Way) -> None:
+    def _use_way(self, way: Way) -> None:
         self._way = way
         if way.name == ways.JSON:
             self._reader = JsonReader(self._run_bytes)
         elif way.name == ways.PYSLURM:
-            self._reader = _pyslurm(self._timeout_s, self._on_call)
+            self._reader = _make_pyslurm_reader(self._timeout_s, self._on_call)
         else:
             self._reader = None
         self._on_way(way)
 
-    async def _either(self, fast: Callable[[ApiReader], Awaitable[T]], commands: Callable[[], Awaitable[T]]) -> T:
+    async def _read_by_either(
+        self, fast: Callable[[ApiReader], Awaitable[T]], commands: Callable[[], Awaitable[T]]
+    ) -> T:
         """Run `fast` with the API in use, or `commands` if there is none or it does not work."""
-        await self.way()
+        await self.choose_way()
         reader = self._reader
         if reader is not None:
             try:
@@ -224,17 +226,17 @@ class Slurm:
             except Unreadable as exc:
                 log.warning("slurm_api=%s event=asked-by-commands %s", reader.name, exc)
             except Surprise as exc:
-                await self._leave(reader, exc)
+                await self._leave_api(reader, exc)
             except SlurmUnreachable:
                 self.unreachable_at = clock.monotonic()
                 raise
         return await commands()
 
-    async def _leave(self, reader: ApiReader, why: Surprise) -> None:
+    async def _leave_api(self, reader: ApiReader, why: Surprise) -> None:
         """Switch from an API that surprised to the commands, permanently."""
         log.warning("slurm_api=%s event=left-for-commands %s", reader.name, why)
         if self._reader is reader:
-            self._use(Way(ways.COMMANDS, f"{reader.name} was given up: {why}", left=True))
+            self._use_way(Way(ways.COMMANDS, f"{reader.name} was given up: {why}", is_fallback=True))
         await reader.close()
 
     async def close(self) -> None:
@@ -243,36 +245,38 @@ class Slurm:
         if reader is not None:
             await reader.close()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         """Return one job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
-        return await self._either(lambda reader: reader.job(raw_id), lambda: self._job(raw_id))
+        return await self._read_by_either(lambda reader: reader.read_job(raw_id), lambda: self._read_job(raw_id))
 
-    async def _job(self, raw_id: int) -> Job:
-        out = await self._squeue("-j", str(int(raw_id)), "-O", fields.FORMAT)
+    async def _read_job(self, raw_id: int) -> Job:
+        out = await self._run_squeue("-j", str(int(raw_id)), "-O", fields.FORMAT)
         try:
             found = [row for row in fields.split_rows(out) if row["JobID"] == str(raw_id)]
             if not found:
                 raise UnknownJob(f"job {raw_id} is not known")
             if len(found) > 1:
                 raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(found)} times")
-            return fields.job_of(found[0])
+            return fields.build_job(found[0])
         except ParseError as exc:
             raise SlurmError(f"job {raw_id}: {exc}") from None
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
-        """Return the nodes that the job's owner excludes. Raises as `job`."""
-        return await self._either(lambda reader: reader.excluded(raw_id), lambda: self._excluded(raw_id))
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
+        """Return the nodes that the job's owner excludes. Raises as `read_job`."""
+        return await self._read_by_either(
+            lambda reader: reader.read_excluded(raw_id), lambda: self._read_excluded(raw_id)
+        )
 
-    async def _excluded(self, raw_id: int) -> tuple[str, ...]:
-        out = await self._squeue("-j", str(int(raw_id)), "-o", fields.EXCLUDED_FORMAT)
+    async def _read_excluded(self, raw_id: int) -> tuple[str, ...]:
+        out = await self._run_squeue("-j", str(int(raw_id)), "-o", fields.EXCLUDED_FORMAT)
         try:
             return fields.parse_excluded(out.decode(errors="replace"), raw_id)
         except ParseError as exc:
             raise SlurmError(f"job {raw_id}: {exc}") from None
 
-    async def raw_id(self, task: str) -> int:
+    async def find_raw_id(self, task: str) -> int:
         """Return the raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
-        out = await self._squeue("-j", _checked(_JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
+        out = await self._run_squeue("-j", _check_value(_JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
         try:
             for raw_id, name in fields.parse_ids(out):
                 if task in (name, str(raw_id)):
@@ -281,18 +285,18 @@ class Slurm:
             raise SlurmError(f"job {task}: {exc}") from None
         raise UnknownJob(f"job {task} is not known")
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs, with one call per 400 ids; jobs unknown to Slurm are left out."""
         found: dict[int, WatchedJob] = {}
         for at in range(0, len(raw_ids), _IDS_PER_CALL):
             ids = raw_ids[at : at + _IDS_PER_CALL]
-            found.update(await self._rows(ids))
+            found.update(await self._read_rows(ids))
         return found
 
-    async def _rows(self, ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def _read_rows(self, ids: Sequence[int]) -> dict[int, WatchedJob]:
         text = ",".join(str(int(i)) for i in ids)
         try:
-            out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-o", ROW_FORMAT, "-j", text)
+            out = await self._run_tool("squeue", "-h", "-a", "-r", "-t", "all", "-o", ROW_FORMAT, "-j", text)
         except UnknownJob:
             return {}
         try:
@@ -301,16 +305,18 @@ class Slurm:
             raise SlurmError(str(exc)) from None
         return {row.raw_id: row for row in rows if row.raw_id in ids}
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         """Return the named nodes, or all nodes if none is named."""
         wanted = tuple(names)
-        _names(wanted)
-        return await self._either(lambda reader: reader.nodes(wanted), lambda: self._nodes(wanted))
+        _join_names(wanted)
+        return await self._read_by_either(lambda reader: reader.read_nodes(wanted), lambda: self._read_nodes(wanted))
 
-    async def _nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
-        wanted = _names(names)
+    async def _read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+        wanted = _join_names(names)
         try:
-            records = node_records(await self._run("scontrol", "show", "node", "-o", *([wanted] if wanted else [])))
+            records = split_nodes(
+                await self._run_tool("scontrol", "show", "node", "-o", *([wanted] if wanted else []))
+            )
             found: dict[str, Node] = {}
             doubtful: set[str] = set()
             hidden: list[str] = []
@@ -318,39 +324,43 @@ class Slurm:
                 node = parse_node(record)
                 if node.name in found:  # an operator's text imitates a record
                     doubtful.add(node.name)
-                elif reason_is_hidden(record):
+                elif hides_reason(record):
                     hidden.append(node.name)
                 found.setdefault(node.name, node)
             for name in doubtful:
-                found[name] = parse_node(node_records(await self._run("scontrol", "show", "node", "-o", name))[0])
+                found[name] = parse_node(split_nodes(await self._run_tool("scontrol", "show", "node", "-o", name))[0])
             if hidden:
-                out = await self._run_bytes("sinfo", "-h", "-N", "-n", _names(hidden), "-O", fields.REASON_FORMAT)
+                out = await self._run_bytes(
+                    "sinfo", "-h", "-N", "-n", _join_names(hidden), "-O", fields.REASON_FORMAT
+                )
                 reasons = fields.parse_reasons(out)
                 found |= {name: replace(found[name], reason=reasons.get(name, "")) for name in hidden}
             return found
         except (ParseError, IndexError) as exc:
             raise SlurmError(str(exc)) from None
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         """Return the state of each partition."""
         try:
-            return dict(parse_partition(line) for line in await self._lines("show", "partition", "-o"))
+            return dict(parse_partition(line) for line in await self._run_lines("show", "partition", "-o"))
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         """Return all reservations."""
-        lines = await self._lines("show", "reservation", "-o")
+        lines = await self._run_lines("show", "reservation", "-o")
         try:
             return [parse_reservation(line) for line in lines if line.startswith("ReservationName=")]
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         """Return (uid, raw job id) of each job that is running or ending on each of these nodes."""
         wanted = tuple(names)
         states = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
-        out = await self._run("squeue", "-h", "-a", "-r", "-t", states, "-w", _names(wanted), "-o", ROW_FORMAT)
+        out = await self._run_tool(
+            "squeue", "-h", "-a", "-r", "-t", states, "-w", _join_names(wanted), "-o", ROW_FORMAT
+        )
         found: dict[str, set[tuple[int, int]]] = {name: set() for name in wanted}
         for line in out.splitlines():
             if line.strip():
@@ -363,20 +373,22 @@ class Slurm:
                         found[name].add((row.user_id, row.raw_id))
         return found
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         """Return the jobs, running or waiting, that name a reservation."""
-        checked = _checked(_SAFE_NAME, reservation, "a reservation name")
-        out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
+        checked = _check_value(_SAFE_NAME, reservation, "a reservation name")
+        out = await self._run_tool("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
         try:
             return [parse_row(line) for line in out.splitlines() if line.strip()]
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         """Return these busy nodes, sorted by the end of their jobs, earliest first."""
         wanted = tuple(names)
         layout = f"%e|{ROW_FORMAT}"
-        out = await self._run("squeue", "-h", "-a", "-r", "-t", "RUNNING", "-w", _names(wanted), "-o", layout)
+        out = await self._run_tool(
+            "squeue", "-h", "-a", "-r", "-t", "RUNNING", "-w", _join_names(wanted), "-o", layout
+        )
         ends = dict.fromkeys(wanted, "")
         for line in out.splitlines():
             end, _, row = line.strip().partition("|")
@@ -389,89 +401,89 @@ class Slurm:
                     ends[name] = max(ends[name], end)
         return sorted(wanted, key=lambda name: (ends[name], name))
 
-    async def config(self) -> SlurmConfig:
+    async def read_config(self) -> SlurmConfig:
         """Return slurmctld's configuration in effect."""
         try:
-            return parse_config(await self._run("scontrol", "show", "config"))
+            return parse_config(await self._run_tool("scontrol", "show", "config"))
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
-    async def accounting(self) -> bool:
+    async def has_accounting(self) -> bool:
         """Return whether the cluster keeps its users in slurmdbd."""
-        return (await self.config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
+        return (await self.read_config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
 
-    async def admin_level(self, user: str) -> str:
+    async def read_admin_level(self, user: str) -> str:
         """Return slurmdbd's AdminLevel of a user: "None", "Operator" or "Administrator".
 
         The level is "" if slurmdbd does not know the user.
         """
-        name = _checked(_SAFE_USER, user, "a user name")
-        out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
+        name = _check_value(_SAFE_USER, user, "a user name")
+        out = await self._call_tool("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
         return parse_admin_level(out.decode(errors="replace"), name)
 
-    async def queue(self) -> list[WatchedJob]:
+    async def read_queue(self) -> list[WatchedJob]:
         """Return all unfinished jobs that this user may see."""
-        out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
+        out = await self._run_tool("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
         try:
             return [parse_row(line) for line in out.splitlines() if line.strip()]
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
-    async def history(self, days: int) -> str:
+    async def read_history(self, days: int) -> str:
         """Return accounting's rows on all jobs that this user may see, in the form that `accounting` parses.
 
         Raises `SlurmError` if there is no accounting.
         """
-        return await self._run("sacct", *accounting.ARGUMENTS, "-S", f"now-{int(days)}days")
+        return await self._run_tool("sacct", *accounting.ARGUMENTS, "-S", f"now-{int(days)}days")
 
-    async def configuration(self) -> dict[str, str]:
+    async def read_configuration(self) -> dict[str, str]:
         """Return the configuration values that slurmctld runs with."""
-        return (await self.config()).values
+        return (await self.read_config()).values
 
-    async def release(self) -> str:
+    async def read_release(self) -> str:
         """Return the release of Slurm's commands on this host, as they print it."""
-        return (await self._call("scontrol", "--version")).decode(errors="replace").strip()
+        return (await self._call_tool("scontrol", "--version")).decode(errors="replace").strip()
 
-    async def slurmctlds(self) -> list[tuple[str, bool]]:
+    async def ping_slurmctlds(self) -> list[tuple[str, bool]]:
         """Return the hosts of slurmctld, the primary first, and whether each answers.
 
         The first host that answers is in charge.
         """
-        return parse_ping((await self._call("scontrol", "ping", refusals=False)).decode(errors="replace"))
+        return parse_ping((await self._call_tool("scontrol", "ping", refuses=False)).decode(errors="replace"))
 
     # ---- changing --------------------------------------------------------------------------------------
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         """Set a node DOWN and DRAIN.
 
         Without the drain, a stale reply of a dead node makes it idle again (ReturnToService).
         """
         words = " ".join(reason.replace('"', "'").split())
-        _names([name])
+        _join_names([name])
         for state in ("DRAIN", "DOWN"):
-            await self._node_state(name, state, words)
-        node = (await self._nodes((name,)))[name]
-        if not node.down:
+            await self._set_node_state(name, state, words)
+        node = (await self._read_nodes((name,)))[name]
+        if not node.is_down:
             raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
         return node
 
-    async def node_drain(self, name: str, reason: str) -> None:
+    async def drain_node(self, name: str, reason: str) -> None:
         """Drain a node: no new job begins there, and running jobs continue.
 
         Raises `SlurmError` if the node is not drained afterwards.
         """
-        _names([name])
-        await self._node_state(name, "DRAIN", " ".join(reason.replace('"', "'").split()))
-        node = (await self._nodes((name,)))[name]
+        _join_names([name])
+        await self._set_node_state(name, "DRAIN", " ".join(reason.replace('"', "'").split()))
+        node = (await self._read_nodes((name,)))[name]
         if "DRAIN" not in node.flags:
             raise SlurmError(f"node {name} was drained, but is {node.state}")
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         """Resume a node that was drained in error."""
-        _names([name])
-        await self._node_state(name, "RESUME")
+        _join_names([name])
+        await self._set_node_state(name, "RESUME")
 
-    async def _node_state(self, name: str, state: str, reason: str = "") -> None:
+    async def _set_node_state(self, name: str, state: str, reason: str = "") -> None:
         """Set a node's state; fall back to the commands if another API fails.
 
         The fallback is harmless, because setting the same state twice has the effect of setting it once.
@@ -479,26 +491,26 @@ class Slurm:
         words = [f"NodeName={name}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
 
         async def by_commands() -> None:
-            await self._run("scontrol", "update", *words)
+            await self._run_tool("scontrol", "update", *words)
 
         async def fast(reader: ApiReader) -> None:
             if not isinstance(reader, PyslurmReader):
                 return await by_commands()
-            return await reader.node_state(name, state, reason)
+            return await reader.set_node_state(name, state, reason)
 
-        await self._either(fast, by_commands)
+        await self._read_by_either(fast, by_commands)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         """Reserve nodes for one user, regardless of the jobs that run there.
 
         Raises `SlurmError`, for example if another reservation overlaps.
         """
-        await self._run(
+        await self._run_tool(
             "scontrol",
             "create",
             "reservation",
-            f"ReservationName={_checked(_SAFE_NAME, name, 'a reservation name')}",
-            f"Nodes={_names(nodes)}",
+            f"ReservationName={_check_value(_SAFE_NAME, name, 'a reservation name')}",
+            f"Nodes={_join_names(nodes)}",
             f"Users={int(user_id)}",
             "StartTime=now",
             f"Duration={int(minutes)}",
@@ -510,36 +522,38 @@ class Slurm:
 
         Raises `SlurmError`, for example if another reservation overlaps.
         """
-        checked = _checked(_SAFE_NAME, name, "a reservation name")
-        await self._run("scontrol", "update", f"ReservationName={checked}", f"Nodes={_names(nodes)}")
+        checked = _check_value(_SAFE_NAME, name, "a reservation name")
+        await self._run_tool("scontrol", "update", f"ReservationName={checked}", f"Nodes={_join_names(nodes)}")
 
     async def delete_reservation(self, name: str) -> bool:
         """Delete a reservation; return False if a job still references it.
 
         A reservation that is already gone counts as deleted.
         """
-        checked = _checked(_SAFE_NAME, name, "a reservation name")
+        checked = _check_value(_SAFE_NAME, name, "a reservation name")
         try:
-            await self._run("scontrol", "delete", f"ReservationName={checked}")
+            await self._run_tool("scontrol", "delete", f"ReservationName={checked}")
         except SlurmUnreachable:
             raise
         except SlurmError:
-            return name not in {r.name for r in await self.reservations()}
+            return name not in {r.name for r in await self.read_reservations()}
         return True
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         """Make a job start next on these nodes (and more), out of this reservation.
 
         The job must be pending. `ResetAccrueTime` makes Slurm refuse the whole update of a running job.
         Without it, a shorter ReqNodeList would silently shrink a running job.
         """
         if reservation:
-            _checked(_SAFE_NAME, reservation, "a reservation name")
-        await self._update(job, "ResetAccrueTime", f"ReqNodeList={_names(nodes)}", f"ReservationName={reservation}")
-        after = await self.job(job.raw_id)
+            _check_value(_SAFE_NAME, reservation, "a reservation name")
+        await self._update_job(
+            job, "ResetAccrueTime", f"ReqNodeList={_join_names(nodes)}", f"ReservationName={reservation}"
+        )
+        after = await self.read_job(job.raw_id)
         if set(after.req_nodes) != set(nodes) or after.reservation != reservation:
             found = ",".join(after.req_nodes) or "none"
-            raise SlurmError(f"job {job.id} was pinned to {_names(nodes)} and has {found}")
+            raise SlurmError(f"job {job.id} was pinned to {_join_names(nodes)} and has {found}")
         return after
 
     async def set_start_time(self, job: Job, start: str) -> None:
@@ -547,25 +561,25 @@ class Slurm:
 
         A plain `now` can fail the job permanently with a revoked credential.
         """
-        await self._update(job, f"StartTime={_checked(_START, start, 'a relative start time')}")
+        await self._update_job(job, f"StartTime={_check_value(_START, start, 'a relative start time')}")
 
-    async def nudge(self, job: Job) -> None:
+    async def nudge_scheduler(self, job: Job) -> None:
         """Send an update that changes nothing, because the scheduler runs after each update."""
-        await self._update(job, "ResetAccrueTime")
+        await self._update_job(job, "ResetAccrueTime")
 
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
         """Return a job to its own reservation, or to none."""
         if previous:
-            _checked(_SAFE_NAME, previous, "a reservation name")
-        await self._update(job, f"ReservationName={previous}")
+            _check_value(_SAFE_NAME, previous, "a reservation name")
+        await self._update_job(job, f"ReservationName={previous}")
 
     async def hold_job(self, job: Job, why: str) -> None:
         """Hold a pending job until its owner or an operator releases it; `why` becomes its AdminComment."""
-        if not job.actable:
+        if not job.is_actable:
             raise SlurmError(f"job {job.id}: a hold would hold other jobs too")
-        await self._run("scontrol", "uhold", _checked(_JOB_ID, job.id, "a job id"))
+        await self._run_tool("scontrol", "uhold", _check_value(_JOB_ID, job.id, "a job id"))
         comment = " ".join(f"gemini-hpc: held: {why}".replace('"', "'").split())
-        await self._update(job, f"AdminComment={comment}")
+        await self._update_job(job, f"AdminComment={comment}")
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
         """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there.
@@ -579,35 +593,35 @@ class Slurm:
         """
         if not _SAFE_LINE.fullmatch(line):
             raise SlurmError(f"{line!r} is not an AdminComment")
-        if not job.actable:
+        if not job.is_actable:
             raise SlurmError(f"job {job.id}: an update would change other jobs too")
-        if not await self.accounting():
+        if not await self.has_accounting():
             return
         raw_id = str(int(job.raw_id))
-        found = (await self._call("sacct", "-n", "-P", "-X", "-j", raw_id, "-o", "AdminComment")).decode(
+        found = (await self._call_tool("sacct", "-n", "-P", "-X", "-j", raw_id, "-o", "AdminComment")).decode(
             errors="replace"
         )
         if not found.strip() or found.startswith(prefix):
             words = ("-i", "modify", "job", "where", f"jobid={raw_id}", "set", f"AdminComment={line}")
-            await self._call("sacctmgr", *words)
+            await self._call_tool("sacctmgr", *words)
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         """Requeue a running or ended job."""
         reader = self._reader
         # The raw id of an array's last task means the whole array.
-        if isinstance(reader, PyslurmReader) and job.array_job_id is None and job.actable:
+        if isinstance(reader, PyslurmReader) and job.array_job_id is None and job.is_actable:
             try:
-                await reader.requeue(job.raw_id)
+                await reader.requeue_job(job.raw_id)
             except Surprise as exc:
-                await self._leave(reader, exc)
+                await self._leave_api(reader, exc)
             except Unreadable:
                 pass
-            after = await self._job(job.raw_id)
+            after = await self._read_job(job.raw_id)
             if after.restarts > job.restarts or after.state in (PENDING, COMPLETING):
                 return
-        await self._run("scontrol", "requeue", _checked(_JOB_ID, job.id, "a job id"))
+        await self._run_tool("scontrol", "requeue", _check_value(_JOB_ID, job.id, "a job id"))
 
-    async def _update(self, job: Job, *changes: str) -> None:
-        if not job.actable:
+    async def _update_job(self, job: Job, *changes: str) -> None:
+        if not job.is_actable:
             raise SlurmError(f"job {job.id}: an update would change other jobs too")
-        await self._run("scontrol", "update", f"JobId={_checked(_JOB_ID, job.id, 'a job id')}", *changes)
+        await self._run_tool("scontrol", "update", f"JobId={_check_value(_JOB_ID, job.id, 'a job id')}", *changes)

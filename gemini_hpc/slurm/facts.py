@@ -11,6 +11,8 @@ CUT_SHORT = frozenset((FAILED, NODE_FAIL, COMPLETED))
 _STOPPED = frozenset(("SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"))
 _WAITING = frozenset((PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
 LIVE = _STOPPED | _WAITING | {RUNNING, COMPLETING, CONFIGURING}
+# Slurm sets a silent node DOWN after this time, unless slurm.conf has another SlurmdTimeout.
+SLURMD_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,14 @@ class Job:
     req_nodes: tuple[str, ...]
     num_nodes: int
     restarts: int
-    requeue: bool
+    may_requeue: bool
     partition: str
     reservation: str
     features: str
     array_job_id: int | None
     array_task_id: str
-    het: bool
-    batch: bool
+    is_het: bool
+    is_batch: bool
     batch_host: str
     min_cpus: int
     min_memory_mb: int
@@ -47,9 +49,9 @@ class Job:
     gres_per_node: dict[str, int]
 
     @property
-    def actable(self) -> bool:
+    def is_actable(self) -> bool:
         """Return whether updates of `id` change only this one job."""
-        return not self.het and (self.array_job_id is None or self.array_task_id.isdigit())
+        return not self.is_het and (self.array_job_id is None or self.array_task_id.isdigit())
 
     @property
     def has_ended(self) -> bool:
@@ -89,26 +91,28 @@ class Node:
     spec_memory_mb: int = 0
 
     @property
-    def up(self) -> bool:
+    def is_up(self) -> bool:
         """Return whether Slurm would start a job here now or later."""
         bad = {"DRAIN", "NOT_RESPONDING", "FAIL", "MAINT", "POWERED_DOWN", "POWERING_DOWN", "INVALID_REG"}
         return self.state in ("IDLE", "MIXED", "ALLOCATED") and not self.flags & bad
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether no job runs or ends here."""
-        return self.up and self.state == "IDLE" and not self.flags & {"COMPLETING", "RESERVED", "PLANNED", "REBOOT"}
+        return (
+            self.is_up and self.state == "IDLE" and not self.flags & {"COMPLETING", "RESERVED", "PLANNED", "REBOOT"}
+        )
 
     @property
-    def withheld(self) -> bool:
+    def is_withheld(self) -> bool:
         """Return whether the node is DOWN or drained.
 
         A `reason` alone proves neither: from Slurm 24.11 on it stays set after a RESUME.
         """
-        return self.down or "DRAIN" in self.flags
+        return self.is_down or "DRAIN" in self.flags
 
     @property
-    def down(self) -> bool:
+    def is_down(self) -> bool:
         """Return whether Slurm considers the node dead."""
         return self.state in ("DOWN", "ERROR")
 

@@ -34,13 +34,13 @@ class FairGate:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._next()
+                self._pass_on()
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._next()
+        self._pass_on()
 
-    def _next(self) -> None:
+    def _pass_on(self) -> None:
         """Pass the free place to the next user in turn."""
         while self._queues:
             user = next(iter(self._queues))

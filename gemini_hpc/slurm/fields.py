@@ -13,13 +13,13 @@ import re
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.slurm.text import (
     ParseError,
-    gres_needed,
-    hosts,
-    megabytes,
-    number,
-    state_of,
-    text_of,
-    unix_time,
+    blank_none,
+    parse_gres_needed,
+    parse_hosts,
+    parse_megabytes,
+    parse_number,
+    parse_state,
+    parse_time,
 )
 
 WRITTEN = (
@@ -93,49 +93,49 @@ def parse_ids(out: bytes) -> list[tuple[int, str]]:
         parts = [part.strip() for part in line.split("|")]
         if len(parts) != 4 or not parts[0].isdigit():
             raise ParseError(f"not a row of ids: {line[:80]!r}")
-        found.append((int(parts[0]), f"{parts[2]}_{parts[1]}" if text_of(parts[1]) else parts[0]))
+        found.append((int(parts[0]), f"{parts[2]}_{parts[1]}" if blank_none(parts[1]) else parts[0]))
     return found
 
 
-def job_of(row: dict[str, str]) -> Job:
+def build_job(row: dict[str, str]) -> Job:
     """Return the job of one row. Raises `ParseError`."""
     if not row["JobID"].isdigit() or not row["UserID"].isdigit() or not row["State"]:
         raise ParseError(f"not a job: {row['JobID'][:40]!r} of user {row['UserID'][:40]!r}")
     raw_id = int(row["JobID"])
-    task = text_of(row["ArrayTaskID"]).partition("%")[0]
-    array = number(row["ArrayJobID"]) if task else None
+    task = blank_none(row["ArrayTaskID"]).partition("%")[0]
+    array = parse_number(row["ArrayJobID"]) if task else None
     return Job(
         id=f"{array}_{task}" if array is not None else str(raw_id),
         raw_id=raw_id,
-        state=state_of(row["State"]),
-        reason=text_of(row["Reason"]),
+        state=parse_state(row["State"]),
+        reason=blank_none(row["Reason"]),
         user_id=int(row["UserID"]),
         user=row["UserName"],
-        nodes=hosts(row["NodeList"]),
-        req_nodes=hosts(row["ReqNodes"]),
-        num_nodes=number(row["NumNodes"]),
-        restarts=number(row["RestartCnt"]),
-        requeue=number(row["Requeue"]) != 0,
-        partition=text_of(row["Partition"]),
-        reservation=text_of(row["Reservation"]),
-        features=text_of(row["Feature"]),
+        nodes=parse_hosts(row["NodeList"]),
+        req_nodes=parse_hosts(row["ReqNodes"]),
+        num_nodes=parse_number(row["NumNodes"]),
+        restarts=parse_number(row["RestartCnt"]),
+        may_requeue=parse_number(row["Requeue"]) != 0,
+        partition=blank_none(row["Partition"]),
+        reservation=blank_none(row["Reservation"]),
+        features=blank_none(row["Feature"]),
         array_job_id=array,
         array_task_id=task,
-        het=number(row["HetJobID"]) != 0,
-        batch=number(row["BatchFlag"]) != 0,
-        batch_host=text_of(row["BatchHost"]) if number(row["BatchFlag"]) else "",
-        min_cpus=number(row["MinCpus"]),
-        min_memory_mb=megabytes(row["MinMemory"]),
-        start_time=unix_time(row["StartTime"]),
-        end_time=unix_time(row["EndTime"]),
-        exit_code=_exit_code(row["exit_code"]),
-        gres_per_node=gres_needed(
+        is_het=parse_number(row["HetJobID"]) != 0,
+        is_batch=parse_number(row["BatchFlag"]) != 0,
+        batch_host=blank_none(row["BatchHost"]) if parse_number(row["BatchFlag"]) else "",
+        min_cpus=parse_number(row["MinCpus"]),
+        min_memory_mb=parse_megabytes(row["MinMemory"]),
+        start_time=parse_time(row["StartTime"]),
+        end_time=parse_time(row["EndTime"]),
+        exit_code=_parse_exit_code(row["exit_code"]),
+        gres_per_node=parse_gres_needed(
             row["tres-per-node"], row["tres-per-job"], row["tres-per-socket"], row["tres-per-task"]
         ),
     )
 
 
-def _exit_code(value: str) -> str:
+def _parse_exit_code(value: str) -> str:
     """Return `3:0` (status, signal), from that form or from the status of wait()."""
     if not re.fullmatch(r"[0-9]+", value):
         return value
@@ -147,7 +147,7 @@ def parse_excluded(out: str, raw_id: int) -> tuple[str, ...]:
     """Return the nodes that a job excludes, from `squeue -h -o EXCLUDED_FORMAT`. Raises `ParseError`."""
     parts = out.split("|")
     found = {a.strip(): b for a, b in zip(parts[::2], parts[1::2], strict=False)}
-    return hosts(found.get(str(raw_id), ""))
+    return parse_hosts(found.get(str(raw_id), ""))
 
 
 def parse_reasons(out: bytes) -> dict[str, str]:
@@ -163,6 +163,6 @@ def parse_reasons(out: bytes) -> dict[str, str]:
             raise ParseError(f"not a row of sinfo: {out[at : at + 80]!r}")
         name, user, stamp = (value.decode("ascii", errors="replace").strip() for value in written)
         said = rest[:TEXT_BYTES].decode(errors="replace").rstrip(" ")
-        found[name] = f"{said} [{user}@{stamp}]" if text_of(said) else ""
+        found[name] = f"{said} [{user}@{stamp}]" if blank_none(said) else ""
         at = len(out) - len(rest) + TEXT_BYTES + 1
     return found

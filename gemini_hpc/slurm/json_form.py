@@ -14,7 +14,7 @@ import msgspec
 
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import Job, Node
-from gemini_hpc.slurm.text import gres_counts, gres_needed, hosts, state_of, text_of
+from gemini_hpc.slurm.text import blank_none, count_gres, parse_gres_needed, parse_hosts, parse_state
 from gemini_hpc.slurm.ways import JSON, Surprise, Unreadable
 
 T = TypeVar("T")
@@ -31,40 +31,42 @@ class JsonReader:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    async def _records(self, key: str, *args: str) -> list[dict[str, Any]]:
+    async def _read_records(self, key: str, *args: str) -> list[dict[str, Any]]:
         try:
             out = await self._run("scontrol", "--json", *args)
         except (SlurmUnreachable, UnknownJob):
             raise
         except SlurmError as exc:
             raise Surprise(f"scontrol --json: {exc}") from None
-        return records(out, key)
+        return parse_records(out, key)
 
-    async def _job(self, raw_id: int) -> dict[str, Any]:
-        own = [r for r in await self._records("jobs", "show", "job", str(int(raw_id))) if r.get("job_id") == raw_id]
+    async def _read_record(self, raw_id: int) -> dict[str, Any]:
+        own = [
+            r for r in await self._read_records("jobs", "show", "job", str(int(raw_id))) if r.get("job_id") == raw_id
+        ]
         if not own:
             raise UnknownJob(f"job {raw_id} is not known")
         return own[0]
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         """Return one job (see `Reader`)."""
-        return job_of(await self._job(raw_id))
+        return build_job(await self._read_record(raw_id))
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes (see `Reader`)."""
-        record = await self._job(raw_id)
-        return _read(record, lambda: hosts(str(record["excluded_nodes"])))
+        record = await self._read_record(raw_id)
+        return _convert_record(record, lambda: parse_hosts(str(record["excluded_nodes"])))
 
-    async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+    async def read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
         """Return the named nodes, or all nodes (see `Reader`)."""
-        found = await self._records("nodes", "show", "node", *([",".join(names)] if names else []))
-        return {node.name: node for node in map(node_of, found)}
+        found = await self._read_records("nodes", "show", "node", *([",".join(names)] if names else []))
+        return {node.name: node for node in map(build_node, found)}
 
     async def close(self) -> None:
         """Do nothing: this reader has no helper process (see `Reader`)."""
 
 
-def records(out: bytes, key: str) -> list[dict[str, Any]]:
+def parse_records(out: bytes, key: str) -> list[dict[str, Any]]:
     """Return the records below `key`. Raises `Unreadable` for invalid JSON, `Surprise` for another shape."""
     try:
         found = msgspec.json.decode(out.decode(errors="replace"))
@@ -76,7 +78,7 @@ def records(out: bytes, key: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _read(record: Mapping[str, Any], build: Callable[[], T]) -> T:
+def _convert_record(record: Mapping[str, Any], build: Callable[[], T]) -> T:
     try:
         return build()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
@@ -84,99 +86,101 @@ def _read(record: Mapping[str, Any], build: Callable[[], T]) -> T:
         raise Surprise(f"scontrol --json: {str(what)[:80]}: {type(exc).__name__} {exc}") from None
 
 
-def _number(value: Any) -> int:
+def _parse_number(value: Any) -> int:
     """Return a number, 0 if Slurm leaves it unset."""
     if isinstance(value, dict):
         return int(value["number"]) if value.get("set", True) and not value.get("infinite") else 0
     return int(value or 0)
 
 
-def _state(value: Any) -> str:
+def _parse_state(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _names(value: Any) -> list[str]:
+def _parse_names(value: Any) -> list[str]:
     """Return the names in a list, or in a text with commas."""
-    return [str(v) for v in value] if isinstance(value, list) else [v for v in text_of(str(value)).split(",") if v]
+    return [str(v) for v in value] if isinstance(value, list) else [v for v in blank_none(str(value)).split(",") if v]
 
 
-def _exit_code(value: Any) -> str:
+def _parse_exit_code(value: Any) -> str:
     if not isinstance(value, dict):
-        return f"{_number(value) >> 8 & 255}:{_number(value) & 127}"
+        return f"{_parse_number(value) >> 8 & 255}:{_parse_number(value) & 127}"
     signal = value.get("signal") or {}
-    return f"{_number(value['return_code'])}:{_number(signal.get('id', signal.get('signal_id', 0)))}"
+    return f"{_parse_number(value['return_code'])}:{_parse_number(signal.get('id', signal.get('signal_id', 0)))}"
 
 
-def job_of(r: Mapping[str, Any]) -> Job:
+def build_job(r: Mapping[str, Any]) -> Job:
     """Return the job of a record. Raises `Surprise`."""
-    return _read(r, lambda: _job_of(r))
+    return _convert_record(r, lambda: _convert_job(r))
 
 
-def _job_of(r: Mapping[str, Any]) -> Job:
-    array = _number(r["array_job_id"]) or None
+def _convert_job(r: Mapping[str, Any]) -> Job:
+    array = _parse_number(r["array_job_id"]) or None
     task_id = r["array_task_id"]
     has_task = bool(task_id.get("set")) if isinstance(task_id, dict) else task_id is not None
-    waiting = text_of(r.get("array_task_string") or "").partition("%")[0]
-    task = "" if array is None else waiting or (str(_number(task_id)) if has_task else "")
-    memory = _number(r["memory_per_node"]) or _number(r["memory_per_cpu"])
+    waiting = blank_none(r.get("array_task_string") or "").partition("%")[0]
+    task = "" if array is None else waiting or (str(_parse_number(task_id)) if has_task else "")
+    memory = _parse_number(r["memory_per_node"]) or _parse_number(r["memory_per_cpu"])
     batch = bool(r["batch_flag"])
     return Job(
         id=f"{array}_{task}" if array is not None else str(r["job_id"]),
         raw_id=int(r["job_id"]),
-        state=state_of(_state(r["job_state"])),
-        reason=text_of(r.get("state_description") or r["state_reason"]),
+        state=parse_state(_parse_state(r["job_state"])),
+        reason=blank_none(r.get("state_description") or r["state_reason"]),
         user_id=int(r["user_id"]),
         user=str(r["user_name"]),
-        nodes=hosts(r["nodes"]),
-        req_nodes=hosts(r["required_nodes"]),
-        num_nodes=_number(r["node_count"]),
-        restarts=_number(r["restart_cnt"]),
-        requeue=bool(r["requeue"]),
-        partition=text_of(r["partition"]),
-        reservation=text_of(r["resv_name"]),
-        features=text_of(r["features"]),
+        nodes=parse_hosts(r["nodes"]),
+        req_nodes=parse_hosts(r["required_nodes"]),
+        num_nodes=_parse_number(r["node_count"]),
+        restarts=_parse_number(r["restart_cnt"]),
+        may_requeue=bool(r["requeue"]),
+        partition=blank_none(r["partition"]),
+        reservation=blank_none(r["resv_name"]),
+        features=blank_none(r["features"]),
         array_job_id=array,
         array_task_id=task,
-        het=_number(r["het_job_id"]) != 0,
-        batch=batch,
-        batch_host=text_of(r["batch_host"]) if batch else "",
-        min_cpus=_number(r["minimum_cpus_per_node"]),
+        is_het=_parse_number(r["het_job_id"]) != 0,
+        is_batch=batch,
+        batch_host=blank_none(r["batch_host"]) if batch else "",
+        min_cpus=_parse_number(r["minimum_cpus_per_node"]),
         min_memory_mb=memory,
-        start_time=float(_number(r["start_time"])),
-        end_time=float(_number(r["end_time"])),
-        exit_code=_exit_code(r["exit_code"]),
-        gres_per_node=gres_needed(r["tres_per_node"], r["tres_per_job"], r["tres_per_socket"], r["tres_per_task"]),
+        start_time=float(_parse_number(r["start_time"])),
+        end_time=float(_parse_number(r["end_time"])),
+        exit_code=_parse_exit_code(r["exit_code"]),
+        gres_per_node=parse_gres_needed(
+            r["tres_per_node"], r["tres_per_job"], r["tres_per_socket"], r["tres_per_task"]
+        ),
     )
 
 
-def node_of(r: Mapping[str, Any]) -> Node:
+def build_node(r: Mapping[str, Any]) -> Node:
     """Return the node of a record. Raises `Surprise`."""
-    return _read(r, lambda: _node_of(r))
+    return _convert_record(r, lambda: _convert_node(r))
 
 
-def _node_of(r: Mapping[str, Any]) -> Node:
-    base, *flags = (word.upper() for word in _state(r["state"]).replace("+", ",").split(","))
+def _convert_node(r: Mapping[str, Any]) -> Node:
+    base, *flags = (word.upper() for word in _parse_state(r["state"]).replace("+", ",").split(","))
     return Node(
         name=str(r["name"]),
         state=base,
         flags=frozenset(_FLAGS.get(flag, flag) for flag in flags),
-        address=text_of(r["address"]) or str(r["name"]),
-        port=_number(r["port"]),
-        partitions=tuple(_names(r["partitions"])),
-        features=frozenset(_names(r["active_features"]) or _names(r["features"])),
-        cpus=_number(r["cpus"]),
-        memory_mb=_number(r["real_memory"]),
-        reason=reason_with_stamp(r["reason"], r["reason_set_by_user"], _number(r["reason_changed_at"])),
-        boot_time=float(_number(r["boot_time"])),
-        slurmd_start=float(_number(r["slurmd_start_time"])),
-        gres=gres_counts(str(r["gres"])),
-        hostname=text_of(r["hostname"]) or str(r["name"]),
-        spec_memory_mb=_number(r["specialized_memory"]),
+        address=blank_none(r["address"]) or str(r["name"]),
+        port=_parse_number(r["port"]),
+        partitions=tuple(_parse_names(r["partitions"])),
+        features=frozenset(_parse_names(r["active_features"]) or _parse_names(r["features"])),
+        cpus=_parse_number(r["cpus"]),
+        memory_mb=_parse_number(r["real_memory"]),
+        reason=stamp_reason(r["reason"], r["reason_set_by_user"], _parse_number(r["reason_changed_at"])),
+        boot_time=float(_parse_number(r["boot_time"])),
+        slurmd_start=float(_parse_number(r["slurmd_start_time"])),
+        gres=count_gres(str(r["gres"])),
+        hostname=blank_none(r["hostname"]) or str(r["name"]),
+        spec_memory_mb=_parse_number(r["specialized_memory"]),
     )
 
 
-def reason_with_stamp(reason: str, user: str, at: float) -> str:
+def stamp_reason(reason: str, user: str, at: float) -> str:
     """Return a reason in the form of `scontrol show node`: text, author and time (UTC)."""
-    if not text_of(reason):
+    if not blank_none(reason):
         return ""
     return f"{reason} [{user}@{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}]" if user else reason

@@ -18,15 +18,22 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.slurm.facts import Job, Node
 from gemini_hpc.slurm.fair_queue import FairGate
-from gemini_hpc.slurm.json_form import reason_with_stamp
-from gemini_hpc.slurm.text import ParseError, gres_needed, hosts, node_state, state_of, text_of
+from gemini_hpc.slurm.json_form import stamp_reason
+from gemini_hpc.slurm.text import (
+    ParseError,
+    blank_none,
+    parse_gres_needed,
+    parse_hosts,
+    parse_node_state,
+    parse_state,
+)
 from gemini_hpc.slurm.ways import PYSLURM, Surprise, Unreadable
 
 T = TypeVar("T")
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pyslurm_worker.py")
 # Importing takes part of this time; an import that finds no configuration can hang for a minute.
 START_TIMEOUT_S = 5.0
-KILLED_WITHIN_S = 1.0
+KILLED_WITHIN_S = 1.0  # a worker that SIGKILL has not ended by then hangs in the kernel
 MAX_ANSWER_BYTES = 256 << 20  # for a cluster with 100,000 nodes
 
 
@@ -59,7 +66,7 @@ class PyslurmReader:
         self._process: asyncio.subprocess.Process | None = None
         self._asked = 0
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start_worker(self) -> asyncio.subprocess.Process:
         try:
             return await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -73,12 +80,12 @@ class PyslurmReader:
         except OSError as exc:
             raise Surprise(f"pyslurm's process does not start: {exc}") from None
 
-    async def call(self, call: str, *args: Any) -> Any:
+    async def call_worker(self, call: str, *args: Any) -> Any:
         """Return the worker's answer. Raises as `Reader`."""
         async with self._gate:
             timeout_s = self._timeout_s
             if self._process is None:
-                self._process = await self._start()
+                self._process = await self._start_worker()
                 timeout_s += START_TIMEOUT_S
             began = clock.monotonic()
             try:
@@ -119,25 +126,25 @@ class PyslurmReader:
             raise ValueError("an unexpected answer")
         return answer
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         """Return one job (see `Reader`)."""
-        found = await self.call("job", int(raw_id))
-        job = await self._read(lambda: job_of(found))
+        found = await self.call_worker("job", int(raw_id))
+        job = await self._convert_record(lambda: build_job(found))
         if job.raw_id != raw_id:
             raise Unreadable(f"pyslurm answers with job {job.raw_id} for {raw_id}")
         return job
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes (see `Reader`)."""
-        found = await self.call("job", int(raw_id))
-        return await self._read(lambda: hosts(found["excluded_nodes"] or ""))
+        found = await self.call_worker("job", int(raw_id))
+        return await self._convert_record(lambda: parse_hosts(found["excluded_nodes"] or ""))
 
-    async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+    async def read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
         """Return the named nodes, or all nodes (see `Reader`)."""
-        found = await self.call("nodes", list(names))
-        return await self._read(lambda: {node.name: node for node in map(node_of, found)})
+        found = await self.call_worker("nodes", list(names))
+        return await self._convert_record(lambda: {node.name: node for node in map(build_node, found)})
 
-    async def _read(self, build: Callable[[], T]) -> T:
+    async def _convert_record(self, build: Callable[[], T]) -> T:
         try:
             return build()
         except ParseError as exc:
@@ -146,13 +153,13 @@ class PyslurmReader:
             await self.close()
             raise Surprise(f"pyslurm: a record of an unexpected form: {type(exc).__name__} {exc}") from None
 
-    async def node_state(self, name: str, state: str, reason: str = "") -> None:
+    async def set_node_state(self, name: str, state: str, reason: str = "") -> None:
         """Set a node's state, with a reason if one is given. Raises as `Reader`."""
-        await self.call("node_state", name, state, reason)
+        await self.call_worker("node_state", name, state, reason)
 
-    async def requeue(self, raw_id: int) -> None:
+    async def requeue_job(self, raw_id: int) -> None:
         """Requeue one job; never an array's last task, whose id stands for the whole array."""
-        await self.call("requeue", int(raw_id))
+        await self.call_worker("requeue", int(raw_id))
 
     async def close(self) -> None:
         """Kill the worker; the next call would start another."""
@@ -167,7 +174,7 @@ class PyslurmReader:
                     await process.wait()
 
 
-def _gres(value: Any) -> str:
+def _join_gres(value: Any) -> str:
     """Return `gpu:a100:2` for {"gpu": {"a100": 2}}, {"gpu:a100": 2} and text."""
     if isinstance(value, Mapping):
         return ",".join(
@@ -179,7 +186,7 @@ def _gres(value: Any) -> str:
     return str(value or "")
 
 
-def job_of(r: Mapping[str, Any]) -> Job:
+def build_job(r: Mapping[str, Any]) -> Job:
     """Return the job of a worker's record. Raises `ParseError`, and errors such as KeyError for another shape."""
     array = int(r["array_id"] or 0) or None
     waiting, task_id = r["array_tasks_waiting"], r["array_task_id"]
@@ -188,37 +195,37 @@ def job_of(r: Mapping[str, Any]) -> Job:
     return Job(
         id=f"{array}_{task}" if array is not None else str(r["id"]),
         raw_id=int(r["id"]),
-        state=state_of(r["state"]),
-        reason=text_of(r["state_reason"] or ""),
+        state=parse_state(r["state"]),
+        reason=blank_none(r["state_reason"] or ""),
         user_id=int(r["user_id"]),
         user=str(r["user_name"] or ""),
-        nodes=hosts(r["allocated_nodes"] or ""),
-        req_nodes=hosts(r["required_nodes"] or ""),
+        nodes=parse_hosts(r["allocated_nodes"] or ""),
+        req_nodes=parse_hosts(r["required_nodes"] or ""),
         num_nodes=int(r["num_nodes"] or 0),
         restarts=int(r["requeue_count"] or 0),
-        requeue=bool(r["is_requeueable"]),
+        may_requeue=bool(r["is_requeueable"]),
         partition=r["partition"] or "",
         reservation=r["reservation"] or "",
         features=",".join(r["constraints"] or ()),
         array_job_id=array,
         array_task_id=task,
-        het=bool(r["heterogeneous_id"]),
-        batch=batch,
+        is_het=bool(r["heterogeneous_id"]),
+        is_batch=batch,
         batch_host=(r["batch_host"] or "") if batch else "",
         min_cpus=int(r["min_cpus_per_node"] or 0),
         min_memory_mb=int(r["memory_per_node"] or r["memory_per_cpu"] or 0),
         start_time=float(r["start_time"] or 0),
         end_time=float(r["end_time"] or 0),
         exit_code=f"{int(r['exit_code'] or 0)}:{int(r['exit_code_signal'] or 0)}",
-        gres_per_node=gres_needed(
-            _gres(r["gres_per_node"]), r["tres_per_job"], r["tres_per_socket"], r["tres_per_task"]
+        gres_per_node=parse_gres_needed(
+            _join_gres(r["gres_per_node"]), r["tres_per_job"], r["tres_per_socket"], r["tres_per_task"]
         ),
     )
 
 
-def node_of(r: Mapping[str, Any]) -> Node:
-    """Return the node of a worker's record. Raises as `job_of`."""
-    state, flags = node_state(r["state"])
+def build_node(r: Mapping[str, Any]) -> Node:
+    """Return the node of a worker's record. Raises as `build_job`."""
+    state, flags = parse_node_state(r["state"])
     return Node(
         name=str(r["name"]),
         state=state,
@@ -229,10 +236,10 @@ def node_of(r: Mapping[str, Any]) -> Node:
         features=frozenset(r["active_features"] or r["available_features"] or ()),
         cpus=int(r["total_cpus"] or 0),
         memory_mb=int(r["real_memory"] or 0),
-        reason=reason_with_stamp(r["reason"] or "", r["reason_user"] or "", float(r["reason_time"] or 0)),
+        reason=stamp_reason(r["reason"] or "", r["reason_user"] or "", float(r["reason_time"] or 0)),
         boot_time=float(r["boot_time"] or 0),
         slurmd_start=float(r["slurmd_start_time"] or 0),
-        gres=gres_needed(_gres(r["configured_gres"])),
+        gres=parse_gres_needed(_join_gres(r["configured_gres"])),
         hostname=r["hostname"] or r["name"],
         spec_memory_mb=int(r["memory_reserved_for_system"] or 0),
     )

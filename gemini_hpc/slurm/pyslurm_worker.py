@@ -71,7 +71,7 @@ NODE = (
 )
 
 
-def calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
+def list_calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
     """Return the functions that may be called, by name."""
 
     def job(raw_id: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
     return {"version": lambda: pyslurm.__version__, **{f.__name__: f for f in (job, nodes, node_state, requeue)}}
 
 
-def answer(pyslurm: Any, known: dict[str, Callable[..., Any]], line: str) -> dict[str, Any]:
+def answer_line(pyslurm: Any, known: dict[str, Callable[..., Any]], line: str) -> dict[str, Any]:
     """Return the answer to one line."""
     asked = json.loads(line)
     try:
@@ -112,9 +112,9 @@ def main() -> None:
     os.dup2(2, 1)  # the library's own output
     import pyslurm  # type: ignore[import-not-found]  # in no other process than this one
 
-    known = calls(pyslurm)
+    known = list_calls(pyslurm)
     for line in sys.stdin:
-        answers.write(json.dumps(answer(pyslurm, known, line), default=str) + "\n")
+        answers.write(json.dumps(answer_line(pyslurm, known, line), default=str) + "\n")
         answers.flush()
 
 

@@ -25,7 +25,7 @@ class ParseError(ValueError):
     """The error that a Slurm command's output cannot be read, or is ambiguous."""
 
 
-def pairs(line: str) -> list[tuple[str, str]]:
+def split_pairs(line: str) -> list[tuple[str, str]]:
     """Return the key=value pairs of one `scontrol -o` line; values may contain spaces."""
     found = list(_KEY.finditer(line))
     if not found:
@@ -34,26 +34,26 @@ def pairs(line: str) -> list[tuple[str, str]]:
     return [(m[1], line[m.end() : end].strip()) for m, end in zip(found, ends, strict=True)]
 
 
-def text_of(value: str) -> str:
+def blank_none(value: str) -> str:
     """Return the value, "" if it is one of Slurm's words for none."""
     return "" if value in _NONE else value
 
 
-def number(value: str) -> int:
+def parse_number(value: str) -> int:
     """Return the number that the value begins with, 0 if there is none."""
     m = re.match(r"[0-9]+", value)
     return int(m[0]) if m else 0
 
 
-def hosts(value: str) -> tuple[str, ...]:
+def parse_hosts(value: str) -> tuple[str, ...]:
     """Return the hosts of a host list. Raises `ParseError`."""
     try:
-        return tuple(hostlist.expand(text_of(value)))
+        return tuple(hostlist.expand(blank_none(value)))
     except ValueError as exc:
         raise ParseError(str(exc)) from None
 
 
-def megabytes(value: str) -> int:
+def parse_megabytes(value: str) -> int:
     """Return the MiB in `1536M`, `4G`, `100Mc` (per CPU); 0 for anything else."""
     m = re.fullmatch(r"([0-9.]+)([KMGT]?)[cn]?", value)
     if not m:
@@ -61,7 +61,7 @@ def megabytes(value: str) -> int:
     return int(float(m[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1 << 20}[m[2]])
 
 
-def unix_time(value: str) -> float:
+def parse_time(value: str) -> float:
     """Return the Unix time of Slurm's time stamp, which is UTC because the client asks for it; 0.0 if invalid."""
     try:
         return float(calendar.timegm(time.strptime(value, "%Y-%m-%dT%H:%M:%S")))
@@ -69,7 +69,7 @@ def unix_time(value: str) -> float:
         return 0.0
 
 
-def state_of(value: str) -> str:
+def parse_state(value: str) -> str:
     """Return one word for a job's state.
 
     Later releases print several (`PENDING,COMPLETING`). The most transient one is returned then.
@@ -81,13 +81,13 @@ def state_of(value: str) -> str:
     return words[0] if words else ""
 
 
-def gres_counts(value: str) -> dict[str, int]:
+def count_gres(value: str) -> dict[str, int]:
     """Return the counts by name, such as `gpu:a100` and `gpu`, in a list of generic resources.
 
     Slurm spells such lists in several ways, for example `gpu:a100:4(S:0-1),gres/nvme:1`.
     """
     found: dict[str, int] = {}
-    for part in re.sub(r"\([^()]*\)", "", text_of(value)).split(","):
+    for part in re.sub(r"\([^()]*\)", "", blank_none(value)).split(","):
         words = re.sub(r"^gres[:/]", "", part.strip()).replace("=", ":").split(":")
         count = 1
         if len(words) > 1 and (m := re.fullmatch(r"([0-9]+)([KMGT]?)", words[-1])):
@@ -99,28 +99,28 @@ def gres_counts(value: str) -> dict[str, int]:
     return found
 
 
-def _slurms_own(record: str, texts: frozenset[str] = frozenset()) -> dict[str, str]:
+def _parse_own(record: str, texts: frozenset[str] = frozenset()) -> dict[str, str]:
     """Return the values that Slurm itself has written: each key's first value, up to the first key of `texts`."""
     fields: dict[str, str] = {}
-    for key, value in pairs(record):
+    for key, value in split_pairs(record):
         fields.setdefault(key, value)
         if key in texts:
             break
     return fields
 
 
-def node_records(out: str) -> list[str]:
+def split_nodes(out: str) -> list[str]:
     """Return the records of `scontrol show node -o`; a line break within a text does not end a record."""
     return re.split(r"\n(?=NodeName=)", out.strip()) if out.strip() else []
 
 
-def reason_is_hidden(record: str) -> bool:
+def hides_reason(record: str) -> bool:
     """Return whether another text precedes the place of a reason, so that the record cannot show it."""
-    own = _slurms_own(record, _NODE_TEXTS)
+    own = _parse_own(record, _NODE_TEXTS)
     return "Reason" not in own and "Reason=" in record and bool(own.keys() & _NODE_TEXTS)
 
 
-def node_state(word: str) -> tuple[str, frozenset[str]]:
+def parse_node_state(word: str) -> tuple[str, frozenset[str]]:
     """Return base state and flags of a word such as `DOWN*+DRAIN`.
 
     The star of a node that does not answer becomes the flag NOT_RESPONDING.
@@ -132,53 +132,53 @@ def node_state(word: str) -> tuple[str, frozenset[str]]:
     return base.rstrip(_STATE_MARKS), frozenset(flags)
 
 
-def _reason(record: str) -> str:
+def _parse_reason(record: str) -> str:
     """Return the whole reason, whatever words it contains, up to its author and time."""
     text = record.partition("Reason=")[2]
     stamped = re.match(r".*?\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]", text, re.DOTALL)
-    return text_of((stamped[0] if stamped else text).strip())
+    return blank_none((stamped[0] if stamped else text).strip())
 
 
 def parse_node(record: str) -> Node:
     """Return the node of one record of `scontrol show node -o`. Raises `ParseError`."""
-    fields = _slurms_own(record, _NODE_TEXTS)
+    fields = _parse_own(record, _NODE_TEXTS)
     state = fields.get("State", "").split()
     if not fields.get("NodeName") or not state:
         raise ParseError(f"not a node record: {record[:80]!r}")
     name = fields["NodeName"]
-    base, flags = node_state(state[0])
-    active = text_of(fields.get("ActiveFeatures", "")) or text_of(fields.get("AvailableFeatures", ""))
+    base, flags = parse_node_state(state[0])
+    active = blank_none(fields.get("ActiveFeatures", "")) or blank_none(fields.get("AvailableFeatures", ""))
     return Node(
         name=name,
         state=base,
         flags=flags,
-        address=text_of(fields.get("NodeAddr", "")) or name,
-        port=number(fields.get("Port", "0")),
-        partitions=tuple(p for p in text_of(fields.get("Partitions", "")).split(",") if p),
+        address=blank_none(fields.get("NodeAddr", "")) or name,
+        port=parse_number(fields.get("Port", "0")),
+        partitions=tuple(p for p in blank_none(fields.get("Partitions", "")).split(",") if p),
         features=frozenset(f for f in active.split(",") if f),
-        cpus=number(fields.get("CPUTot", "0")),
-        memory_mb=number(fields.get("RealMemory", "0")),
-        reason=_reason(record) if "Reason" in fields else "",
-        boot_time=unix_time(fields.get("BootTime", "")),
-        slurmd_start=unix_time(fields.get("SlurmdStartTime", "")),
-        gres=gres_counts(fields.get("Gres", "")),
-        hostname=text_of(fields.get("NodeHostName", "")) or name,
-        spec_memory_mb=number(fields.get("MemSpecLimit", "0")),
+        cpus=parse_number(fields.get("CPUTot", "0")),
+        memory_mb=parse_number(fields.get("RealMemory", "0")),
+        reason=_parse_reason(record) if "Reason" in fields else "",
+        boot_time=parse_time(fields.get("BootTime", "")),
+        slurmd_start=parse_time(fields.get("SlurmdStartTime", "")),
+        gres=count_gres(fields.get("Gres", "")),
+        hostname=blank_none(fields.get("NodeHostName", "")) or name,
+        spec_memory_mb=parse_number(fields.get("MemSpecLimit", "0")),
     )
 
 
 def parse_reservation(line: str) -> Reservation:
     """Return the reservation of one line of `scontrol show reservation -o`. Raises `ParseError`."""
-    fields = _slurms_own(line)
+    fields = _parse_own(line)
     if "ReservationName" not in fields:
         raise ParseError(f"not a reservation record: {line[:80]!r}")
     return Reservation(
         name=fields["ReservationName"],
-        nodes=hosts(fields.get("Nodes", "")),
-        users=tuple(u for u in text_of(fields.get("Users", "")).split(",") if u),
+        nodes=parse_hosts(fields.get("Nodes", "")),
+        users=tuple(u for u in blank_none(fields.get("Users", "")).split(",") if u),
         state=fields.get("State", ""),
         flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
-        start_time=unix_time(fields.get("StartTime", "")),
+        start_time=parse_time(fields.get("StartTime", "")),
     )
 
 
@@ -187,7 +187,7 @@ def parse_partition(line: str) -> tuple[str, str]:
 
     The state is UP, DRAIN, DOWN or INACTIVE. Raises `ParseError`.
     """
-    fields = _slurms_own(line)
+    fields = _parse_own(line)
     if not fields.get("PartitionName") or not fields.get("State"):
         raise ParseError(f"not a partition record: {line[:80]!r}")
     return fields["PartitionName"], fields["State"]
@@ -206,7 +206,7 @@ def parse_config(text: str) -> SlurmConfig:
             hosts.append((match[1], match[2] or match[1]))
     if not hosts or not values.get("StateSaveLocation"):
         raise ParseError(f"not Slurm's configuration: {text[:80]!r}")
-    return SlurmConfig(tuple(hosts), values["StateSaveLocation"], unix_time(values.get("BOOT_TIME", "")), values)
+    return SlurmConfig(tuple(hosts), values["StateSaveLocation"], parse_time(values.get("BOOT_TIME", "")), values)
 
 
 ROW_FORMAT = "%A|%U|%T|%N|%e"
@@ -217,7 +217,9 @@ def parse_row(line: str) -> WatchedJob:
     parts = line.strip().split("|")
     if len(parts) != 5 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
-    return WatchedJob(int(parts[0]), state_of(parts[2]), int(parts[1]), hosts(parts[3]), unix_time(parts[4]))
+    return WatchedJob(
+        int(parts[0]), parse_state(parts[2]), int(parts[1]), parse_hosts(parts[3]), parse_time(parts[4])
+    )
 
 
 def parse_admin_level(text: str, user: str) -> str:
@@ -246,14 +248,14 @@ def parse_ping(text: str) -> list[tuple[str, bool]]:
     return [(match[1], match[2] == "UP") for match in found]
 
 
-def gres_needed(per_node: str, *otherwise: str) -> dict[str, int]:
+def parse_gres_needed(per_node: str, *otherwise: str) -> dict[str, int]:
     """Return the generic resources that each node must have.
 
     Resources requested per node count in full. Resources requested in another way count as one.
     """
     need: dict[str, int] = {}
     for value in otherwise:
-        need.update(dict.fromkeys(gres_counts(value), 1))
-    for name, count in gres_counts(per_node).items():
+        need.update(dict.fromkeys(count_gres(value), 1))
+    for name, count in count_gres(per_node).items():
         need[name] = max(count, need.get(name, 0))
     return {name: count for name, count in need.items() if name not in ("cpu", "mem", "node", "billing")}

@@ -30,15 +30,15 @@ class ApiReader(Protocol):
 
     name: str
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         """Return one job by its raw id."""
         ...
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes."""
         ...
 
-    async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+    async def read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
         """Return the named nodes, or all nodes if none is named."""
         ...
 
@@ -49,11 +49,11 @@ class ApiReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The API in use and the reason for its choice; `left` means that it replaced an API that failed."""
+    """The API in use and the reason for its choice; `is_fallback` means that it replaced an API that failed."""
 
     name: str
     why: str
-    left: bool = False
+    is_fallback: bool = False
 
 
 class ApiRecord(msgspec.Struct):
@@ -69,7 +69,7 @@ class ApiRecord(msgspec.Struct):
 FILE = "slurm-api.json"
 
 
-def installed_pyslurm() -> str:
+def find_pyslurm() -> str:
     """Return the version of the installed pyslurm without importing it, "" if there is none."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -79,13 +79,13 @@ def installed_pyslurm() -> str:
         return ""
 
 
-def release_of(text: str) -> tuple[int, int] | None:
+def parse_release(text: str) -> tuple[int, int] | None:
     """Return (major, minor) of a version text such as `slurm-wlm 22.05.8` or pyslurm's `22.5.3`."""
     found = re.search(r"([0-9]+)\.([0-9]+)", text)
     return (int(found[1]), int(found[2])) if found else None
 
 
-def choose(setting: str, slurm: str, pyslurm: str) -> Way:
+def choose_way(setting: str, slurm: str, pyslurm: str) -> Way:
     """Choose the API from the setting `slurm_api` and the installed releases.
 
     Each release of pyslurm fits one release of Slurm.
@@ -99,6 +99,6 @@ def choose(setting: str, slurm: str, pyslurm: str) -> Way:
         return Way(setting, f'slurm_api = "{setting}"')
     if not pyslurm:
         return Way(COMMANDS, "pyslurm is not installed")
-    if release_of(slurm) is None or release_of(pyslurm) != release_of(slurm):
+    if parse_release(slurm) is None or parse_release(pyslurm) != parse_release(slurm):
         return Way(COMMANDS, f"pyslurm {pyslurm} does not fit {slurm or 'an unknown Slurm'}")
     return Way(PYSLURM, f"pyslurm {pyslurm} fits {slurm}")

@@ -12,7 +12,7 @@ import re
 import subprocess
 
 MAGIC = 0x0BD00BD0  # Lustre's f_type in statfs(2)
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0  # lfs may hang with its file system, and a save waits for it
 _STRIPE = "4M"
 _BYTES_PER_STRIPE = 8 << 30
 _MOST_STRIPES = 16

@@ -14,7 +14,7 @@ from gemini_hpc.tier.direct_io import PART_BYTES, File, buffers, started
 
 _THREADS = 8
 _WINDOW = 32  # in parts
-_SWITCH_S = 0.001
+_SWITCH_S = 0.001  # the reading threads get the GIL back this soon; Python waits 5 ms
 
 
 class Ahead:

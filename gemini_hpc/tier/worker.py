@@ -29,7 +29,7 @@ from gemini_hpc.wire.stored import Rejection, Stored
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IDLE = 3 << 13
-_TELL_EVERY_S = 0.5
+_TELL_EVERY_S = 0.5  # interval of progress reports, which a person follows
 MAX_ORDER_BYTES = 256 << 20
 
 

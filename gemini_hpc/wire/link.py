@@ -30,14 +30,14 @@ from gemini_hpc.wire.frames import (
 from gemini_hpc.wire.handshake import Greeting, HandshakeClient, HandshakeError, LinkSession, OtherView
 from gemini_hpc.wire.message import Message
 
-HANDSHAKE_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0  # one round trip, and munged may be busy
 SEND_BUFFER_BYTES = 32 << 20
 WAKE_BYTES = 512 << 10
 M = TypeVar("M", bound=Message)
 P = ParamSpec("P")
 R = TypeVar("R")
 _MUNGE_THREADS = 4
-_SILENT_S = 0.2
+_SILENT_S = 0.2  # a port that answers does so within milliseconds
 
 
 @cache

@@ -20,7 +20,7 @@ _CREDENTIALS = struct.Struct("3i")
 _MAX_FDS = 4
 _SO_PEERPIDFD = 77
 MAX_CLIENTS = 1024
-_ACCEPT_PAUSE_S = 0.2
+_ACCEPT_PAUSE_S = 0.2  # without descriptors, accepting at once again would only spin
 
 
 class LocalClient:

@@ -11,7 +11,7 @@ _OPT_TTL = 4
 _OPT_ENCODE_TIME = 6
 _OPT_UID_RESTRICTION = 9
 _SUCCESS = 0
-TTL_S = 60
+TTL_S = 60  # a credential is used at once, but the clocks of two hosts may differ by as much
 MAX_CREDENTIAL_BYTES = 64 * 1024
 
 

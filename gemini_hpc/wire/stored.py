@@ -18,7 +18,7 @@ FileName = Annotated[str, msgspec.Meta(pattern=r"\Anode-[0-9]{4,7}\.h5\Z")]
 Reason = Annotated[str, msgspec.Meta(max_length=300)]
 _DIRECTORY = r"(/[ !#-&(-\[\]-_a-~]{0,4095})?"  # printable ASCII without quotes, as the prolog accepts it
 Directory = Annotated[str, msgspec.Meta(pattern=rf"\A{_DIRECTORY}\Z")]
-_MOST_S = 604800
+_MOST_S = 604800  # a week: the longest interval that a tier may have
 
 
 class Tier(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ MAX_NAME = 32
 MAX_PER_SPAN = 64
 
 MAX_MOMENT_S = 1e5  # a day is the longest iteration that is of use to anybody
-MAX_DURATION_S = 1e7
+MAX_DURATION_S = 1e7  # four months: longer than a job may run
 MAX_BYTES_PER_S = 1e15
 MAX_RATIO = 1e6
 

@@ -305,10 +305,10 @@ class Asked:
     def __init__(self, timeout_s: float) -> None:
         pass
 
-    async def job(self, raw_id: int) -> SimpleNamespace:
+    async def read_job(self, raw_id: int) -> SimpleNamespace:
         return SimpleNamespace(id=f"40_{raw_id}")
 
-    async def requeue(self, job: SimpleNamespace) -> None:
+    async def requeue_job(self, job: SimpleNamespace) -> None:
         if self.refuses:
             raise SlurmError("not now")
         self.requeued.append(job.id)

@@ -197,6 +197,6 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeResult]:
         return {n: found.get(n, alive).slurmd for n in targets}
 
     monkeypatch.setattr(probe, "probe_node", look)
-    monkeypatch.setattr(probe, "looks", looks)
-    monkeypatch.setattr(probe, "reached", reached)
+    monkeypatch.setattr(probe, "probe_nodes", looks)
+    monkeypatch.setattr(probe, "probe_ports", reached)
     return found

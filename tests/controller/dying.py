@@ -19,7 +19,7 @@ from gemini_hpc.slurm import Slurm
 AT, LOG = int(sys.argv[1]), open(sys.argv[2], "a")  # noqa: SIM115 (open for life)
 CHANGING = ("update", "create", "delete", "requeue")
 count = 0
-write, call = Journal.write, Slurm._call
+write, call = Journal.write_line, Slurm._call_tool
 
 
 def boundary(what: str) -> None:
@@ -48,6 +48,6 @@ async def dying_call(self: Slurm, tool: str, *args: str, **more: Any) -> bytes:
     return out
 
 
-Journal.write = dying_write  # type: ignore[method-assign]
-Slurm._call = dying_call  # type: ignore[method-assign]
+Journal.write_line = dying_write  # type: ignore[method-assign]
+Slurm._call_tool = dying_call  # type: ignore[method-assign]
 sys.exit(service.main(load()))

@@ -23,56 +23,56 @@ class FakeSlurm(SlurmApi):
 
     unreachable_at = -math.inf
 
-    async def job(self, raw_id: int) -> Job:
-        _unforeseen("job")
+    async def read_job(self, raw_id: int) -> Job:
+        _unforeseen("read_job")
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
-        _unforeseen("excluded")
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
+        _unforeseen("read_excluded")
 
-    async def raw_id(self, task: str) -> int:
-        _unforeseen("raw_id")
+    async def find_raw_id(self, task: str) -> int:
+        _unforeseen("find_raw_id")
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
-        _unforeseen("rows")
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+        _unforeseen("read_rows")
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
-        _unforeseen("nodes")
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+        _unforeseen("read_nodes")
 
-    async def partitions(self) -> dict[str, str]:
-        _unforeseen("partitions")
+    async def read_partitions(self) -> dict[str, str]:
+        _unforeseen("read_partitions")
 
-    async def reservations(self) -> list[Reservation]:
-        _unforeseen("reservations")
+    async def read_reservations(self) -> list[Reservation]:
+        _unforeseen("read_reservations")
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
-        _unforeseen("owners")
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+        _unforeseen("read_owners")
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
-        _unforeseen("attached")
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
+        _unforeseen("read_attached")
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
-        _unforeseen("free_soonest")
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
+        _unforeseen("sort_by_end")
 
-    async def config(self) -> SlurmConfig:
-        _unforeseen("config")
+    async def read_config(self) -> SlurmConfig:
+        _unforeseen("read_config")
 
-    async def accounting(self) -> bool:
-        _unforeseen("accounting")
+    async def has_accounting(self) -> bool:
+        _unforeseen("has_accounting")
 
-    async def admin_level(self, user: str) -> str:
-        _unforeseen("admin_level")
+    async def read_admin_level(self, user: str) -> str:
+        _unforeseen("read_admin_level")
 
-    async def slurmctlds(self) -> list[tuple[str, bool]]:
-        _unforeseen("slurmctlds")
+    async def ping_slurmctlds(self) -> list[tuple[str, bool]]:
+        _unforeseen("ping_slurmctlds")
 
-    async def node_down(self, name: str, reason: str) -> Node:
-        _unforeseen("node_down")
+    async def set_node_down(self, name: str, reason: str) -> Node:
+        _unforeseen("set_node_down")
 
-    async def node_drain(self, name: str, reason: str) -> None:
-        _unforeseen("node_drain")
+    async def drain_node(self, name: str, reason: str) -> None:
+        _unforeseen("drain_node")
 
-    async def node_resume(self, name: str) -> None:
-        _unforeseen("node_resume")
+    async def resume_node(self, name: str) -> None:
+        _unforeseen("resume_node")
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         _unforeseen("create_reservation")
@@ -83,14 +83,14 @@ class FakeSlurm(SlurmApi):
     async def delete_reservation(self, name: str) -> bool:
         _unforeseen("delete_reservation")
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
-        _unforeseen("pin")
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        _unforeseen("pin_job")
 
     async def set_start_time(self, job: Job, start: str) -> None:
         _unforeseen("set_start_time")
 
-    async def nudge(self, job: Job) -> None:
-        _unforeseen("nudge")
+    async def nudge_scheduler(self, job: Job) -> None:
+        _unforeseen("nudge_scheduler")
 
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
         _unforeseen("detach_reservation")
@@ -101,5 +101,5 @@ class FakeSlurm(SlurmApi):
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
         _unforeseen("note_end")
 
-    async def requeue(self, job: Job) -> None:
-        _unforeseen("requeue")
+    async def requeue_job(self, job: Job) -> None:
+        _unforeseen("requeue_job")

@@ -134,10 +134,10 @@ class Database(FakeSlurm):
     def __init__(self, kind: str, rows: str | Exception) -> None:
         self.kind, self.printed, self.asked = kind, rows, 0
 
-    async def accounting(self) -> bool:
+    async def has_accounting(self) -> bool:
         return parse_config(CONFIG.format(kind=self.kind)).values["AccountingStorageType"].endswith("slurmdbd")
 
-    async def admin_level(self, user: str) -> str:
+    async def read_admin_level(self, user: str) -> str:
         self.asked += 1
         if isinstance(self.printed, Exception):
             raise self.printed
@@ -162,7 +162,7 @@ def test_operators_of_slurmdbd() -> None:
     for case in cases:
         kind, rows, yes = case
         database = Database(kind, rows)
-        who = Operators((), (0,), Accounting(database).operator)
+        who = Operators((), (0,), Accounting(database).is_operator)
         assert ask(who, GAMES.pw_uid) == [yes], case
         assert database.asked == (kind == "slurmdbd"), case
 
@@ -178,7 +178,7 @@ def test_names_that_are_no_arguments(tattling_slurm: Callable[[], str]) -> None:
 
     for user in ("a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"):
         with pytest.raises(SlurmError):
-            pytest.fail(f"{user!r}: {asyncio.run(Slurm().admin_level(user))}")
+            pytest.fail(f"{user!r}: {asyncio.run(Slurm().read_admin_level(user))}")
         assert tattling_slurm() == "", user
 
 
@@ -192,5 +192,5 @@ def tattling_slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
         called.append(" ".join((tool, *args)))
         return ""
 
-    monkeypatch.setattr(slurm.Slurm, "_run", run)
+    monkeypatch.setattr(slurm.Slurm, "_run_tool", run)
     return lambda: "\n".join(called)

@@ -93,10 +93,10 @@ class Ending(FakeSlurm):
     def __init__(self, refuses: bool = False) -> None:
         self.current, self.refuses, self.noted = JOB, refuses, list[str]()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return self.current
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         return {JOB.raw_id: WatchedJob(JOB.raw_id, self.current.state, JOB.user_id, self.current.nodes)}
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
@@ -124,7 +124,7 @@ def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
             await watch.poll_jobs()
 
     known = Registry(str(tmp_path / "jobs"))
-    known.track(JOB).save()
+    known.track_job(JOB).write_entry()
     for state in ("PENDING", "FAILED"):
         asyncio.run(work(watcher(known), state))
     for state in ("FAILED", "PENDING", "COMPLETED"):
@@ -136,10 +136,10 @@ def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
 class Ended(Ending):
     """Three jobs that have ended. slurmdbd does not answer."""
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return dataclasses.replace(JOB, raw_id=raw_id, state="COMPLETED")
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         return {i: WatchedJob(i, "COMPLETED", JOB.user_id, JOB.nodes) for i in raw_ids}
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
@@ -152,12 +152,12 @@ def test_an_accounting_that_does_not_answer_is_awaited_once_for_all_jobs(tmp_pat
     logs = EventLogs(str(tmp_path / "jobs"))
     journal, lemons = Journal(str(tmp_path / "journal")), Lemons(str(tmp_path), 0)
     for raw_id in (JOB.raw_id, JOB.raw_id + 1, JOB.raw_id + 2):
-        known.track(dataclasses.replace(JOB, raw_id=raw_id)).save()
+        known.track_job(dataclasses.replace(JOB, raw_id=raw_id)).write_entry()
         logs.claim_log(raw_id, JOB.user_id)
     recoveries = Recoveries(settings, slurm, journal, logs, known, Primary(slurm), lemons)
     asyncio.run(JobWatch(settings, slurm, known, recoveries).poll_jobs())
     assert len(slurm.noted) == 1
-    ended = [any(e.name == "ended" for e in logs.read(i, JOB.user_id)) for i in known.jobs]
+    ended = [any(e.name == "ended" for e in logs.read_events(i, JOB.user_id)) for i in known.jobs]
     assert ended == [True] * 3, "all ends are known all the same"
 
 
@@ -199,7 +199,7 @@ def test_another_programs_comment_stays(
         return keeps_accounts
 
     monkeypatch.setattr(slurm_client, "find_tool", lambda name: os.fspath(tmp_path / name))
-    monkeypatch.setattr(Slurm, "accounting", accounting)
+    monkeypatch.setattr(Slurm, "has_accounting", accounting)
     asyncio.run(Slurm().note_end(dataclasses.replace(JOB, state="COMPLETED"), OURS, PREFIX))
     changes = [line for line in log.read_text().splitlines() if line.startswith(("scontrol", "sacctmgr"))]
     wanted = f"sacctmgr -i modify job where jobid={JOB.raw_id} set AdminComment={OURS}"

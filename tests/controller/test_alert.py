@@ -112,7 +112,7 @@ def test_a_journal_that_cannot_be_written_does_not_keep_the_program_from_it(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Journal, "write", full)
+    monkeypatch.setattr(Journal, "write_line", full)
     path = program(tmp_path, f"echo $1 $2 >>{tmp_path}/said")
     tell(tmp_path, path, ("task died", 0, "", "watcher: OSError"), wait_s=10)
     assert (tmp_path / "said").read_text() == "task died 0\n" and "event=alert-not-kept" in caplog.text

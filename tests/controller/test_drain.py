@@ -128,8 +128,8 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         told.done.append(job.raw_id)
 
     monkeypatch.setattr(ask, "flush", lambda settings, raw_id, report: told.saved)
-    monkeypatch.setattr(Slurm, "job", job)
-    monkeypatch.setattr(Slurm, "requeue", again)
+    monkeypatch.setattr(Slurm, "read_job", job)
+    monkeypatch.setattr(Slurm, "requeue_job", again)
     monkeypatch.setattr(own_key, "settings_for", lambda raw_id, path: None)
     return told
 
@@ -146,7 +146,7 @@ def test_a_job_is_requeued_once_it_is_saved(requeued: Any, capsys: pytest.Captur
     ("change", "words"),
     [
         ({"saved": [Flushing(over=True, reason="the job has no tier")]}, "runs on: the job has no tier (scontrol "),
-        ({"job": dataclasses.replace(JOB, requeue=False)}, "runs on: this job was submitted without"),
+        ({"job": dataclasses.replace(JOB, may_requeue=False)}, "runs on: this job was submitted without"),
         ({"refusal": "Requested operation is presently disabled"}, "presently disabled"),
     ],
 )

@@ -37,14 +37,14 @@ class Scene(FakeSlurm):
             self.track.agents[host] = ConnectedAgent(cast(Any, link), host, 7, "x", restart=restart)
         self.watch = DrainWatch(self, clock=lambda: self.now)
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         if self.dumb:
             raise SlurmError("no answer")
         self.asked.append(list(names))
         lines = {name: f"NodeName={name} NodeAddr={name} CPUTot=4 State={self.states[name]}" for name in names}
         return {name: parse_node(line) for name, line in lines.items()}
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         return self.partitions_are
 
     def look(self, *, after: float = LOOK_S) -> list[tuple[str, tuple[str, ...]]]:

@@ -19,9 +19,9 @@ from gemini_hpc.controller.fencing import (
     Port,
     Verdict,
     Veto,
-    budget,
-    judge,
-    user_budget,
+    compute_budget,
+    compute_user_budget,
+    judge_case,
 )
 from gemini_hpc.slurm.text import parse_node
 
@@ -46,7 +46,7 @@ DEAD = Case(
     kernel=Port.SILENT,
     silent_s=6.0,
     agent_silent_s=6.0,
-    agent_linked=False,
+    is_agent_linked=False,
     slurmd_before=1000.0,
     reported_at=JOB.start_time + 500,
     strangers=frozenset(),
@@ -59,7 +59,7 @@ DEAD = Case(
     user_budget=2,
     user_silent=1,
     confirm_s=5.0,
-    guard=True,
+    is_guarded=True,
     slurm_up_s=1000.0,
     settle_s=60.0,
 )
@@ -74,7 +74,7 @@ def case(**changes: Any) -> Case:
 
 def test_a_dead_node_is_fenced() -> None:
     for claim in Claim:
-        assert judge(case(claim=claim)).act is Act.FENCE
+        assert judge_case(case(claim=claim)).act is Act.FENCE
 
 
 # ---- every combination -----------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ FACTS: dict[str, tuple[Any, ...]] = {
     "slurmd": tuple(Port),
     "agent": tuple(Port),
     "kernel": (Port.SILENT, Port.REFUSES, Port.UNKNOWN),
-    "agent_linked": (False, True),
+    "is_agent_linked": (False, True),
     "silent_s": (0.0, 4.9, 5.0),
     "slurm_node": (NODE, DOWN, REBOOTED),
     "witnesses": (frozenset(("n1", "n3")), frozenset(("n1",)), frozenset(("n2", "n9"))),
@@ -99,10 +99,10 @@ FACTS: dict[str, tuple[Any, ...]] = {
 def everything_holds(c: Case) -> bool:
     return (
         {c.slurmd, c.agent, c.kernel} == {Port.SILENT}
-        and not c.agent_linked
+        and not c.is_agent_linked
         and c.silent_s >= c.confirm_s
         and c.slurm_node is not None
-        and not c.slurm_node.down
+        and not c.slurm_node.is_down
         and (c.claim is Claim.TAKEN_OVER or c.witnesses == {"n1", "n3"})
         and not c.strangers
         and c.others_reached >= 9
@@ -115,7 +115,7 @@ def everything_holds(c: Case) -> bool:
 def check(c: Case, verdict: Verdict) -> None:
     """What must hold of every verdict."""
     assert verdict.why
-    alive = c.slurmd in ALIVE or c.agent in ALIVE or c.kernel in ALIVE or c.agent_linked
+    alive = c.slurmd in ALIVE or c.agent in ALIVE or c.kernel in ALIVE or c.is_agent_linked
     if verdict.act is Act.FENCE:
         assert not alive and verdict.veto is Veto.NONE
     if alive:
@@ -125,10 +125,10 @@ def check(c: Case, verdict: Verdict) -> None:
         assert verdict.act in (Act.WAIT, Act.DISMISS), "what could not be asked is no ground for anything"
         assert verdict.act is Act.WAIT or c.slurmd is Port.ANSWERS or verdict.veto is Veto.JOB
     if verdict.act is Act.ADOPT:
-        assert c.slurm_node is not None and c.slurm_node.down and c.slurmd is not Port.ANSWERS
+        assert c.slurm_node is not None and c.slurm_node.is_down and c.slurmd is not Port.ANSWERS
     if verdict.act is Act.REQUEUE:
         assert c.claim is Claim.REPORTED and c.slurmd is Port.ANSWERS and c.slurm_node is REBOOTED
-        assert c.agent is not Port.ANSWERS and not c.agent_linked
+        assert c.agent is not Port.ANSWERS and not c.is_agent_linked
     if verdict.act in (Act.FENCE, Act.ADOPT, Act.REQUEUE) and c.claim is Claim.REPORTED:
         assert c.witnesses == {"n1", "n3"}
 
@@ -147,7 +147,7 @@ def test_every_combination_of_what_is_seen() -> None:
         facts = base | dict(zip(names, values, strict=True))
         facts["fenced"], facts["silent"], facts["user_fenced"], facts["user_silent"] = facts.pop("spent")
         tried_case = Case(**facts)
-        verdict = judge(tried_case)
+        verdict = judge_case(tried_case)
         check(tried_case, verdict)
         assert (verdict.act is Act.FENCE) is everything_holds(tried_case), (tried_case, verdict)
         tried, fenced = tried + 1, fenced + (verdict.act is Act.FENCE)
@@ -158,9 +158,9 @@ STATES = ("RUNNING", "CONFIGURING", "COMPLETING", "PENDING", "FAILED", "NODE_FAI
           "TIMEOUT", "SUSPENDED")  # fmt: skip
 ODD: tuple[dict[str, Any], ...] = (
     {},
-    {"het": True},
-    {"requeue": False},
-    {"batch": False},
+    {"is_het": True},
+    {"may_requeue": False},
+    {"is_batch": False},
     {"array_job_id": 1, "array_task_id": "1-3"},
 )
 
@@ -181,7 +181,7 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
             end_time=DEAD.reported_at - 3,
             **odd,
         )
-        verdict = judge(tried)
+        verdict = judge_case(tried)
         check(tried, verdict)
         if odd or not member or known is None:
             assert verdict.act is Act.DISMISS and verdict.veto is Veto.JOB
@@ -193,7 +193,7 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
     for claim in (Claim.SURVIVOR, Claim.TAKEN_OVER):
         wanted |= {(claim, s, 1) for s in here} | {(claim, s, n) for s in (*gone, "CONFIGURING") for n in (2, 3)}
     assert acted == wanted
-    assert judge(dataclasses.replace(DEAD, job=None)).act is Act.DISMISS
+    assert judge_case(dataclasses.replace(DEAD, job=None)).act is Act.DISMISS
 
 
 # ---- single ones -----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
 def test_vetoes() -> None:
     cases: list[tuple[Act, str, dict[str, Any]]] = [
         (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent": Port.ANSWERS}),
-        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True}),
+        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "is_agent_linked": True}),
         (Act.WAIT, "only the agent", {"slurmd": Port.ANSWERS}),
         (Act.DISMISS, "slurmd answers", {"slurmd": Port.ANSWERS, "claim": Claim.SURVIVOR}),
         (Act.LEAVE, "refuses", {"slurmd": Port.REFUSES}),
@@ -217,7 +217,7 @@ def test_vetoes() -> None:
         (Act.WAIT, "fails to probe", {"kernel": Port.UNKNOWN, "claim": Claim.TAKEN_OVER}),
         (Act.WAIT, "fails to probe", {"slurmd": Port.ANSWERS, "agent": Port.UNKNOWN, "slurm_node": REBOOTED}),
         (Act.WAIT, "silent for", {"silent_s": 4.9, "claim": Claim.SURVIVOR}),
-        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True, "witnesses": frozenset()}),
+        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "is_agent_linked": True, "witnesses": frozenset()}),
         (Act.WAIT, "1 of 2 witnesses", {"witnesses": frozenset(("n1",))}),
         (Act.WAIT, "0 of 2 witnesses", {"witnesses": frozenset(("n2", "n9", "n8"))}),
         (Act.WAIT, "reaches only", {"others_reached": 1, "claim": Claim.SURVIVOR}),
@@ -228,44 +228,44 @@ def test_vetoes() -> None:
         (Act.LEAVE, "3 silent now", {"silent": 3}),
         (Act.LEAVE, "budget of this user: 2", {"user_fenced": 2, "budget": 100}),
         (Act.DISMISS, "allocation", {"node": "n4"}),
-        (Act.DISMISS, "heterogeneous", {"het": True}),
-        (Act.DISMISS, "--requeue", {"requeue": False}),
+        (Act.DISMISS, "heterogeneous", {"is_het": True}),
+        (Act.DISMISS, "--requeue", {"may_requeue": False}),
         (Act.DISMISS, "again", {"restarts": 1}),
         (Act.DISMISS, "restart 0", {"restarts": 2}),
         (Act.DISMISS, "long before", {"state": "FAILED", "end_time": JOB.start_time + 100}),
         (Act.DISMISS, "long before", {"state": "COMPLETED", "end_time": JOB.start_time + 100}),
-        (Act.DISMISS, "had finished", {"state": "COMPLETED", "end_time": JOB.start_time + 499, "finished": True}),
-        (Act.FENCE, "no answer", {"state": "FAILED", "end_time": JOB.start_time + 499, "finished": True}),
+        (Act.DISMISS, "had finished", {"state": "COMPLETED", "end_time": JOB.start_time + 499, "has_finished": True}),
+        (Act.FENCE, "no answer", {"state": "FAILED", "end_time": JOB.start_time + 499, "has_finished": True}),
     ]
     for act, word, changes in cases:
-        verdict = judge(case(**changes))
+        verdict = judge_case(case(**changes))
         assert verdict.act is act and word in verdict.why, (changes, verdict)
 
 
 def test_one_witness_is_enough_where_only_one_node_is_left() -> None:
-    assert judge(case(members=("n1", "n2"), witnesses=frozenset(("n1",)))).act is Act.FENCE
+    assert judge_case(case(members=("n1", "n2"), witnesses=frozenset(("n1",)))).act is Act.FENCE
     both = case(suspects=frozenset(("n2", "n3")), witnesses=frozenset(("n1",)), silent=2, user_silent=2)
-    assert judge(both).act is Act.FENCE
+    assert judge_case(both).act is Act.FENCE
 
 
 def test_strangers_where_the_site_allows_it() -> None:
-    assert judge(case(strangers=frozenset((5002,)), guard=False)).act is Act.FENCE
+    assert judge_case(case(strangers=frozenset((5002,)), is_guarded=False)).act is Act.FENCE
 
 
 def test_slurm_was_first() -> None:
-    assert judge(case(slurm_node=DOWN, silent_s=0.2)).act is Act.ADOPT
-    assert judge(case(slurm_node=DOWN, silent_s=0.2, state="PENDING", restarts=1)).act is Act.ADOPT
-    assert judge(case(slurm_node=DOWN, slurmd=Port.REFUSES)).act is Act.ADOPT
-    assert judge(case(slurm_node=DOWN, slurmd=Port.HANGS, fenced=5)).act is Act.ADOPT
-    assert judge(case(slurm_node=DOWN, slurmd=Port.ANSWERS)).act is Act.WAIT
+    assert judge_case(case(slurm_node=DOWN, silent_s=0.2)).act is Act.ADOPT
+    assert judge_case(case(slurm_node=DOWN, silent_s=0.2, state="PENDING", restarts=1)).act is Act.ADOPT
+    assert judge_case(case(slurm_node=DOWN, slurmd=Port.REFUSES)).act is Act.ADOPT
+    assert judge_case(case(slurm_node=DOWN, slurmd=Port.HANGS, fenced=5)).act is Act.ADOPT
+    assert judge_case(case(slurm_node=DOWN, slurmd=Port.ANSWERS)).act is Act.WAIT
 
 
 def test_reboot() -> None:
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED)).act is Act.REQUEUE
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED, agent_silent_s=1.0)).act is Act.WAIT
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED, state="COMPLETING")).act is Act.WAIT
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED)).act is Act.REQUEUE
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED, agent_silent_s=1.0)).act is Act.WAIT
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED, state="COMPLETING")).act is Act.WAIT
     long_ago = dataclasses.replace(NODE, slurmd_start=DEAD.reported_at - 300)
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=long_ago)).act is Act.WAIT
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=long_ago)).act is Act.WAIT
 
 
 def test_a_reboot_that_nobody_looked_at_counts_however_long_ago() -> None:
@@ -273,16 +273,16 @@ def test_a_reboot_that_nobody_looked_at_counts_however_long_ago() -> None:
     start, before = DEAD.reported_at - 300, DEAD.reported_at - 5000
     booted = dataclasses.replace(NODE, slurmd_start=start, boot_time=start - 20)
     alone = dataclasses.replace(NODE, slurmd_start=start, boot_time=before - 100)
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=before)).act is Act.REQUEUE
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=alone, slurmd_before=before)).act is Act.WAIT
-    assert judge(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=0.0)).act is Act.WAIT
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=before)).act is Act.REQUEUE
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=alone, slurmd_before=before)).act is Act.WAIT
+    assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=0.0)).act is Act.WAIT
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.integers(0, 10000))
 def test_budget(configured: int, of_user: int, nodes: int) -> None:
-    allowed = budget(configured, nodes)
+    allowed = compute_budget(configured, nodes)
     assert allowed == 0 if configured == 0 else allowed == max(configured, nodes // 100)
-    mine = user_budget(of_user, allowed)
+    mine = compute_user_budget(of_user, allowed)
     assert mine <= allowed and (mine > 0) == (of_user > 0 and allowed > 0)
 
 
@@ -290,4 +290,4 @@ def test_default_budget_is_that_of_the_rules() -> None:
     default = Settings()
     assert (default.fence_budget_nodes, default.fence_budget_window_s, default.fence_confirm_s) == (2, 600.0, 5.0)
     assert default.node_max_jobs_guard and default.fence_budget_user_nodes == 2
-    assert user_budget(2, budget(2, 1000)) == 5, "a large cluster has room for others"
+    assert compute_user_budget(2, compute_budget(2, 1000)) == 5, "a large cluster has room for others"

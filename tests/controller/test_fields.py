@@ -15,13 +15,13 @@ from gemini_hpc.slurm.fields import (
     TEXT_BYTES,
     TEXTS,
     WRITTEN,
-    job_of,
+    build_job,
     parse_excluded,
     parse_ids,
     parse_reasons,
     split_rows,
 )
-from gemini_hpc.slurm.text import ParseError, node_records, parse_node
+from gemini_hpc.slurm.text import ParseError, parse_node, split_nodes
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -69,10 +69,12 @@ def printed(row: dict[str, str | bytes]) -> bytes:
 def test_a_running_job() -> None:
     assert FORMAT.startswith("JobID:0|,ArrayTaskID:0|,") and FORMAT.endswith(f",Feature:{TEXT_BYTES}")
     (row,) = split_rows(printed({**RUNNING}))
-    job = job_of(row)
+    job = build_job(row)
     assert (job.id, job.raw_id, job.state, job.user, job.user_id) == ("41", 41, "RUNNING", "alice", 5001)
     assert job.nodes == ("n1", "n2", "n3") and (job.num_nodes, job.restarts, job.batch_host) == (3, 2, "n1")
-    assert job.requeue and job.batch and job.actable and not job.het and job.reservation == "" == job.reason
+    assert (
+        job.may_requeue and job.is_batch and job.is_actable and not job.is_het and job.reservation == "" == job.reason
+    )
     assert (job.min_cpus, job.min_memory_mb, job.gres_per_node) == (2, 1536, {"gpu": 2})
     assert job.start_time > 1.7e9 and job.end_time == 0.0 and job.exit_code == "3:0" and job.features == "gpu&ib"
 
@@ -88,26 +90,26 @@ def test_any_bytes_in_the_texts_stay_in_their_places(texts: dict[str, bytes], co
         assert {name: row[name] for name in TEXTS} == {
             name: text.decode(errors="replace").rstrip(" ") for name, text in texts.items()
         }
-        job = job_of(row)
-        assert job.actable and job.nodes == ("n1", "n2", "n3") and job.user_id == 5001
+        job = build_job(row)
+        assert job.is_actable and job.nodes == ("n1", "n2", "n3") and job.user_id == 5001
 
 
 @given(st.binary(max_size=200))
 def test_what_is_not_such_a_row_is_an_error_and_no_job(junk: bytes) -> None:
     with pytest.raises(ParseError):
         for row in split_rows(junk + b"x" if not junk.strip() else junk):
-            job_of(row)
+            build_job(row)
 
 
 def test_arrays_are_named_by_task_and_het_jobs_left_alone() -> None:
-    task = job_of(split_rows(printed({**RUNNING, "ArrayTaskID": "3", "ArrayJobID": "40"}))[0])
-    assert (task.id, task.raw_id, task.array_job_id, task.actable) == ("40_3", 41, 40, True)
-    last = job_of(split_rows(printed({**RUNNING, "ArrayTaskID": "4"}))[0])
+    task = build_job(split_rows(printed({**RUNNING, "ArrayTaskID": "3", "ArrayJobID": "40"}))[0])
+    assert (task.id, task.raw_id, task.array_job_id, task.is_actable) == ("40_3", 41, 40, True)
+    last = build_job(split_rows(printed({**RUNNING, "ArrayTaskID": "4"}))[0])
     assert last.id == "41_4", "the last task of an array keeps the array's id"
-    waiting = job_of(split_rows(printed({**RUNNING, "ArrayTaskID": "3-7%2"}))[0])
-    assert not waiting.actable
-    het = job_of(split_rows(printed({**RUNNING, "HetJobID": "41"}))[0])
-    assert het.het and not het.actable
+    waiting = build_job(split_rows(printed({**RUNNING, "ArrayTaskID": "3-7%2"}))[0])
+    assert not waiting.is_actable
+    het = build_job(split_rows(printed({**RUNNING, "HetJobID": "41"}))[0])
+    assert het.is_het and not het.is_actable
 
 
 def test_ids_excluded_nodes_and_reasons() -> None:
@@ -129,26 +131,26 @@ def test_ids_excluded_nodes_and_reasons() -> None:
 @pytest.mark.parametrize("release", ["22.05", "24.11", "26.05"])
 def test_recorded_jobs_with_hostile_texts(release: str) -> None:
     """The first has imitations of Slurm's records in all its texts; as squeue printed them."""
-    jobs = {row["JobID"]: job_of(row) for row in split_rows((RECORDED / f"{release}-squeue.txt").read_bytes())}
+    jobs = {row["JobID"]: build_job(row) for row in split_rows((RECORDED / f"{release}-squeue.txt").read_bytes())}
     worst = jobs["1"]
     assert (worst.state, worst.nodes, worst.num_nodes, worst.restarts) == ("RUNNING", ("n1", "n2"), 2, 0)
     assert (worst.user_id, worst.user, worst.partition, worst.reservation) == (5001, "alice", "main", "")
-    assert worst.actable and worst.requeue and worst.batch and worst.min_memory_mb == 150
+    assert worst.is_actable and worst.may_requeue and worst.is_batch and worst.min_memory_mb == 150
     assert worst.features == "fast*1 NumNodes=9\nJobId=77 JobState=FAILED"
-    assert jobs["2"].id == "2_1-3" and not jobs["2"].actable and jobs["3"].het and jobs["4"].het
+    assert jobs["2"].id == "2_1-3" and not jobs["2"].is_actable and jobs["3"].is_het and jobs["4"].is_het
     assert (jobs["5"].state, jobs["5"].exit_code) == ("FAILED", "3:0")
 
 
 @pytest.mark.parametrize("release", ["24.11", "26.05"])
 def test_recorded_json_says_the_same(release: str) -> None:
-    jobs = {job.raw_id: job for job in map(job_of, split_rows((RECORDED / f"{release}-squeue.txt").read_bytes()))}
+    jobs = {job.raw_id: job for job in map(build_job, split_rows((RECORDED / f"{release}-squeue.txt").read_bytes()))}
     out = (RECORDED / f"{release}-scontrol.json").read_bytes()
-    found = list(map(json_form.job_of, json_form.records(out, "jobs")))
+    found = list(map(json_form.build_job, json_form.parse_records(out, "jobs")))
     assert {job.raw_id for job in found} == {1, 2, 5}
     assert found == [jobs[job.raw_id] for job in found]
-    nodes = {node.name: node for node in map(json_form.node_of, json_form.records(out, "nodes"))}
+    nodes = {node.name: node for node in map(json_form.build_node, json_form.parse_records(out, "nodes"))}
     text: dict[str, Node] = {}
-    for record in node_records((RECORDED / f"{release}-nodes.txt").read_text()):
+    for record in split_nodes((RECORDED / f"{release}-nodes.txt").read_text()):
         text.setdefault(parse_node(record).name, parse_node(record))  # n3's reason imitates another record of n1
     assert text.keys() == nodes.keys()
     for node in text.values():

@@ -51,7 +51,7 @@ def flushed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Flushing]:
     monkeypatch.setattr(ask, "_allocation", world.allocation)
     monkeypatch.setattr(ask, "_flush_at", world.flush_at)
     monkeypatch.setattr(ask, "ControllerLine", world.line)
-    monkeypatch.setattr(slurm.Slurm, "nodes", lambda _, hosts: world.addresses(hosts))
+    monkeypatch.setattr(slurm.Slurm, "read_nodes", lambda _, hosts: world.addresses(hosts))
     return ask.flush(Settings(), 7, lambda word: None)
 
 

@@ -46,10 +46,10 @@ class Recorder(FakeSlurm):
     def __init__(self, of: str) -> None:
         self.of, self.done = of, list[str]()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return dataclasses.replace(JOB, partition=self.of)
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         return {n: parse_node(f"NodeName={n} NodeAddr={n} CPUTot=4 State=IDLE Partitions={self.of}") for n in names}
 
 
@@ -91,7 +91,14 @@ def test_every_act(act: str) -> None:
 
 def test_nobody_goes_round_the_gate() -> None:
     """Every public call of the real client is a known question or an act; the controller has no other Slurm."""
-    questions = public(SlurmReading) | {"queue", "history", "configuration", "release", "way", "close"}
+    questions = public(SlurmReading) | {
+        "read_queue",
+        "read_history",
+        "read_configuration",
+        "read_release",
+        "choose_way",
+        "close",
+    }
     assert public(Slurm) - questions == set(ACTS)
     assert public(GatedSlurm) == public(SlurmReading) | set(ACTS)
     made = {}
@@ -116,9 +123,11 @@ def test_settings() -> None:
 def test_a_waiting_job_of_several_partitions() -> None:
     """A recovery that has begun in the canary goes on when the job waits with its whole request again."""
     both = dataclasses.replace(JOB, partition="gpu,debug")
-    assert not Gate(CANARY).why_not_job(both) and Gate(OBSERVE).why_not_job(both)
-    assert "gpu is not in canary_partitions" in Gate(CANARY).why_not_job(OUT) and not Gate(CANARY).why_not_job(IN)
-    assert Gate(CANARY).why_not_job(None)
+    assert not Gate(CANARY).explain_job_refusal(both) and Gate(OBSERVE).explain_job_refusal(both)
+    assert "gpu is not in canary_partitions" in Gate(CANARY).explain_job_refusal(OUT) and not Gate(
+        CANARY
+    ).explain_job_refusal(IN)
+    assert Gate(CANARY).explain_job_refusal(None)
 
 
 # ---- the whole controller, observing -------------------------------------------------------------------
@@ -127,9 +136,9 @@ def test_a_waiting_job_of_several_partitions() -> None:
 class Watched(TwoJobs):
     """`TwoJobs`, where any act is written down."""
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         self.done.append("requeue")
-        await super().requeue(job)
+        await super().requeue_job(job)
 
 
 @pytest.mark.slow
@@ -141,13 +150,13 @@ def test_a_dead_node_is_recorded_once_and_left(tmp_path: Path, found: dict[str, 
         controller = Controller(slurm, tmp_path, mode="observe")  # type: ignore[arg-type]
         for _ in range(2):
             controller.report(JOB, "n2")
-            await controller.until(lambda: not controller.home.active(JOB.raw_id))
+            await controller.until(lambda: not controller.home.is_active(JOB.raw_id))
             await asyncio.sleep(1.1)  # the pause after a recovery
         record = controller.home.withheld
         assert [(a.act, a.node, a.job, a.verdict) for a in record.acts] == [(FENCE, "n2", JOB.raw_id, OPEN)]
         assert controller.events(JOB).count('"withheld"') == 1
-        assert controller.journal.fenced(600.0) == 1, "the budget is spent as it would be"
-        assert not controller.journal.left_open()
+        assert controller.journal.count_fenced(600.0) == 1, "the budget is spent as it would be"
+        assert not controller.journal.read_open()
         slurm.all["n2"] = dataclasses.replace(slurm.all["n2"], state="DOWN")
         await record.judge_open(slurm)
         assert '"judged"' in controller.events(JOB)
@@ -213,13 +222,13 @@ def test_verdicts(act: str, node: Node | None, of_job: Job | None, now: float, v
 
 def test_a_red_node_is_recorded_once_for_all_its_jobs(tmp_path: Path) -> None:
     record = Withheld(str(tmp_path), lambda *said: None)
-    assert record.add(DRAIN, 1, 0, "n1", "red", "x") and not record.add(DRAIN, 2, 0, "n1", "red", "x")
-    assert record.add(DRAIN, 2, 0, "n2", "red", "x")
-    assert withheld.score(record.acts) == {CONFIRMED: 0, REFUTED: 0, OPEN: 2}
+    assert record.record_act(DRAIN, 1, 0, "n1", "red", "x") and not record.record_act(DRAIN, 2, 0, "n1", "red", "x")
+    assert record.record_act(DRAIN, 2, 0, "n2", "red", "x")
+    assert withheld.count_verdicts(record.acts) == {CONFIRMED: 0, REFUTED: 0, OPEN: 2}
 
 
 def test_a_damaged_record_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / withheld.FILE).write_bytes(b"{")
     with pytest.raises(msgspec.MsgspecError):
-        withheld.read(str(tmp_path / withheld.FILE))
+        withheld.read_acts(str(tmp_path / withheld.FILE))
     assert Withheld(str(tmp_path), lambda *said: None).acts == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import give_back, probe
 from gemini_hpc.controller.fencing import REASON, Port
@@ -30,10 +31,10 @@ class ScriptedSlurm(FakeSlurm):
         line = f"NodeName=n1 NodeAddr=n1 CPUTot=4 State=DOWN+DRAIN BootTime={boot} Reason={reason} [slurm@now]"
         self.node, self.resumed, self.keeps = parse_node(line), 0, keeps
 
-    async def nodes(self, names: Any = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Any = ()) -> dict[str, Node]:
         return {"n1": self.node}
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         self.resumed += 1
         if self.keeps:
             self.node = dataclasses.replace(self.node, state="IDLE", flags=frozenset())
@@ -59,9 +60,9 @@ def test_given_back(
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         return dict.fromkeys(targets, port)
 
-    monkeypatch.setattr(probe, "reached", reached)
+    monkeypatch.setattr(probe, "probe_ports", reached)
     slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
-    journal.write("1.0", "down", "before", node="n1")
+    journal.write_line("1.0", "down", "before", node="n1")
     look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal, Gate(Settings())).check_fenced
 
     async def many() -> None:
@@ -73,7 +74,7 @@ def test_given_back(
     assert slurm.resumed == times, "twice a day at most"
     journal.close()
     again = Journal(str(tmp_path / "journal"))
-    assert again.given_back("n1", give_back.DAY_S) == times and again.fenced_at()["n1"] <= time.time()
+    assert again.count_given_back("n1", clock.DAY_S) == times and again.read_fence_times()["n1"] <= time.time()
     again.close()
 
 
@@ -100,9 +101,9 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         return dict.fromkeys(targets, Port.ANSWERS)
 
-    monkeypatch.setattr(probe, "reached", reached)
+    monkeypatch.setattr(probe, "probe_ports", reached)
     slurm, journal = ScriptedSlurm(REASON, NEW, keeps=True), Journal(str(tmp_path / "journal"))
-    journal.write("1.0", "down", "before", node="n1")
+    journal.write_line("1.0", "down", "before", node="n1")
     look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal, Gate(Settings())).check_fenced
 
     async def many() -> None:
@@ -113,7 +114,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
                 slurm.node = dataclasses.replace(slurm.node, state=state)
 
     asyncio.run(many())
-    assert slurm.resumed == 1 and journal.given_back("n1", give_back.DAY_S) == 1
+    assert slurm.resumed == 1 and journal.count_given_back("n1", clock.DAY_S) == 1
     journal.close()
 
 
@@ -129,4 +130,4 @@ def test_what_others_have_drained_keeps_their_reason() -> None:
         state, reason, kept = case
         reasons = f" Reason={reason}" if reason else ""
         node = parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")
-        assert give_back.drained_for(node) == kept, case
+        assert give_back.find_drain_reason(node) == kept, case

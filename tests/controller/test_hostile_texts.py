@@ -44,7 +44,7 @@ def client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def read(client: Slurm, raw_id: int) -> Job:
-    return asyncio.run(client.job(raw_id))
+    return asyncio.run(client.read_job(raw_id))
 
 
 PLACED = ("-N2", "--hold", "--requeue", "--mem=200", "--exclude=n3")
@@ -73,9 +73,9 @@ def test_any_text_in_every_field_of_its_owner(
         found = read(client, raw_id)
         same = dataclasses.replace(found, id=twin.id, raw_id=twin.raw_id, features=twin.features)
         assert same == twin
-        assert asyncio.run(client.excluded(raw_id)) == ("n3",)
-        assert asyncio.run(client.rows([raw_id, twin.raw_id])).keys() == {raw_id, twin.raw_id}
-        assert asyncio.run(client.raw_id(str(raw_id))) == raw_id
+        assert asyncio.run(client.read_excluded(raw_id)) == ("n3",)
+        assert asyncio.run(client.read_rows([raw_id, twin.raw_id])).keys() == {raw_id, twin.raw_id}
+        assert asyncio.run(client.find_raw_id(str(raw_id))) == raw_id
     finally:
         cluster.run(["scancel", str(raw_id)])
         # scancel answers at once; a held job is over then
@@ -113,13 +113,16 @@ def test_jobs_are_read_as_scontrol_prints_them(cluster: Cluster, client: Slurm) 
             before, found, after = parse_job(line), read(client, raw_id), parse_job(lines()[raw_id])
             if before == after:  # nothing has happened meanwhile
                 assert found == before
-                seen.add((found.state, found.het, found.batch, found.array_task_id))
+                seen.add((found.state, found.is_het, found.is_batch, found.array_task_id))
         kinds = {(state, het) for state, het, _, _ in seen}
         assert {("RUNNING", False), ("RUNNING", True), ("PENDING", False), ("FAILED", False)} <= kinds, seen
         assert {False, True} == {batch for _, _, batch, _ in seen}
         assert {"1", "2", "3-4", "7"} <= {task for _, _, _, task in seen} | {"3-4"}, seen
-        assert asyncio.run(client.raw_id(f"{tasks}_1")) != tasks and asyncio.run(client.raw_id(f"{last}_7")) == last
-        assert read(client, failed).exit_code == "3:0" and read(client, het).het
+        assert (
+            asyncio.run(client.find_raw_id(f"{tasks}_1")) != tasks
+            and asyncio.run(client.find_raw_id(f"{last}_7")) == last
+        )
+        assert read(client, failed).exit_code == "3:0" and read(client, het).is_het
         assert read(client, waits).reason == "Dependency" and read(client, later).req_nodes == ("n2",)
         assert read(client, features).features.startswith("[")
     finally:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc import clock
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.controller.event_log import MAX_LOG_BYTES, EventLogs, tame
+from gemini_hpc.controller.event_log import MAX_LOG_BYTES, EventLogs, sanitize_event
 from gemini_hpc.controller.journal import NODES, Journal
 from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.placement import holders, recovery_probability
@@ -278,15 +278,15 @@ def test_a_recovery_is_completed_when_the_job_is_back() -> None:
 
 def test_event_log_is_bounded_andprintable(tmp_path: Path) -> None:
     logs = EventLogs(str(tmp_path))
-    evil = tame(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")
+    evil = sanitize_event(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")
     assert evil.host == "n1" and evil.detail.isprintable() and len(evil.detail) <= MAX_DETAIL and len(evil.name) <= 32
     assert abs(evil.t - time.time()) < 10 and evil.restart == 0
     logs.claim_log(7, 5001)
     for _ in range(60):
-        logs.add(7, [evil] * 100)
+        logs.append_events(7, [evil] * 100)
     assert os.path.getsize(tmp_path / "7.jsonl") <= MAX_LOG_BYTES * 1.1
-    assert len(logs.read(7, 5001)) > 100
-    assert logs.read(8, 5001) == ()
+    assert len(logs.read_events(7, 5001)) > 100
+    assert logs.read_events(8, 5001) == ()
 
 
 def test_event_log_of_an_earlier_job_with_the_same_id_is_its_owners_alone(tmp_path: Path) -> None:
@@ -294,13 +294,15 @@ def test_event_log_of_an_earlier_job_with_the_same_id_is_its_owners_alone(tmp_pa
     logs = EventLogs(str(tmp_path))
     theirs, mine = EventRecord(time.time(), "resumed", "n1", 0), EventRecord(time.time(), "owner", "n2", 0, 5001)
     logs.claim_log(7, 5001)
-    logs.add(7, [theirs])
-    assert logs.read(7, 5001) == (theirs,) and logs.read(7, 5002) == ()
+    logs.append_events(7, [theirs])
+    assert logs.read_events(7, 5001) == (theirs,) and logs.read_events(7, 5002) == ()
     logs.claim_log(7, 5001)
-    assert logs.read(7, 5001) == (theirs,), "the same owner goes on"
+    assert logs.read_events(7, 5001) == (theirs,), "the same owner goes on"
     logs.claim_log(7, 5002)
-    logs.add(7, [mine])
-    assert logs.read(7, 5001) == () and logs.read(7, 5002) == (mine,), "no event can say whose log it is"
+    logs.append_events(7, [mine])
+    assert logs.read_events(7, 5001) == () and logs.read_events(7, 5002) == (mine,), (
+        "no event can say whose log it is"
+    )
 
 
 def test_a_full_disk_costs_events_and_nothing_else(
@@ -308,42 +310,42 @@ def test_a_full_disk_costs_events_and_nothing_else(
 ) -> None:
     logs, event = EventLogs(str(tmp_path)), EventRecord(time.time(), "resumed", "n1", 0)
     logs.claim_log(7, 5001)
-    logs.add(7, [event])
+    logs.append_events(7, [event])
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr("builtins.open", full)
-        logs.add(7, [event] * 3)
-        logs.add(7, [event] * 2)
+        logs.append_events(7, [event] * 3)
+        logs.append_events(7, [event] * 2)
         logs.claim_log(7, 5002)
     (line,) = [r.getMessage() for r in caplog.records]
     assert "events-not-kept so_far=3" in line and "No space left" in line
-    logs.add(7, [event])
-    assert logs.read(7, 5001) == (event,), "what is the second owner's is not added to the first one's log"
+    logs.append_events(7, [event])
+    assert logs.read_events(7, 5001) == (event,), "what is the second owner's is not added to the first one's log"
     logs.claim_log(7, 5002)
-    logs.add(7, [event])
-    assert logs.read(7, 5002) == (event,)
+    logs.append_events(7, [event])
+    assert logs.read_events(7, 5002) == (event,)
 
 
 def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:
     path = str(tmp_path / "journal.jsonl")
     journal = Journal(path)
-    journal.write("7.0", "open", "before", job=7, restart=0, dead=["n2"])
-    journal.write("7.0", "down", "before", node="n2")
-    journal.write("8.0", "open", "before", job=8, restart=0)
-    journal.write("8.0", "close", "after", outcome="running")
+    journal.write_line("7.0", "open", "before", job=7, restart=0, dead=["n2"])
+    journal.write_line("7.0", "down", "before", node="n2")
+    journal.write_line("8.0", "open", "before", job=8, restart=0)
+    journal.write_line("8.0", "close", "after", outcome="running")
     journal.close()
     with open(path, "ab") as f:
         f.write(b'{"t": 1, "key": "9.0", "st')  # a crash in mid-line
     again = Journal(path)
-    assert again.fenced(600.0) == 1 and again.fenced(0.0) == 0
-    left = again.left_open()
+    assert again.count_fenced(600.0) == 1 and again.count_fenced(0.0) == 0
+    left = again.read_open()
     assert list(left) == ["7.0"] and [r.step for r in left["7.0"]] == ["open", "down"]
-    again.write("7.0", "close", "after")
+    again.write_line("7.0", "close", "after")
     again.close()
-    assert Journal(path).left_open() == {}
+    assert Journal(path).read_open() == {}
 
 
 def test_agents_that_tell_of_millions_of_ranks_cost_an_operator_nothing() -> None:
@@ -422,8 +424,12 @@ def test_what_the_journal_counts_stays_bounded(tmp_path: Path, monkeypatch: pyte
     for day in range(100):
         now[0] = 1e9 + day * 86400.0
         for step in ("down", "drain", "resume"):
-            journal.write(NODES, step, "before", node=f"n{day % 3}")
-    assert journal.fenced_at() == {f"n{day % 3}": 1e9 + day * 86400.0 for day in (97, 98, 99)}
-    assert (journal.fenced(600.0), journal.drained(2 * 86400.0), journal.given_back("n0", 600.0)) == (1, 3, 1)
+            journal.write_line(NODES, step, "before", node=f"n{day % 3}")
+    assert journal.read_fence_times() == {f"n{day % 3}": 1e9 + day * 86400.0 for day in (97, 98, 99)}
+    assert (
+        journal.count_fenced(600.0),
+        journal.count_drained(2 * 86400.0),
+        journal.count_given_back("n0", 600.0),
+    ) == (1, 3, 1)
     assert all(len(actions) == 3 for actions in journal._actions.values())
     journal.close()

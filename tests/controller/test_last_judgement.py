@@ -46,10 +46,10 @@ class TwoJobs(HalfDone):
         self.setting_down: Callable[[], None] = lambda: None
         self.asked: Callable[[set[str]], None] = lambda names: None
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return self.jobs[raw_id]
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         self.setting_down()
         await asyncio.sleep(0.3)
         self.done.append(f"down {name}")
@@ -59,22 +59,22 @@ class TwoJobs(HalfDone):
                 self.jobs[job.raw_id] = dataclasses.replace(job, state="COMPLETING")
         return self.all[name]
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         self.jobs[job.raw_id] = dataclasses.replace(job, state="PENDING", restarts=job.restarts + 1)
         if self.requeue_refused:
             raise SlurmError(self.requeue_refused)
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)}")
         return job
 
     async def set_start_time(self, job: Job, start: str) -> None: ...
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         self.asked(set(names))
-        return await super().owners(names)
+        return await super().read_owners(names)
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return [Reservation(n, tuple(nodes), ("u",), "ACTIVE", frozenset()) for n, nodes in self.held.items()]
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
@@ -89,13 +89,13 @@ class TwoJobs(HalfDone):
     async def delete_reservation(self, name: str) -> bool:
         return self.held.pop(name, None) is not None
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return ()
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         return list(names)
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
 
@@ -109,7 +109,7 @@ class Controller:
         self.journal, registry = Journal(str(path / "journal")), Registry(str(path / "jobs"))
         logs = EventLogs(str(path / "jobs"))
         self.home = Recoveries(whole, slurm, self.journal, logs, registry, Primary(slurm), Lemons(str(path), 0))
-        self._tracks = {raw_id: registry.track(job) for raw_id, job in slurm.jobs.items()}
+        self._tracks = {raw_id: registry.track_job(job) for raw_id, job in slurm.jobs.items()}
         for track, job in zip(self._tracks.values(), slurm.jobs.values(), strict=True):
             track.stored.allocations[job.restarts] = list(job.nodes)
 
@@ -120,7 +120,7 @@ class Controller:
         alive = tuple(n for n in job.nodes if n not in dead)
         for host in dead:
             message = Report(job.raw_id, job.restarts, host, alive, time.time())
-            self.home.report(self.track(job), alive[0], message)
+            self.home.accept_report(self.track(job), alive[0], message)
 
     def events(self, job: Job) -> str:
         return (self.path / "jobs" / f"{job.raw_id}.jsonl").read_text()
@@ -149,9 +149,9 @@ def test_a_node_that_comes_back_while_others_are_reserved_is_not_set_down(
         controller = Controller(slurm, tmp_path)
         slurm.reserving = back
         controller.report(JOB, "n2")
-        await controller.until(lambda: not controller.home.active(JOB.raw_id))
+        await controller.until(lambda: not controller.home.is_active(JOB.raw_id))
         assert '"confirmed"' in controller.events(JOB) and slurm.done == []
-        assert not slurm.held and not controller.journal.left_open(), "let go of, and closed"
+        assert not slurm.held and not controller.journal.read_open(), "let go of, and closed"
         controller.end()
 
     asyncio.run(work())
@@ -169,7 +169,7 @@ def test_of_two_nodes_that_suspect_each_other_the_dead_one_is_set_down(
         controller = Controller(slurm, tmp_path)
         for alive, dead in (("n1", "n2"), ("n2", "n1")):
             message = Report(JOB.raw_id, JOB.restarts, dead, (alive,), time.time())
-            controller.home.report(controller.track(pair), alive, message)
+            controller.home.accept_report(controller.track(pair), alive, message)
         await controller.until(lambda: bool(slurm.done))
         assert slurm.done[0] == "down n2"
         told = [msgspec.json.decode(line) for line in controller.events(JOB).splitlines()]
@@ -192,7 +192,7 @@ def test_a_second_node_that_is_found_dead_while_others_are_reserved(
         await asyncio.sleep(0.5)
         return {n: await probe.probe_node(t) for n, t in targets.items()}
 
-    monkeypatch.setattr(probe, "looks", slow)
+    monkeypatch.setattr(probe, "probe_nodes", slow)
 
     async def work() -> None:
         controller = Controller(slurm, tmp_path)
@@ -226,7 +226,7 @@ def test_a_second_node_that_comes_back_while_the_first_is_set_down_is_a_survivor
         assert slurm.done == ["down n2"]
         recovery = controller.home._active[JOB.raw_id, JOB.restarts]
         assert recovery.survivors is not None and recovery.survivors.dead == ["n2"]
-        assert recovery.survivors.names == ["n1", "n3"] and recovery.acting
+        assert recovery.survivors.names == ["n1", "n3"] and recovery.is_acting
         controller.end()
 
     asyncio.run(work())
@@ -282,13 +282,13 @@ def test_nodes_that_are_confirmed_and_not_yet_down_count_as_silent(
         home = controller.home
 
         async def the_other() -> None:
-            assert home.silent({"x"}) == home.silent({"x"}, JOB.user_id) == {"x", "n2"}
+            assert home.list_silent({"x"}) == home.list_silent({"x"}, JOB.user_id) == {"x", "n2"}
             controller.report(OTHER, "m2")
             await asyncio.sleep(1.2)
 
         slurm.reserving = the_other
         controller.report(JOB, "n2")
-        await controller.until(lambda: not home.active(JOB.raw_id))
+        await controller.until(lambda: not home.is_active(JOB.raw_id))
         await asyncio.sleep(0.5)
         assert slurm.done == [], "a mass outage: nobody is fenced"
         assert '"not_fenced"' in controller.events(JOB) and '"not_fenced"' in controller.events(OTHER)
@@ -305,7 +305,7 @@ def test_a_node_that_is_being_set_down_counts_once(tmp_path: Path, found: dict[s
         controller = Controller(slurm, tmp_path)
 
         def count() -> None:
-            counted.append((controller.home.silent({"x"}), controller.journal.fenced(600.0)))
+            counted.append((controller.home.list_silent({"x"}), controller.journal.count_fenced(600.0)))
 
         slurm.setting_down = count
         controller.report(JOB, "n2")
@@ -326,7 +326,7 @@ def test_who_cannot_reach_nodes_whose_agents_speak_fences_nobody(
 
     async def work() -> None:
         controller = Controller(slurm, tmp_path)
-        monkeypatch.setattr(controller.home.registry, "vouched", lambda host: True)
+        monkeypatch.setattr(controller.home.registry, "is_vouched", lambda host: True)
         controller.report(JOB, "n2")
         await asyncio.sleep(2.0)
         assert slurm.done == [] and not slurm.held and '"confirmed"' not in controller.events(JOB)
@@ -391,9 +391,9 @@ def test_a_slurm_that_stays_silent_is_waited_for_from_the_journal(
         controller = Controller(slurm, tmp_path)
         controller.report(JOB, "n2")
         await controller.until(
-            lambda: "detected" in controller.events(JOB) and not controller.home.active(JOB.raw_id)
+            lambda: "detected" in controller.events(JOB) and not controller.home.is_active(JOB.raw_id)
         )
-        assert not slurm.done and not slurm.held and not controller.journal.left_open()
+        assert not slurm.done and not slurm.held and not controller.journal.read_open()
         assert "task_died" not in controller.events(JOB)
         controller.end()
 

@@ -27,7 +27,7 @@ MONITORING = Path(__file__).parents[2] / "examples/monitoring"
 
 
 def track(raw_id: int, ended: float = 0.0) -> Any:
-    agents = {"n1": SimpleNamespace(connected=True)}
+    agents = {"n1": SimpleNamespace(is_connected=True)}
     return SimpleNamespace(raw_id=raw_id, user_id=4_000_000, stored=SimpleNamespace(ended_at=ended), agents=agents)
 
 
@@ -39,7 +39,7 @@ async def ask(of: Any) -> dict[str, Any]:
 
 def made(tmp_path: Path, **settings: Any) -> Metrics:
     registry = SimpleNamespace(jobs={n: track(n) for n in (7, 8, 9)} | {3: track(3, ended=5.0)})
-    journal = SimpleNamespace(fenced=lambda window_s: 1, drained=lambda window_s: 2)
+    journal = SimpleNamespace(count_fenced=lambda window_s: 1, count_drained=lambda window_s: 2)
     withheld = Withheld(str(tmp_path), lambda *said: None)
     return Metrics(Settings(state_dir=str(tmp_path), **settings), registry, journal, withheld, ask)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gemini.prom"
     figures = made(tmp_path, metrics_file=str(path))
     for event in ("confirmed", "down", "down", "running", "made up by an agent"):
-        figures.record(7, 0, event)
+        figures.count_event(7, 0, event)
     run_until(figures, path)
     found = published(path)
     job = (("job", "7"), ("user", "4000000"))

@@ -40,13 +40,13 @@ class Waits(FakeSlurm):
     def __init__(self, job: Job) -> None:
         self.current, self.done = job, list[str]()
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return self.current
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         return {FIRST.raw_id: WatchedJob(FIRST.raw_id, self.current.state, FIRST.user_id, self.current.nodes)}
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)} in {reservation or 'none'}")
         self.current = dataclasses.replace(self.current, req_nodes=tuple(nodes), reservation=reservation)
         return self.current
@@ -59,9 +59,9 @@ class Waits(FakeSlurm):
 def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) -> list[str]:
     """What the watcher changes in some rounds after `wait_s`; `first`: what the controller had seen before."""
     known = Registry(str(path / "jobs"))
-    track = known.track(first or slurm.current)
+    track = known.track_job(first or slurm.current)
     if first is not None:
-        track.save()
+        track.write_entry()
         known = Registry(str(path / "jobs"))  # it was started anew since
     settings = Settings(state_dir=str(path))
     logs, journal = EventLogs(str(path / "jobs")), Journal(str(path / "journal"))

@@ -60,19 +60,19 @@ def test_only_the_silence_of_the_other_side_is_silence(monkeypatch: pytest.Monke
     for case in cases:
         error, port = case
         fails_with(monkeypatch, {V4: error})
-        assert asyncio.run(probe.probe(V4, 7)) is port, case
+        assert asyncio.run(probe.probe_port(V4, 7)) is port, case
         found = asyncio.run(probe.probe_node(Target(V4, 7, (8,), range(9, 12))))
         assert {found.slurmd, found.agent, found.kernel} == {port}, case
 
 
 def test_a_connect_that_takes_too_long_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_with(monkeypatch, {})
-    assert asyncio.run(probe.probe(V4, 7, 0.05)) is Port.SILENT
+    assert asyncio.run(probe.probe_port(V4, 7, 0.05)) is Port.SILENT
 
 
 def test_a_name_that_does_not_resolve_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     resolves(monkeypatch)
-    assert asyncio.run(probe.probe("n2", 7)) is Port.UNKNOWN
+    assert asyncio.run(probe.probe_port("n2", 7)) is Port.UNKNOWN
     found = asyncio.run(probe.probe_node(Target("n2", 7, (8,), range(9, 12))))
     assert {found.slurmd, found.agent, found.kernel} == {Port.UNKNOWN}
 
@@ -82,44 +82,44 @@ def test_a_slow_resolver_takes_nothing_from_the_time_of_the_connect(monkeypatch:
     port = server.getsockname()[1]
     resolves(monkeypatch, "127.0.0.1", after_s=2 * probe.CONNECT_TIMEOUT_S)
     monkeypatch.setattr(probe, "ANSWER_TIMEOUT_S", 0.1)
-    assert asyncio.run(probe.probe("n2", port)) is Port.HANGS
+    assert asyncio.run(probe.probe_port("n2", port)) is Port.HANGS
     found = asyncio.run(probe.probe_node(Target("n2", port, (port,), range(port, port + 1))))
     assert found.slurmd is Port.HANGS and found.after_s >= 2 * probe.CONNECT_TIMEOUT_S
     server.close()
     seen = ProbeHistory()
-    seen.add(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT, 0.8), time.monotonic() - 1.0)
+    seen.add_result(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT, 0.8), time.monotonic() - 1.0)
     assert 0.1 < seen.silent_s < 0.8, "nobody was asked before the name was resolved"
 
 
 def test_a_resolver_that_does_not_answer_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "RESOLVE_TIMEOUT_S", 0.1)
     resolves(monkeypatch, "127.0.0.1", after_s=0.5)
-    assert asyncio.run(probe.probe("n2", 7)) is Port.UNKNOWN
+    assert asyncio.run(probe.probe_port("n2", 7)) is Port.UNKNOWN
 
 
 def test_each_address_of_a_node_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     resolves(monkeypatch, V6, V4)
     fails_with(monkeypatch, {V6: errno.ENETUNREACH, V4: errno.EHOSTUNREACH})
-    assert asyncio.run(probe.probe("n2", 7)) is Port.SILENT, "this host has no IPv6"
+    assert asyncio.run(probe.probe_port("n2", 7)) is Port.SILENT, "this host has no IPv6"
     fails_with(monkeypatch, {V6: errno.EHOSTUNREACH, V4: errno.ECONNREFUSED})
-    assert asyncio.run(probe.probe("n2", 7)) is Port.REFUSES
+    assert asyncio.run(probe.probe_port("n2", 7)) is Port.REFUSES
     fails_with(monkeypatch, {V6: errno.EHOSTUNREACH, V4: errno.EMFILE})
-    assert asyncio.run(probe.probe("n2", 7)) is Port.UNKNOWN
+    assert asyncio.run(probe.probe_port("n2", 7)) is Port.UNKNOWN
 
 
 def test_where_nobody_was_asked_silence_is_counted_anew() -> None:
     silent, unknown = (ProbeResult(p, p, p) for p in (Port.SILENT, Port.UNKNOWN))
     seen, now = ProbeHistory(), time.monotonic()
-    seen.add(silent, now - 6)
+    seen.add_result(silent, now - 6)
     assert seen.silent_s >= 6 and seen.agent_silent_s >= 6
-    seen.add(unknown, now - 3)
+    seen.add_result(unknown, now - 3)
     assert seen.silent_s == seen.agent_silent_s == 0.0 and seen.slurmd_silent_s >= 6
-    assert {seen.found(what) for what in probe.PORTS} == {Port.UNKNOWN}
-    seen.add(silent, now - 1)
-    assert 1 <= seen.silent_s < 3 and {seen.found(what) for what in probe.PORTS} == {Port.SILENT}
-    seen.add(ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
-    seen.add(unknown, now)
-    assert seen.found("slurmd") is Port.ANSWERS, "a sign of life is a veto for a while"
+    assert {seen.judge_port(what) for what in probe.PORTS} == {Port.UNKNOWN}
+    seen.add_result(silent, now - 1)
+    assert 1 <= seen.silent_s < 3 and {seen.judge_port(what) for what in probe.PORTS} == {Port.SILENT}
+    seen.add_result(ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
+    seen.add_result(unknown, now)
+    assert seen.judge_port("slurmd") is Port.ANSWERS, "a sign of life is a veto for a while"
 
 
 @pytest.mark.parametrize("port", [Port.SILENT, Port.UNKNOWN, Port.HANGS, Port.ANSWERS])
@@ -128,24 +128,24 @@ def test_before_somebody_is_fenced_nodes_that_agents_vouch_for_are_probed(
 ) -> None:
     nodes = {n: parse_node(f"NodeName={n} NodeAddr={n} State=IDLE") for n in (f"n{i}" for i in range(20))}
     registry, asked = Registry(str(tmp_path)), list[int]()
-    monkeypatch.setattr(registry, "vouched", lambda host: host != "n0")
+    monkeypatch.setattr(registry, "is_vouched", lambda host: host != "n0")
 
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
         asked.append(len(targets))
         return {n: Port.ANSWERS if n == "n0" else port for n in targets}
 
-    monkeypatch.setattr(probe, "reached", reached)
+    monkeypatch.setattr(probe, "probe_ports", reached)
 
     async def work() -> None:
         reach = Reachability(Settings(), registry)
         await reach.probe_members(nodes, {"n9"}, nodes)
         assert (reach.reached, reach.asked) == (19, 19)
-        await reach.probe_members(nodes, {"n9"}, nodes, sure=True)
+        await reach.probe_members(nodes, {"n9"}, nodes, must_be_fresh=True)
         # A kernel that accepts is reached, whatever its slurmd does.
         sure = (1 if port in (Port.SILENT, Port.UNKNOWN) else 19, 19)
         assert (reach.reached, reach.asked) == sure
         for again in (False, True):
-            await reach.probe_members(nodes, {"n9"}, nodes, sure=again)
+            await reach.probe_members(nodes, {"n9"}, nodes, must_be_fresh=again)
         assert (reach.reached, reach.asked) == sure and asked == [1, 5], "good for a moment"
 
     asyncio.run(work())

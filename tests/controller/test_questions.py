@@ -41,9 +41,9 @@ class Nobody:
 def answer(path: Path, read: Callable[[int], Awaitable[Job]], uid: int) -> tuple[JobAnswer, Registry]:
     """To this user about job 7, which the controller knows for alice's."""
     registry, logs = Registry(str(path)), EventLogs(str(path))
-    registry.track(ALICES)
+    registry.track_job(ALICES)
     logs.claim_log(7, 5001)
-    logs.add(7, [EventRecord(time.time(), "degraded", "n1", 0, 0, "a secret")])
+    logs.append_events(7, [EventRecord(time.time(), "degraded", "n1", 0, 0, "a secret")])
     operators: Any = Nobody()
 
     async def ask() -> JobAnswer:
@@ -72,13 +72,15 @@ def test_a_slow_slurm_does_not_hold_the_answer_up(
 def test_jobs_counts_what_came_back_and_tells_of_what_was_sealed(tmp_path: Path) -> None:
     """Of a suspicion that was dismissed, and of a job that has never sealed, the list says nothing."""
     registry, logs, now = Registry(str(tmp_path)), EventLogs(str(tmp_path)), time.time()
-    registry.track(ALICES)
+    registry.track_job(ALICES)
     suspected = [("n1", "detected", "n2 is silent; witnesses n1"), ("n2", "detected", ""), ("n2", "dismissed", "")]
     lost = [("n2", "detected", ""), ("n2", "confirmed", ""), ("", "running", "restart 1 on n1")]
     for job, told, sealed in ((7, [*suspected, *lost], 40), (8, suspected, 0)):
         logs.claim_log(job, 5001)
         ends = [("n1", "detached", "exit code 1")]
-        logs.add(job, [EventRecord(now, name, host, 0, sealed, text) for host, name, text in [*told, *ends]])
+        logs.append_events(
+            job, [EventRecord(now, name, host, 0, sealed, text) for host, name, text in [*told, *ends]]
+        )
     operators: Any = Nobody()
     asked: Any = None
     answers = asyncio.run(Questions(operators, registry, logs, Lemons(str(tmp_path), 0), asked)._listed(False, 5001))
@@ -93,7 +95,7 @@ def test_a_job_with_the_number_of_another_owners_is_not_his(tmp_path: Path) -> N
 
     found, registry = answer(tmp_path, read, 5002)
     assert not found.parts and not found.events and found.slurm["nodes"] == "n8"
-    assert "n8" not in registry.jobs[7].hosts()
+    assert "n8" not in registry.jobs[7].list_hosts()
     assert answer(tmp_path, read, 5001)[0].error, "and alice's is over"
 
 
@@ -102,7 +104,7 @@ def test_a_read_that_fails_when_nobody_waits_any_more_is_no_fault(tmp_path: Path
     answered, complaints = asyncio.Event(), list[Any]()
 
     class Slow(FakeSlurm):
-        async def job(self, raw_id: int) -> Job:
+        async def read_job(self, raw_id: int) -> Job:
             await answered.wait()
             raise UnknownJob("Invalid job id specified")
 

@@ -42,9 +42,9 @@ def test_an_agent_vouches_for_its_node_from_there_only(
     registry = Registry(str(tmp_path))
     track = registry.jobs[7] = Track(StoredJob(7, 5001), str(tmp_path / "7.job"))
     one = track.agents["n1"] = agent("n1", **known)
-    assert registry.vouched("n1") is vouched
+    assert registry.is_vouched("n1") is vouched
     assert len(one.link.asked) == asked  # type: ignore[attr-defined]
-    assert not registry.vouched("n2")
+    assert not registry.is_vouched("n2")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_training_has_finished_where_all_agents_say_so(
         one.apply_registration(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
     former = track.agents["n9"] = agent("n9", verified=True)
     former.apply_registration(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
-    assert track.finished(1) is finished
+    assert track.has_finished(1) is finished
     track.job = dataclasses.replace(JOB, nodes=("n1", "n3"))
     assert track.lacks(1, "n2") is bool(finished), "it runs on with --no-kill, and nobody looks at the node again"
 
@@ -81,14 +81,14 @@ def test_a_node_that_a_spare_has_replaced_has_not_to_finish(tmp_path: Path, word
         track.agents[host].apply_registration(
             Registration(7, 1, host, (), 2, 17000, "x", "detached", without=without, finished=said)
         )
-    assert track.finished(1) is (word is not False)
+    assert track.has_finished(1) is (word is not False)
 
 
 def test_what_an_agent_says_again_counts() -> None:
     one = agent("n1", verified=True)
     for rescuing in (False, True, False):
         one.apply_registration(Registration(7, 1, "n1", (), 2, 17000, "x", "attached", rescuing=rescuing))
-        assert one.rescuing is rescuing
+        assert one.is_rescuing is rescuing
     one.apply_registration(Registration(7, 1, "n1", (), 2, 0, "x", "attached"))
     assert one.port == 17000
 
@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_an_older_state_there_until_it_takes_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = Registry(str(tmp_path))
-    track = registry.track(dataclasses.replace(JOB, raw_id=7))
+    track = registry.track_job(dataclasses.replace(JOB, raw_id=7))
     with monkeypatch.context() as patched:
 
         def full(*_: object, **__: object) -> None:
@@ -113,18 +113,18 @@ def test_a_full_disk_leaves_an_older_state_there_until_it_takes_the_new_one(
         "job=7 event=job-not-kept detail=[Errno 28] No space left on device"
     ]
     assert not Registry(str(tmp_path)).jobs[7].stored.shrunk
-    track.see("RUNNING", False)
+    track.record_state("RUNNING", False)
     assert Registry(str(tmp_path)).jobs[7].stored.shrunk == {0: ["n2", "n3"]}
 
 
 def test_a_job_that_is_forgotten_does_not_come_back(tmp_path: Path) -> None:
     """A recovery that is still looking at it learns once more what Slurm says."""
     registry = Registry(str(tmp_path))
-    track = registry.track(dataclasses.replace(JOB, raw_id=7))
-    registry.drop(7)
-    track.learn(dataclasses.replace(JOB, raw_id=7, restarts=1))
-    track.see("CANCELLED", True)
+    track = registry.track_job(dataclasses.replace(JOB, raw_id=7))
+    registry.drop_job(7)
+    track.record_job(dataclasses.replace(JOB, raw_id=7, restarts=1))
+    track.record_state("CANCELLED", True)
     track.remember_pin(True)
     assert os.listdir(tmp_path) == []
-    registry.track(dataclasses.replace(JOB, raw_id=7))
+    registry.track_job(dataclasses.replace(JOB, raw_id=7))
     assert os.listdir(tmp_path) == ["7.job"]

@@ -39,22 +39,22 @@ class ScriptedSlurm(FakeSlurm):
         self.states = dict.fromkeys(("n1", "n3", "n4", "n5"), "IDLE")
         self.partition_is = "UP"
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         if self.starts(self):
             self.current = dataclasses.replace(self.current, state="RUNNING", nodes=("n1", "n3", "n4"))
         return self.current
 
-    async def nodes(self, names: Any = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Any = ()) -> dict[str, Node]:
         base = "CPUTot=4 RealMemory=2000 Partitions=main"
         return {n: parse_node(f"NodeName={n} NodeAddr={n} {base} State={s}") for n, s in self.states.items()}
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         return {"main": self.partition_is}
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return ()
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]
 
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ class ScriptedSlurm(FakeSlurm):
         self.held[name] = list(nodes)
         self.done.append(f"change {','.join(nodes)}")
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         return sorted(names)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
@@ -80,7 +80,7 @@ class ScriptedSlurm(FakeSlurm):
         self.done.append("delete")
         return True
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.current = dataclasses.replace(self.current, req_nodes=tuple(nodes), reservation=reservation)
         self.done.append(f"pin {','.join(nodes) or '-'}{' held' if reservation else ''}")
         return self.current
@@ -92,14 +92,14 @@ class ScriptedSlurm(FakeSlurm):
         self.current = dataclasses.replace(self.current, reservation="")
         self.done.append("detach")
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
     async def hold_job(self, job: Job, why: str) -> None:
         self.current = dataclasses.replace(self.current, reason="JobHeldUser")
         self.done.append(f"hold {why}")
 
-    async def nudge(self, job: Job) -> None:
+    async def nudge_scheduler(self, job: Job) -> None:
         self.done.append("nudge")
 
 
@@ -118,16 +118,16 @@ def make(slurm: ScriptedSlurm, said: list[str], fence: Fence | None = None) -> R
         survivors=Survivors(
             names=["n1", "n3"],
             dead=["n2"],
-            say=say,
-            target=lambda node: Target(node.name, 6818, (17000,), range(17000, 17016)),
-            vouched=lambda host: False,
+            log_event=say,
+            build_target=lambda node: Target(node.name, 6818, (17000,), range(17000, 17016)),
+            is_vouched=lambda host: False,
             confirm_s=0.1,
-            fence=fence,
+            fence_node=fence,
         ),
-        held=Held(slurm=slurm, raw_id=1, user_id=5001, say=say, note=nothing),
+        held=Held(slurm=slurm, raw_id=1, user_id=5001, log_event=say, write_journal=nothing),
         original=["n3"],
-        say=say,
-        note=nothing,
+        log_event=say,
+        write_journal=nothing,
     )
 
 
@@ -138,8 +138,8 @@ def steer(
 
     async def work() -> str:
         made = make(slurm, said, fence)
-        await made.reserve(slurm.current, await slurm.nodes(), wanted)
-        return await made.steer(limit_s)
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), wanted)
+        return await made.steer_requeue(limit_s)
 
     return asyncio.run(work()), said
 
@@ -153,7 +153,7 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Port]:
         of = {n: found.get(n, Port.ANSWERS) for n in targets}
         return {n: ProbeResult(port, Port.SILENT, port) for n, port in of.items()}
 
-    monkeypatch.setattr(probe, "looks", looks)
+    monkeypatch.setattr(probe, "probe_nodes", looks)
     for name, value in (("PINNED_S", 0.6), ("REACHABLE_S", 0.6), ("HELD_GRACE_S", 0.2), ("SURVEY_S", 0.05)):
         monkeypatch.setattr(requeue, name, value)
     monkeypatch.setattr(requeue, "ASK_S", 0.1)
@@ -174,9 +174,9 @@ def test_the_running_job_is_known_before_its_recovery_is_over() -> None:
 
     async def work() -> None:
         made = make(slurm, [])
-        made.seen = lambda job: seen.append(job.state)
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        assert await made.steer(5.0) == "running"
+        made.on_read = lambda job: seen.append(job.state)
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
+        assert await made.steer_requeue(5.0) == "running"
 
     asyncio.run(work())
     assert seen[-1] == "RUNNING"
@@ -211,9 +211,9 @@ def test_a_job_whose_recoveries_lead_nowhere_is_held(monkeypatch: pytest.MonkeyP
 
     async def work() -> None:
         made = make(slurm, said)
-        made.hold, made.holds = lambda: "5 recoveries in a row sealed nothing at all", before.append
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        assert await made.steer(5.0) == "held"
+        made.explain_hold, made.on_hold = lambda: "5 recoveries in a row sealed nothing at all", before.append
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
+        assert await made.steer_requeue(5.0) == "held"
 
     asyncio.run(work())
     assert slurm.done[-1] == "delete" and "hold 5 recoveries in a row sealed nothing at all" in slurm.done
@@ -282,8 +282,8 @@ def test_an_epilogs_hold_leaves_no_pin_behind(state: str) -> None:
 
     async def work() -> str:
         made = make(slurm, [])
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.steer(0.4, leave_held=True)
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
+        return await made.steer_requeue(0.4, leave_held=True)
 
     assert asyncio.run(work()) == "given up" and "pin n1,n3 held" in slurm.done
     assert slurm.current.req_nodes == ("n3",), "the user's own request is back"
@@ -310,7 +310,7 @@ def test_what_a_lost_node_has_ended_is_sent_back_once(
 ) -> None:
     """Unless its training had finished, goes on with a spare, or its user does not want it back."""
     slurm, said = ScriptedSlurm(starts=lambda s: "start now+2" in s.done), list[str]()
-    slurm.current = dataclasses.replace(PENDING, state=state, restarts=0, requeue=requeue)
+    slurm.current = dataclasses.replace(PENDING, state=state, restarts=0, may_requeue=requeue)
 
     async def send_back(job: Job) -> None:
         slurm.done.append("requeue")
@@ -318,11 +318,11 @@ def test_what_a_lost_node_has_ended_is_sent_back_once(
 
     async def work() -> str:
         made = make(slurm, said)
-        made.may_requeue, made.finished, made.goes_on = True, lambda: finished, lambda: goes_on
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.steer(5.0)
+        made.may_requeue, made.has_finished, made.has_gone_on = True, lambda: finished, lambda: goes_on
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
+        return await made.steer_requeue(5.0)
 
-    slurm.requeue = send_back  # type: ignore[method-assign]
+    slurm.requeue_job = send_back  # type: ignore[method-assign]
     assert asyncio.run(work()) == ("running" if back else state)
     assert slurm.done.count("requeue") == said.count("sent_back") == back and not slurm.held
 
@@ -334,8 +334,8 @@ def test_a_script_that_goes_on_after_its_training_is_let_go_on() -> None:
 
     async def work() -> str:
         made = make(slurm, said)
-        made.may_requeue, made.finished = True, lambda: True
-        return await made.steer(5.0)
+        made.may_requeue, made.has_finished = True, lambda: True
+        return await made.steer_requeue(5.0)
 
     assert asyncio.run(work()) == "goes on" and said == ["goes_on"]
 
@@ -418,7 +418,7 @@ def test_a_survey_that_dies_is_told_and_started_again(
     monkeypatch: pytest.MonkeyPatch, ports: dict[str, Port]
 ) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
-    good, calls = probe.looks, list[int]()
+    good, calls = probe.probe_nodes, list[int]()
 
     async def faulty(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
         calls.append(1)
@@ -426,7 +426,7 @@ def test_a_survey_that_dies_is_told_and_started_again(
             raise ValueError("a fault of ours")
         return await good(targets)
 
-    monkeypatch.setattr(probe, "looks", faulty)
+    monkeypatch.setattr(probe, "probe_nodes", faulty)
     slurm = ScriptedSlurm(starts=lambda s: len(calls) > 5)
     outcome, said = steer(slurm)
     assert outcome == "running" and said.count("task_died") == 2
@@ -434,8 +434,8 @@ def test_a_survey_that_dies_is_told_and_started_again(
 
 def test_a_question_that_the_double_does_not_know_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     class Poor(ScriptedSlurm):
-        async def attached(self, reservation: str) -> list[WatchedJob]:
-            return await FakeSlurm.attached(self, reservation)
+        async def read_attached(self, reservation: str) -> list[WatchedJob]:
+            return await FakeSlurm.read_attached(self, reservation)
 
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
     assert "task_died" in steer(Poor())[1]
@@ -451,10 +451,10 @@ def test_survivors_are_taken_back_out_of_another_recoverys_reservation() -> None
 
     async def work() -> str:
         made = make(slurm, said)
-        made.held.survivors_of = lambda name: {"n6"} if name == "gemini_2_abc" else None
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        made.held.find_survivors = lambda name: {"n6"} if name == "gemini_2_abc" else None
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
         assert slurm.done[:2] == ["change n5,n6", "reserve n1,n3,n4"]
-        return await made.steer(5.0)
+        return await made.steer_requeue(5.0)
 
     assert asyncio.run(work()) == "running" and "taken_back" in said
     assert slurm.held == {"gemini_2_abc": ["n5", "n6"]} and "pin n1,n3 held" in slurm.done
@@ -466,9 +466,9 @@ def test_what_is_another_recoverys_survivor_too_stays_with_it() -> None:
 
     async def work() -> str:
         made = make(slurm, [])
-        made.held.survivors_of = lambda name: {"n1"}
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.steer(5.0)
+        made.held.find_survivors = lambda name: {"n1"}
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
+        return await made.steer_requeue(5.0)
 
     assert asyncio.run(work()) == "running"
     assert slurm.held == {"gemini_2_abc": ["n1", "n5"]} and "pin n3 held" in slurm.done
@@ -480,9 +480,9 @@ def test_nodes_of_other_owners_protected_jobs_are_no_candidates() -> None:
 
     async def work() -> str:
         made = make(slurm, [])
-        made.held.protected = lambda: {"n4", "n5"}
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.steer(5.0)
+        made.held.list_protected = lambda: {"n4", "n5"}
+        await made.reserve_nodes(slurm.current, await slurm.read_nodes(), 3)
+        return await made.steer_requeue(5.0)
 
     assert asyncio.run(work()) == "running" and slurm.done[0] == "reserve n1,n3"
 

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 
 from gemini_hpc.controller.requeue_rules import (
-    barred,
-    candidates,
-    candidates_wanted,
-    fits,
-    held,
-    release_reason,
+    count_candidates,
+    explain_bar,
+    find_candidates,
+    find_release_reason,
+    fits_job,
+    is_held,
 )
 from gemini_hpc.slurm.facts import Reservation
 from gemini_hpc.slurm.text import parse_node
@@ -37,10 +37,10 @@ def test_candidates_fit_and_idle_ones_come_first() -> None:
         )
     }
     job = dataclasses.replace(JOB, min_cpus=2)
-    assert [n.name for n in candidates(job, nodes, ["n1"], ["n8"])] == ["n5", "n4"]
+    assert [n.name for n in find_candidates(job, nodes, ["n1"], ["n8"])] == ["n5", "n4"]
     wanting = dataclasses.replace(job, features="gpu&ib")
-    assert not fits(wanting, nodes["n5"])
-    assert fits(wanting, dataclasses.replace(nodes["n5"], features=frozenset(("gpu", "ib"))))
+    assert not fits_job(wanting, nodes["n5"])
+    assert fits_job(wanting, dataclasses.replace(nodes["n5"], features=frozenset(("gpu", "ib"))))
 
 
 def test_release() -> None:
@@ -60,34 +60,39 @@ def test_release() -> None:
     ]
     for case in cases:
         state, ended, free = case
-        assert bool(release_reason(state, ended, 900.0)) is free, case
+        assert bool(find_release_reason(state, ended, 900.0)) is free, case
 
 
 def test_copies_of_a_completed_job_stay_until_a_loss_before_its_end_would_be_known() -> None:
-    assert not release_reason("COMPLETED", 7.9, 900.0, doubt_s=8.0)
-    assert release_reason("COMPLETED", 8.0, 900.0, doubt_s=8.0) == "job COMPLETED"
-    assert release_reason("CANCELLED", 0.0, 900.0, doubt_s=8.0) == "job CANCELLED"
+    assert not find_release_reason("COMPLETED", 7.9, 900.0, doubt_s=8.0)
+    assert find_release_reason("COMPLETED", 8.0, 900.0, doubt_s=8.0) == "job COMPLETED"
+    assert find_release_reason("CANCELLED", 0.0, 900.0, doubt_s=8.0) == "job CANCELLED"
 
 
 def test_reasons_that_no_node_can_help() -> None:
-    assert held("JobHeldUser") and held("QOSMaxJobsPerUserLimit") and held("AssocGrpCpuLimit") and held("Dependency")
-    assert not held("Resources") and not held("BeginTime") and not held("Priority") and not held("")
-    assert not held("ReqNodeNotAvail, UnavailableNodes:n2")
+    assert (
+        is_held("JobHeldUser")
+        and is_held("QOSMaxJobsPerUserLimit")
+        and is_held("AssocGrpCpuLimit")
+        and is_held("Dependency")
+    )
+    assert not is_held("Resources") and not is_held("BeginTime") and not is_held("Priority") and not is_held("")
+    assert not is_held("ReqNodeNotAvail, UnavailableNodes:n2")
 
 
 def test_candidates_have_the_gres() -> None:
     asked = dataclasses.replace(JOB, gres_per_node={"gpu:a100": 2})
-    assert not fits(asked, NODE)
-    assert fits(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:a100": 4}))
-    assert not fits(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:v100": 4}))
+    assert not fits_job(asked, NODE)
+    assert fits_job(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:a100": 4}))
+    assert not fits_job(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:v100": 4}))
 
 
 def test_one_percent_of_a_large_partition() -> None:
     cluster = {f"n{i}": NODE for i in range(1000)}
-    assert candidates_wanted(JOB, cluster, 1, 2) == 11
-    assert candidates_wanted(JOB, {"n1": NODE}, 1, 2) == 3
+    assert count_candidates(JOB, cluster, 1, 2) == 11
+    assert count_candidates(JOB, {"n1": NODE}, 1, 2) == 3
     elsewhere = {f"n{i}": dataclasses.replace(NODE, partitions=("other",)) for i in range(1000)}
-    assert candidates_wanted(JOB, elsewhere, 1, 2) == 3
+    assert count_candidates(JOB, elsewhere, 1, 2) == 3
 
 
 def test_what_slurm_would_not_allocate() -> None:
@@ -111,7 +116,7 @@ def test_what_slurm_would_not_allocate() -> None:
         state, partitions, reserved_from, word = case
         node = parse_node(f"NodeName=n2 CPUTot=4 RealMemory=2000 State={state} Partitions=main")
         others = [] if reserved_from is None else [weekly(("n1", "n2"), reserved_from)]
-        why = barred(JOB, node, partitions, others, 100.0)
+        why = explain_bar(JOB, node, partitions, others, 100.0)
         assert word in why and bool(why) is bool(word), case
 
 
@@ -122,7 +127,7 @@ def weekly(nodes: tuple[str, ...], start: float) -> Reservation:
 def test_one_of_two_partitions_is_enough() -> None:
     job = dataclasses.replace(JOB, partition="main,long")
     node = dataclasses.replace(NODE, partitions=("main", "long"))
-    assert barred(job, node, {"main": "DOWN", "long": "UP"}, [], 0.0) == ""
-    assert "long is DOWN" in barred(job, node, {"main": "DOWN", "long": "DOWN"}, [], 0.0)
-    assert barred(job, dataclasses.replace(NODE, partitions=("other",)), {}, [], 0.0)
-    assert not barred(job, NODE, {"main": "UP"}, [weekly(("n9",), 0.0)], 100.0)
+    assert explain_bar(job, node, {"main": "DOWN", "long": "UP"}, [], 0.0) == ""
+    assert "long is DOWN" in explain_bar(job, node, {"main": "DOWN", "long": "DOWN"}, [], 0.0)
+    assert explain_bar(job, dataclasses.replace(NODE, partitions=("other",)), {}, [], 0.0)
+    assert not explain_bar(job, NODE, {"main": "UP"}, [weekly(("n9",), 0.0)], 100.0)

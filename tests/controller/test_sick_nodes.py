@@ -11,8 +11,8 @@ from typing import Any
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import Journal
-from gemini_hpc.controller.lemons import Lemons, read
-from gemini_hpc.controller.sick_nodes import RedNodeCase, SickNodeDrains, why_not
+from gemini_hpc.controller.lemons import Lemons, read_visits
+from gemini_hpc.controller.sick_nodes import RedNodeCase, SickNodeDrains, explain_refusal
 from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.facts import Node
@@ -40,7 +40,7 @@ def test_the_judgement() -> None:
     ]
     for case in cases:
         change, why = case
-        found = why_not(dataclasses.replace(CASE, **change))
+        found = explain_refusal(dataclasses.replace(CASE, **change))
         assert bool(found) == bool(why) and why in found, (case, found)
 
 
@@ -72,17 +72,17 @@ class Scene(FakeSlurm):
             lambda kind, raw_id, host, why: self.alerts.append((kind, host)),
         )
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         return {name: node("MIXED+DRAIN" if name in self.drained else "MIXED", name) for name in names}
 
-    async def node_drain(self, name: str, reason: str) -> None:
+    async def drain_node(self, name: str, reason: str) -> None:
         if self.refuses:
             raise SlurmError("no")
         self.drained[name] = reason
 
     def judge(self, *hosts: str, verdict: HealthVerdict = HealthVerdict.RED) -> list[str]:
         async def play() -> list[str]:
-            return await asyncio.gather(*(self.sick.judge(host, RedNode(7, 1, verdict)) for host in hosts))
+            return await asyncio.gather(*(self.sick.judge_node(host, RedNode(7, 1, verdict)) for host in hosts))
 
         return asyncio.run(play())
 
@@ -101,7 +101,7 @@ def test_a_red_node_is_drained_once_in_fixed_words(tmp_path: Path) -> None:
         ("drained", "n3"),
     ]
     assert not scene.alerts
-    kept = read(str(tmp_path / "lemons.json"), 0.0)
+    kept = read_visits(str(tmp_path / "lemons.json"), 0.0)
     assert {name: [(v.what, v.job) for v in visits] for name, visits in kept.items()} == {
         "n2": [("unhealthy", 7)],
         "n3": [("unhealthy", 7)],

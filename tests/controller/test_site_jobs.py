@@ -20,9 +20,9 @@ import asyncio, sys
 from gemini_hpc.slurm import Slurm, SlurmError
 async def main():
     slurm = Slurm()
-    job = await slurm.job(int(sys.argv[1]))
+    job = await slurm.read_job(int(sys.argv[1]))
     try:
-        await slurm.pin(job, sys.argv[2].split(","), "")
+        await slurm.pin_job(job, sys.argv[2].split(","), "")
     except SlurmError as exc:
         print("refused:", exc)
     else:

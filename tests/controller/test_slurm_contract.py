@@ -76,11 +76,11 @@ def asking(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         inside.slurm(cluster, tmp_path_factory.mktemp("tools"), patch)
         release = cluster.run(["scontrol", "--version"]).stdout.split()[-1]
-        patch.setattr(ways, "installed_pyslurm", lambda: release)
+        patch.setattr(ways, "find_pyslurm", lambda: release)
         patch.setattr(
             client,
-            "_pyslurm",
-            lambda timeout_s, heard: PyslurmReader(env, timeout_s, client._error, heard, tuple(argv)),
+            "_make_pyslurm_reader",
+            lambda timeout_s, heard: PyslurmReader(env, timeout_s, client._build_error, heard, tuple(argv)),
         )
         yield Asking([])
 
@@ -100,12 +100,12 @@ def test_equal_facts(cluster: Cluster, asking: Asking) -> None:
 
         async def facts(slurm: Slurm) -> object:
             # squeue names no end for parts of heterogeneous jobs, which are never acted on.
-            found = [await slurm.job(i) for i in ids]
-            jobs = [dataclasses.replace(job, end_time=0.0) if job.het else job for job in found]
-            excluded = [await slurm.excluded(i) for i in ids]
+            found = [await slurm.read_job(i) for i in ids]
+            jobs = [dataclasses.replace(job, end_time=0.0) if job.is_het else job for job in found]
+            excluded = [await slurm.read_excluded(i) for i in ids]
             # 22.05's scontrol does not print the port that slurm.conf has for all.
-            nodes = {k: dataclasses.replace(v, port=0) for k, v in (await slurm.nodes()).items()}
-            return jobs, excluded, nodes, set(await slurm.nodes(["n2"])), await slurm.raw_id(f"{array}_1")
+            nodes = {k: dataclasses.replace(v, port=0) for k, v in (await slurm.read_nodes()).items()}
+            return jobs, excluded, nodes, set(await slurm.read_nodes(["n2"])), await slurm.find_raw_id(f"{array}_1")
 
         for way in WAYS:
 
@@ -116,14 +116,14 @@ def test_equal_facts(cluster: Cluster, asking: Asking) -> None:
             found, expected = until(read, 60, what="nothing happens meanwhile")
             assert found == expected, way
             with pytest.raises(UnknownJob):
-                asking.ask(way, lambda slurm: slurm.job(999999))
+                asking.ask(way, lambda slurm: slurm.read_job(999999))
     finally:
         cluster.run(["scancel", "-u", "alice"])
 
 
 async def _settled(slurm: Slurm, running: int, failed: int) -> bool:
     async with asyncio.timeout(30):
-        while (await slurm.job(running)).state != "RUNNING" or (await slurm.job(failed)).state != "FAILED":
+        while (await slurm.read_job(running)).state != "RUNNING" or (await slurm.read_job(failed)).state != "FAILED":
             await asyncio.sleep(0.1)
     return True
 
@@ -132,13 +132,16 @@ async def _settled(slurm: Slurm, running: int, failed: int) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_way_that_is_used_is_told(way: str, cluster: Cluster, asking: Asking) -> None:
     asking.told.clear()
-    asking.ask(way, lambda slurm: slurm.nodes())
+    asking.ask(way, lambda slurm: slurm.read_nodes())
     has_json = cluster.run(["scontrol", "--json", "show", "node"]).returncode == 0
     used = asking.told[-1]
     if way == ways.JSON and not has_json:
-        assert (used.name, used.left) == (ways.COMMANDS, True) and "json was given up: scontrol --json" in used.why
+        assert (used.name, used.is_fallback) == (
+            ways.COMMANDS,
+            True,
+        ) and "json was given up: scontrol --json" in used.why
     else:
-        assert (used.name, used.left) == (way, False)
+        assert (used.name, used.is_fallback) == (way, False)
 
 
 @pytest.mark.cluster
@@ -146,23 +149,23 @@ def test_the_way_that_is_used_is_told(way: str, cluster: Cluster, asking: Asking
 def test_changes_take_effect(way: str, cluster: Cluster, asking: Asking) -> None:
     job = cluster.sbatch(["-N1", "-w", "n1", "--requeue"], script=LONG)
     try:
-        until(lambda: asking.ask(ways.COMMANDS, lambda slurm: slurm.job(job)).state == "RUNNING", 20)
+        until(lambda: asking.ask(ways.COMMANDS, lambda slurm: slurm.read_job(job)).state == "RUNNING", 20)
 
         async def requeue(slurm: Slurm) -> None:
-            await slurm.requeue(await slurm.job(job))
+            await slurm.requeue_job(await slurm.read_job(job))
 
         asking.ask(way, requeue)
-        after = asking.ask(way, lambda slurm: slurm.job(job))
+        after = asking.ask(way, lambda slurm: slurm.read_job(job))
         assert after.restarts == 1 and after.state in ("PENDING", "COMPLETING", "CONFIGURING", "RUNNING")
     finally:
         cluster.run(["scancel", str(job)])
-    node = asking.ask(way, lambda slurm: slurm.node_down("n3", 'gemini-hpc: "a test"\nState=IDLE'))
-    assert node.down and "DRAIN" in node.flags and node.reason.startswith("gemini-hpc: 'a test' State=IDLE [root@")
-    assert asking.ask(ways.COMMANDS, lambda slurm: slurm.nodes(["n3"]))["n3"].down
-    asking.ask(way, lambda slurm: slurm.node_resume("n3"))
-    until(lambda: asking.ask(way, lambda slurm: slurm.nodes(["n3"]))["n3"].idle, 20)
+    node = asking.ask(way, lambda slurm: slurm.set_node_down("n3", 'gemini-hpc: "a test"\nState=IDLE'))
+    assert node.is_down and "DRAIN" in node.flags and node.reason.startswith("gemini-hpc: 'a test' State=IDLE [root@")
+    assert asking.ask(ways.COMMANDS, lambda slurm: slurm.read_nodes(["n3"]))["n3"].is_down
+    asking.ask(way, lambda slurm: slurm.resume_node("n3"))
+    until(lambda: asking.ask(way, lambda slurm: slurm.read_nodes(["n3"]))["n3"].is_idle, 20)
     with pytest.raises(SlurmError):
-        asking.ask(way, lambda slurm: slurm.node_down("n99", "gemini-hpc: not there"))
+        asking.ask(way, lambda slurm: slurm.set_node_down("n99", "gemini-hpc: not there"))
 
 
 @pytest.mark.cluster
@@ -173,10 +176,12 @@ def test_no_array_is_requeued_by_its_last_task(cluster: Cluster, asking: Asking)
 
         async def requeue(slurm: Slurm) -> list[int]:
             async with asyncio.timeout(30):
-                while {(await slurm.job(i)).state for i in (array, await slurm.raw_id(f"{array}_1"))} != {"RUNNING"}:
+                while {(await slurm.read_job(i)).state for i in (array, await slurm.find_raw_id(f"{array}_1"))} != {
+                    "RUNNING"
+                }:
                     await asyncio.sleep(0.1)
-            await slurm.requeue(await slurm.job(array))
-            return [(await slurm.job(i)).restarts for i in (array, await slurm.raw_id(f"{array}_1"))]
+            await slurm.requeue_job(await slurm.read_job(array))
+            return [(await slurm.read_job(i)).restarts for i in (array, await slurm.find_raw_id(f"{array}_1"))]
 
         assert asking.ask(ways.PYSLURM, requeue) == [1, 0]
     finally:
@@ -206,22 +211,22 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
     )
     (tools / "scontrol").chmod(0o755)
     monkeypatch.setattr(client, "_DIRECTORIES", (str(tools),))
-    monkeypatch.setattr(ways, "installed_pyslurm", lambda: "22.5.3")
+    monkeypatch.setattr(ways, "find_pyslurm", lambda: "22.5.3")
     readers: list[PyslurmReader] = []
 
     def reader(timeout_s: float, heard: Callable[[str, float], None] | None) -> PyslurmReader:
         environment = {"PATH": f"{tools}:/usr/bin:/bin"}
-        readers.append(PyslurmReader(environment, 1.5, client._error, heard, bad))
+        readers.append(PyslurmReader(environment, 1.5, client._build_error, heard, bad))
         return readers[-1]
 
-    monkeypatch.setattr(client, "_pyslurm", reader)
+    monkeypatch.setattr(client, "_make_pyslurm_reader", reader)
     monkeypatch.setattr("gemini_hpc.slurm.pyslurm_reader.START_TIMEOUT_S", 1.0)
     told: list[ways.Way] = []
 
     async def ask() -> None:
         slurm = Slurm(api="auto", on_way=told.append)
         for _ in range(2):
-            assert set(await slurm.nodes()) == {"n1"}
+            assert set(await slurm.read_nodes()) == {"n1"}
         pid = readers[0]._process.pid if readers[0]._process else 0
         await slurm.close()
         assert not pid or not Path(f"/proc/{pid}").exists()
@@ -231,7 +236,7 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
     if mode in ("not utf-8", "print"):  # one answer that cannot be read; output that is none
         assert [way.name for way in told] == [ways.PYSLURM]
     else:
-        assert [way.name for way in told] == [ways.PYSLURM, ways.COMMANDS] and told[-1].left
+        assert [way.name for way in told] == [ways.PYSLURM, ways.COMMANDS] and told[-1].is_fallback
         assert "pyslurm was given up: pyslurm" in told[-1].why
 
 
@@ -246,7 +251,7 @@ def test_a_call_that_fails_is_told_with_its_time(tmp_path: Path, monkeypatch: py
     async def ask() -> None:
         slurm = Slurm(timeout_s=0.5, on_call=lambda words, took_s: calls.append((words, took_s)))
         with pytest.raises(SlurmError):
-            await slurm.queue()
+            await slurm.read_queue()
         await slurm.close()
         await asyncio.sleep(0.3)  # the loop collects the killed command
 
@@ -276,5 +281,5 @@ def test_which_way_is_chosen() -> None:
     ]
     for case in cases:
         setting, slurm, pyslurm, name = case
-        way = ways.choose(setting, slurm, pyslurm)
-        assert way.name == name and way.why and not way.left, case
+        way = ways.choose_way(setting, slurm, pyslurm)
+        assert way.name == name and way.why and not way.is_fallback, case

@@ -10,16 +10,16 @@ import pytest
 from gemini_hpc.slurm.facts import LIVE
 from gemini_hpc.slurm.text import (
     ParseError,
-    gres_needed,
-    node_records,
+    hides_reason,
     parse_config,
+    parse_gres_needed,
     parse_node,
     parse_partition,
     parse_ping,
     parse_reservation,
     parse_row,
-    reason_is_hidden,
-    state_of,
+    parse_state,
+    split_nodes,
 )
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -31,9 +31,9 @@ def lines(name: str) -> list[str]:
 
 def test_nodes() -> None:
     nodes = {node.name: node for node in map(parse_node, lines("22.05-nodes.txt"))}
-    assert nodes["n3"].idle and nodes["n3"].address == "10.77.0.13" and nodes["n3"].cpus == 4
-    assert nodes["n1"].up and not nodes["n1"].idle, "reserved by somebody"
-    assert nodes["n5"].down and not nodes["n5"].up and nodes["n5"].reason.startswith("gemini-hpc:")
+    assert nodes["n3"].is_idle and nodes["n3"].address == "10.77.0.13" and nodes["n3"].cpus == 4
+    assert nodes["n1"].is_up and not nodes["n1"].is_idle, "reserved by somebody"
+    assert nodes["n5"].is_down and not nodes["n5"].is_up and nodes["n5"].reason.startswith("gemini-hpc:")
     assert nodes["n1"].slurmd_start > nodes["n1"].boot_time > 1.7e9
 
 
@@ -52,15 +52,15 @@ def test_texts_of_operators_in_records_of_nodes() -> None:
         (f"Extra={forged}", "", True),
         ("Comment=x", "", False),
     ):
-        record, other = node_records(f"{written}{texts}\nNodeName=n4 State=IDLE\n")
+        record, other = split_nodes(f"{written}{texts}\nNodeName=n4 State=IDLE\n")
         node = parse_node(record)
         assert (node.name, node.state, node.reason, node.spec_memory_mb) == ("n3", "IDLE", reason, 0)
-        assert reason_is_hidden(record) is hidden and parse_node(other).name == "n4"
+        assert hides_reason(record) is hidden and parse_node(other).name == "n4"
 
 
 def test_later_releases() -> None:
     node = parse_node(lines("24.11-shapes.txt")[1])
-    assert node.down and "NOT_RESPONDING" in node.flags and node.port == 16818
+    assert node.is_down and "NOT_RESPONDING" in node.flags and node.port == 16818
     assert node.partitions == ("main", "long") and node.features == {"gpu", "ib"} and node.slurmd_start == 0.0
 
 
@@ -72,7 +72,7 @@ def test_compound_states() -> None:
     ]
     for case in cases:
         text, state = case
-        assert state_of(text) == state, case
+        assert parse_state(text) == state, case
 
 
 def test_node_states() -> None:
@@ -89,7 +89,7 @@ def test_node_states() -> None:
     for case in cases:
         text, up, down = case
         node = parse_node(f"NodeName=n1 State={text} ThreadsPerCore=1")
-        assert (node.up, node.down) == (up, down), case
+        assert (node.is_up, node.is_down) == (up, down), case
 
 
 def test_rows_and_reservations() -> None:
@@ -111,10 +111,10 @@ def test_every_state_of_slurm_is_live_or_over() -> None:
 
 
 def test_gres_of_jobs_and_nodes() -> None:
-    assert gres_needed("N/A", "(null)") == {}
+    assert parse_gres_needed("N/A", "(null)") == {}
     for text in ("gres:gpu:a100:2", "gres/gpu:a100:2", "gres/gpu:a100=2"):
-        assert gres_needed(text) == {"gpu": 2, "gpu:a100": 2}
-    assert gres_needed("", "gres:gpu:16", "cpu:4") == {"gpu": 1}
+        assert parse_gres_needed(text) == {"gpu": 2, "gpu:a100": 2}
+    assert parse_gres_needed("", "gres:gpu:16", "cpu:4") == {"gpu": 1}
     node = "NodeName=n1 State=IDLE Gres="
     assert parse_node(node + "gpu:a100:4(S:0-1),nvme:1,bw:2K").gres == {
         "gpu": 4,

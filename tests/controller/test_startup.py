@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.controller.startup import elsewhere
+from gemini_hpc.controller.startup import explain_elsewhere
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def start(state_dir: Path) -> subprocess.CompletedProcess[str]:
-    """`become` as root, then what the controller does first; tells who it is."""
+    """`become_slurm_user` as root, then what the controller does first; tells who it is."""
     code = (
         "import os, sys; from gemini_hpc.config import Settings; from gemini_hpc.controller.startup import *\n"
         "try: become(Settings(state_dir=sys.argv[1]))\n"
@@ -91,5 +91,5 @@ def test_link_in_the_place_of_the_log(home: Path) -> None:
 
 def test_a_controller_belongs_on_a_host_that_the_settings_name() -> None:
     for host in ("", "localhost", socket.gethostname(), "192.0.2.1,127.0.0.1", "no-such-host.invalid"):
-        assert elsewhere(Settings(controller_host=host)) == "", host
-    assert "controller_host is 192.0.2.1" in elsewhere(Settings(controller_host="192.0.2.1"))
+        assert explain_elsewhere(Settings(controller_host=host)) == "", host
+    assert "controller_host is 192.0.2.1" in explain_elsewhere(Settings(controller_host="192.0.2.1"))

@@ -49,34 +49,34 @@ class HalfDone(FakeSlurm):
         self.boot = 0.0
         self.done: list[str] = []
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         if self.current is None:
             raise UnknownJob("gone")
         return self.current
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         wanted = list(names)
         return {n: node for n, node in self.all.items() if not wanted or n in wanted}
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         return {n: {(JOB.user_id, JOB.raw_id), *self.strangers} for n in names}
 
-    async def config(self) -> SlurmConfig:
+    async def read_config(self) -> SlurmConfig:
         return SlurmConfig((("ctl", "ctl"),), "/x", self.boot, {})
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return []
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         return {"main": "UP"}
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         self.done.append(f"down {name}")
         self.all[name] = dataclasses.replace(self.all[name], state="DOWN", reason=reason)
         self.current = dataclasses.replace(JOB, state="COMPLETED", restarts=JOB.restarts)
         return self.all[name]
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         self.done.append(f"resume {name}")
         self.all[name] = dataclasses.replace(self.all[name], flags=frozenset())
 
@@ -86,8 +86,8 @@ def take_over(slurm: HalfDone, path: Path, **settings: float) -> list[str]:
     journal = Journal(str(path / "journal"))
     key = f"{JOB.raw_id}.{JOB.restarts}"
     opened = {"members": ["n1", "n2", "n3"], "dead": ["n2"], "survivors": ["n1", "n3"]}
-    journal.write(key, "open", "before", job=JOB.raw_id, restart=JOB.restarts, **opened)
-    journal.write(key, "down", "before", node="n2", user_id=JOB.user_id)
+    journal.write_line(key, "open", "before", job=JOB.raw_id, restart=JOB.restarts, **opened)
+    journal.write_line(key, "down", "before", node="n2", user_id=JOB.user_id)
     given = {"fence_confirm_s": 0.3, "slurm_settle_s": 0.1, "fence_budget_nodes": 1} | settings
     whole = Settings(**given, state_dir=str(path))  # type: ignore[arg-type]
     registry = Registry(str(path / "jobs"))
@@ -95,9 +95,9 @@ def take_over(slurm: HalfDone, path: Path, **settings: float) -> list[str]:
     async def work() -> None:
         primary, logs = Primary(slurm), EventLogs(str(path / "jobs"))
         home = Recoveries(whole, slurm, journal, logs, registry, primary, Lemons(str(path), 0))
-        await home.resume()
+        await home.resume_open()
         deadline = time.monotonic() + 10
-        while home.active(JOB.raw_id) and time.monotonic() < deadline:
+        while home.is_active(JOB.raw_id) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         home.cancel()
 
@@ -154,9 +154,9 @@ def test_a_node_that_we_have_not_drained_is_left_alone(tmp_path: Path, reason: s
 class Meddled(HalfDone):
     """An administrator takes the node back while it is being judged."""
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         self.all["n2"] = dataclasses.replace(self.all["n2"], reason="", flags=frozenset())
-        return await super().owners(names)
+        return await super().read_owners(names)
 
 
 def test_a_node_that_is_taken_back_while_it_is_judged_is_left_alone(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def make(path: Path, slurm: HalfDone, **settings: float) -> Recoveries:
 def opened(home: Recoveries, **more: int) -> None:
     """A recovery has begun."""
     data = {"members": ["n1", "n2", "n3"], "dead": ["n2"], "survivors": ["n1", "n3"]}
-    home.journal.write(KEY, "open", "before", job=JOB.raw_id, restart=JOB.restarts, **data, **more)
+    home.journal.write_line(KEY, "open", "before", job=JOB.raw_id, restart=JOB.restarts, **data, **more)
 
 
 async def until(said: Callable[[], object], limit_s: float = 10.0) -> None:
@@ -216,7 +216,7 @@ def test_a_recovery_whose_death_cannot_be_told_is_still_taken_over(
 
     async def work() -> None:
         home = make(tmp_path, HalfDone())
-        track = home.registry.track(JOB)
+        track = home.registry.track_job(JOB)
         recovery = Recovery(home, track, JOB.restarts)
         opened(home)
 
@@ -225,9 +225,9 @@ def test_a_recovery_whose_death_cannot_be_told_is_still_taken_over(
 
         recovery.run = run  # type: ignore[method-assign]
         with monkeypatch.context() as patched:
-            patched.setattr(EventLogs, "add", full)
+            patched.setattr(EventLogs, "append_events", full)
             await home._run((JOB.raw_id, JOB.restarts), recovery)
-        await until(lambda: not home.journal.left_open() and not home.active(JOB.raw_id))
+        await until(lambda: not home.journal.read_open() and not home.is_active(JOB.raw_id))
         home.cancel()
 
     asyncio.run(work())
@@ -246,7 +246,7 @@ class Reserving(HalfDone):
         self.held: dict[str, list[str]] = {}
         self.at_create: Callable[[str], None] = lambda name: None
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
@@ -260,22 +260,22 @@ class Reserving(HalfDone):
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
         self.held[name] = list(nodes)
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return ()
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         return list(names)
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         return []
 
 
 async def settled(home: Recoveries) -> None:
     """What a restarted controller does with what is open."""
-    await home.resume()
-    await until(lambda: not home.active(JOB.raw_id))
+    await home.resume_open()
+    await until(lambda: not home.is_active(JOB.raw_id))
     home.cancel()
-    assert not home.journal.left_open()
+    assert not home.journal.read_open()
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "RUNNING"])
@@ -286,7 +286,7 @@ def test_a_reservation_that_was_made_and_not_noted_is_deleted(tmp_path: Path, st
         slurm = Reserving()
         home = make(tmp_path, slurm)
         opened(home)
-        home.journal.write(KEY, "reserve", "before", name=NAME, nodes=["n1", "n3"])
+        home.journal.write_line(KEY, "reserve", "before", name=NAME, nodes=["n1", "n3"])
         slurm.held[NAME] = ["n1", "n3"]
         slurm.current = dataclasses.replace(JOB, state=state)
         await settled(home)
@@ -300,7 +300,7 @@ def test_a_reservation_is_not_forgotten_where_slurm_gives_no_answer(tmp_path: Pa
         slurm, calls = Reserving(), list[str]()
         home = make(tmp_path, slurm)
         opened(home)
-        home.journal.write(KEY, "reserve", "after", name=NAME)
+        home.journal.write_line(KEY, "reserve", "after", name=NAME)
         slurm.held[NAME] = ["n1", "n3"]
         good = slurm.delete_reservation
 
@@ -320,8 +320,8 @@ def test_a_reservation_is_not_forgotten_where_slurm_gives_no_answer(tmp_path: Pa
 async def held_ahead(home: Recoveries, slurm: Reserving) -> None:
     """n2 is silent, and somebody else's job runs there: its fencing is left to Slurm, the other nodes are held."""
     slurm.strangers = {(4242, 9)}
-    track = home.registry.track(JOB)
-    home.report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n1", "n3"), time.time()))
+    track = home.registry.track_job(JOB)
+    home.accept_report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n1", "n3"), time.time()))
     await until(lambda: slurm.held)
     assert [sorted(nodes) for nodes in slurm.held.values()] == [["n1", "n3"]]
 
@@ -343,8 +343,8 @@ def test_what_was_held_ahead_is_let_go_of_where_nothing_comes_of_it(
         home = make(tmp_path, slurm)
         await held_ahead(home, slurm)
         del seen["n2"]
-        await until(lambda: not home.active(JOB.raw_id))
-        assert not slurm.held and not home.journal.left_open() and not slurm.done
+        await until(lambda: not home.is_active(JOB.raw_id))
+        assert not slurm.held and not home.journal.read_open() and not slurm.done
         home.cancel()
 
     asyncio.run(work())
@@ -365,13 +365,13 @@ def test_what_was_held_ahead_when_the_controller_died(tmp_path: Path, node: str)
         slurm.current = dataclasses.replace(JOB, state="PENDING", restarts=JOB.restarts + 1, nodes=())
         slurm.all["n2"] = dataclasses.replace(slurm.all["n2"], state=node)
         after = make(tmp_path, slurm)
-        await after.resume()
+        await after.resume_open()
         if node == "DOWN":
             await until(lambda: "start" in slurm.done)
             assert "pin n1,n3" in slurm.done and slurm.held
             slurm.current = dataclasses.replace(slurm.current, state="RUNNING", nodes=("n1", "n3", "n4"))
-        await until(lambda: not after.active(JOB.raw_id))
-        assert not slurm.held and not after.journal.left_open()
+        await until(lambda: not after.is_active(JOB.raw_id))
+        assert not slurm.held and not after.journal.read_open()
         assert slurm.done == ([] if node == "ALLOCATED" else ["pin n1,n3", "start"])
         after.cancel()
 
@@ -381,10 +381,10 @@ def test_what_was_held_ahead_when_the_controller_died(tmp_path: Path, node: str)
 def test_what_was_held_ahead_is_known_when_the_recovery_acts(tmp_path: Path) -> None:
     home = make(tmp_path, Reserving())
     opened(home, ahead=1)
-    home.journal.write(KEY, "reserve", "after", name=NAME)
+    home.journal.write_line(KEY, "reserve", "after", name=NAME)
     opened(home)
     for journal in (home.journal, Journal(str(tmp_path / "journal"))):
-        first, *rest = journal.left_open()[KEY]
+        first, *rest = journal.read_open()[KEY]
         assert "ahead" not in first.data and NAME in [r.data.get("name") for r in rest]
 
 
@@ -395,7 +395,7 @@ def test_a_node_that_slurm_has_no_record_of_any_more_is_done_with(tmp_path: Path
     """`scontrol show node` of one that was removed fails: all nodes are asked for."""
 
     class Removed(Reserving):
-        async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+        async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
             if "n2" in list(names):
                 raise SlurmError("Node n2 not found")
             return {n: node for n, node in self.all.items() if n != "n2"}
@@ -404,7 +404,7 @@ def test_a_node_that_slurm_has_no_record_of_any_more_is_done_with(tmp_path: Path
         slurm = Removed()
         home = make(tmp_path, slurm)
         opened(home)
-        home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)
+        home.journal.write_line(KEY, "down", "before", node="n2", user_id=JOB.user_id)
         slurm.current = None
         await settled(home)
 
@@ -423,8 +423,8 @@ def test_a_takeover_that_slurm_always_refuses_is_given_up_and_told(
         home = make(tmp_path, slurm)
         monkeypatch.setattr(home.alerts, "send_alert", lambda kind, job, host, text: told.append((kind, job)))
         opened(home)
-        home.journal.write(KEY, "reserve", "after", name=NAME)
-        home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)
+        home.journal.write_line(KEY, "reserve", "after", name=NAME)
+        home.journal.write_line(KEY, "down", "before", node="n2", user_id=JOB.user_id)
         slurm.held[NAME] = ["n1", "n3"]
 
         async def refused(*_: object) -> None:
@@ -451,7 +451,7 @@ class Waiting(Reserving):
         self.current = dataclasses.replace(JOB, state="PENDING", restarts=JOB.restarts + 1, nodes=())
         self.held[NAME] = ["n1", "n3"]
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)}")
         return job
 
@@ -461,15 +461,15 @@ class Waiting(Reserving):
 
 def steering(home: Recoveries) -> Recovery:
     """A recovery that is about to steer the job to the end."""
-    track = home.registry.track(JOB)
+    track = home.registry.track_job(JOB)
     recovery = home._active[JOB.raw_id, JOB.restarts] = Recovery(home, track, JOB.restarts)
     opened(home)
-    home.journal.write(KEY, "reserve", "after", name=NAME)
-    helper = recovery.rescue(JOB, ["n1", "n3"], ["n2"])
+    home.journal.write_line(KEY, "reserve", "after", name=NAME)
+    helper = recovery.build_requeue(JOB, ["n1", "n3"], ["n2"])
     helper.held.name = NAME
 
     async def run() -> None:
-        await recovery.finish(helper)
+        await recovery.finish_requeue(helper)
 
     recovery.run = run  # type: ignore[method-assign]
     home._start(f"recovery {KEY}", lambda: home._run((JOB.raw_id, JOB.restarts), recovery), recovery.died)
@@ -490,8 +490,8 @@ def test_a_controller_that_steps_down_begins_nothing_and_leaves_what_is_held(tmp
         await asyncio.sleep(0.5)
         assert not home._tasks and slurm.done == before
         assert list(slurm.held) == [NAME], "the next controller goes on with it"
-        track = home.registry.track(JOB)
-        home.report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n3",), time.time()))
+        track = home.registry.track_job(JOB)
+        home.accept_report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n3",), time.time()))
         home._take_over(KEY)
         assert not home._tasks
 
@@ -513,7 +513,7 @@ def test_the_locks_are_kept_until_all_work_has_ended(tmp_path: Path, monkeypatch
                 await asyncio.sleep(60)
             finally:
                 await asyncio.sleep(0.2)
-                controller.journal.write(KEY, "close", "after", outcome="test")
+                controller.journal.write_line(KEY, "close", "after", outcome="test")
                 with pytest.raises(LockTakenError):
                     take_lock(lock)
                 ended.append(True)

@@ -29,7 +29,7 @@ class Failed(Waiting):
         self.all["n2"] = dataclasses.replace(self.all["n2"], state=node)
         self.current = dataclasses.replace(JOB, state=state, nodes=(), end_time=time.time() - ago_s)
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         self.done.append("requeue")
         self.current = dataclasses.replace(job, state="RUNNING", restarts=job.restarts + 1, nodes=("n1", "n3", "n4"))
 
@@ -47,14 +47,14 @@ def test_it_is_sent_back(
         slurm = Failed(node, ago_s)
         home = make(tmp_path, slurm)
         opened(home)
-        home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)
+        home.journal.write_line(KEY, "down", "before", node="n2", user_id=JOB.user_id)
         if noted:
-            home.journal.write(KEY, "down", "after", node="n2")
-        await home.resume()
-        await until(lambda: not home.active(JOB.raw_id))
+            home.journal.write_line(KEY, "down", "after", node="n2")
+        await home.resume_open()
+        await until(lambda: not home.is_active(JOB.raw_id))
         home.cancel()
         assert slurm.done == done
-        assert not slurm.held and not home.journal.left_open()
+        assert not slurm.held and not home.journal.read_open()
 
     asyncio.run(work())
 
@@ -73,15 +73,15 @@ def test_one_that_is_completed_is_sent_back_on_its_agents_word(
         slurm = Failed("DOWN", 20.0, "COMPLETED")
         home = make(tmp_path, slurm)
         opened(home)
-        home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)
-        await home.resume()
+        home.journal.write_line(KEY, "down", "before", node="n2", user_id=JOB.user_id)
+        await home.resume_open()
         await asyncio.sleep(0.1)
         if word is not None:  # it calls a moment after the controller has begun
             link: Any = SimpleNamespace(closed=False, last_heard=0.0, send=lambda message: None)
             agent = home.registry.jobs[JOB.raw_id].agents["n1"] = ConnectedAgent(link, "n1", JOB.raw_id, "x")
             agent.apply_registration(Registration(JOB.raw_id, 0, "n1", (), 2, 17000, "x", "detached", finished=word))
-        await until(lambda: not home.active(JOB.raw_id))
+        await until(lambda: not home.is_active(JOB.raw_id))
         home.cancel()
-        assert slurm.done == done and not slurm.held and not home.journal.left_open()
+        assert slurm.done == done and not slurm.held and not home.journal.read_open()
 
     asyncio.run(work())

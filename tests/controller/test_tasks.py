@@ -115,23 +115,23 @@ def test_what_counts_as_a_sign_of_life() -> None:
     for port in (Port.ANSWERS, Port.REFUSES, Port.HANGS):
         seen = ProbeHistory()
         now = time.monotonic()
-        seen.add(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT), now - 5)
+        seen.add_result(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT), now - 5)
         assert seen.silent_s >= 5
-        seen.add(ProbeResult(Port.SILENT, Port.SILENT, port), now)
-        assert seen.silent_s == 0.0 and seen.found("kernel") is port
-        assert seen.slurmd_silent_s >= 5 and seen.found("slurmd") is Port.SILENT
+        seen.add_result(ProbeResult(Port.SILENT, Port.SILENT, port), now)
+        assert seen.silent_s == 0.0 and seen.judge_port("kernel") is port
+        assert seen.slurmd_silent_s >= 5 and seen.judge_port("slurmd") is Port.SILENT
     assert ProbeHistory().silent_s == 0.0
 
 
 def test_what_has_been_silent_long_enough_does_not_answer_any_more() -> None:
     """A survivor that has just died is judged by its silence, not by what it said before."""
     seen, now = ProbeHistory(confirm_s=0.05), time.monotonic()
-    seen.add(ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
-    assert seen.found("slurmd") is Port.ANSWERS
+    seen.add_result(ProbeResult(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
+    assert seen.judge_port("slurmd") is Port.ANSWERS
     time.sleep(0.02)
-    seen.add(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT), time.monotonic())
+    seen.add_result(ProbeResult(Port.SILENT, Port.SILENT, Port.SILENT), time.monotonic())
     time.sleep(0.06)
-    assert seen.silent_s >= 0.05 and {seen.found(what) for what in probe.PORTS} == {Port.SILENT}
+    assert seen.silent_s >= 0.05 and {seen.judge_port(what) for what in probe.PORTS} == {Port.SILENT}
 
 
 def test_a_kernel_refuses_where_nobody_listens() -> None:

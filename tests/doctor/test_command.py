@@ -13,14 +13,14 @@ import pytest
 
 from gemini_hpc.cli.main import main
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor import containers, elf, examine, memory, network, report, slurm
-from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
+from gemini_hpc.doctor import elf, examine, memory, network, report, slurm
 from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
+from gemini_hpc.doctor.examine import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import Here, HostFacts
 from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok, warning
 from gemini_hpc.doctor.leftovers import age_s
+from gemini_hpc.doctor.memory import unit_files, unit_setting
 from gemini_hpc.doctor.network import Range, free_of, listeners
-from gemini_hpc.doctor.units import files, setting
 from gemini_hpc.node.cgroup import lowest_limit
 from gemini_hpc.node.memory_cgroup import Place
 from gemini_hpc.slurm.text import parse_configuration, parse_ping
@@ -157,7 +157,7 @@ def test_later_releases_configuration() -> None:
 
 
 def test_run_in_job() -> None:
-    found = slurm.prolog_flags(Told(PrologFlags="Alloc,RunInJob"))
+    found = slurm.check_prolog_flags(Told(PrologFlags="Alloc,RunInJob"))
     assert found.status == "wrong" and "RunInJob" in found.fix
 
 
@@ -169,19 +169,19 @@ def test_expedited_requeue() -> None:
     ]
     for case in cases:
         values, words = case
-        found = slurm.expedited(Told(**values))
+        found = slurm.check_expedited_requeue(Told(**values))
         assert found.status == "ok" and words in found.found, case
 
 
 def test_separate_prolog_timeout() -> None:
-    assert slurm.prolog_timeout(Told(PrologTimeout="65534", PrologEpilogTimeout="65534")).status == "ok"
-    assert slurm.prolog_timeout(Told(PrologTimeout="10 sec")).status == "wrong"
+    assert slurm.check_prolog_timeout(Told(PrologTimeout="65534", PrologEpilogTimeout="65534")).status == "ok"
+    assert slurm.check_prolog_timeout(Told(PrologTimeout="10 sec")).status == "wrong"
 
 
 def test_slurm_user_root() -> None:
     facts = Told(SlurmUser="root(0)")
     facts._known["settings"] = Settings(slurm_user="root")
-    assert slurm.slurm_user(facts).status == "warning"
+    assert slurm.check_user(facts).status == "warning"
 
 
 def test_memory_that_slurm_does_not_count() -> None:
@@ -224,29 +224,33 @@ def test_cgroup_v2(tmp_path: Path) -> None:
     assert memory.slurmd_limit(lowest_limit(place), GIB // 4).status == "ok"
 
 
+def kill_mode_of(places: tuple[str, ...]) -> tuple[str, str]:
+    return unit_setting(unit_files("slurmd.service", places), "Service", "KillMode")
+
+
 def test_systemd_units(tmp_path: Path) -> None:
     low, high = tmp_path / "lib", tmp_path / "etc"
     (high / "slurmd.service.d").mkdir(parents=True)
     low.mkdir()
     places = (str(low), str(high))
-    assert files("slurmd.service", places) == []
+    assert unit_files("slurmd.service", places) == []
     (low / "slurmd.service").write_text("[Unit]\nKillMode=mixed\n[Service]\n# KillMode=none\nKillMode = process\n")
-    assert memory.kill_mode(*setting(files("slurmd.service", places), "Service", "KillMode")).status == "ok"
+    assert memory.kill_mode(*kill_mode_of(places)).status == "ok"
     (high / "slurmd.service.d/a.conf").write_text("[Service]\nKillMode=control-group\n")
-    assert memory.kill_mode(*setting(files("slurmd.service", places), "Service", "KillMode")).status == "wrong"
+    assert memory.kill_mode(*kill_mode_of(places)).status == "wrong"
     (high / "slurmd.service").write_text("[Service]\n")
     (high / "slurmd.service.d/a.conf").unlink()
-    found = memory.kill_mode(*setting(files("slurmd.service", places), "Service", "KillMode"))
+    found = memory.kill_mode(*kill_mode_of(places))
     assert found.status == "wrong" and "default" in found.found
 
 
 def test_hidden_directories() -> None:
     text = "AutoBasePath=true\nBasePath=/x Dirs=/var/tmp,/run\n#Dirs=/proc\n"
-    assert containers.hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
-    assert containers.hidden_directories(text, ("/proc/x",)) == []
-    assert containers.hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
+    assert slurm.hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
+    assert slurm.hidden_directories(text, ("/proc/x",)) == []
+    assert slurm.hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
     yaml = 'defaults:\n  base_path: "/x"\n  # dirs: "/proc"\n  dirs: "/tmp,/run"\n'
-    assert containers.hidden_directories(yaml, ("/run/gemini-hpc", "/proc/x")) == ["/run/gemini-hpc"]
+    assert slurm.hidden_directories(yaml, ("/run/gemini-hpc", "/proc/x")) == ["/run/gemini-hpc"]
 
 
 def test_namespaces_that_hide_the_agent(tmp_path: Path) -> None:

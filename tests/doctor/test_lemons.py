@@ -35,9 +35,9 @@ def look(state_dir: Path, check: str = "controller.lemons", **settings: Any) -> 
 def test_what_comes_again_is_a_warning(tmp_path: Path) -> None:
     kept = Lemons(str(tmp_path), 30)
     assert look(tmp_path).status == "ok"
-    kept.add("n2", "fenced", 7, "no answer")
+    kept.add_visit("n2", "fenced", 7, "no answer")
     assert look(tmp_path).status == "ok"
-    kept.add("n2", "failed", 8, "rank 1 on n2 was killed or crashed")
+    kept.add_visit("n2", "failed", 8, "rank 1 on n2 was killed or crashed")
     found = look(tmp_path)
     assert found.status == "warning" and "n2 2 times, the last at " in found.found
     assert "(job 8: failed: rank 1 on n2 was killed or crashed)" in found.found
@@ -51,11 +51,11 @@ def test_what_comes_again_is_a_warning(tmp_path: Path) -> None:
 def test_the_score_of_a_site_that_observes(tmp_path: Path) -> None:
     assert look(tmp_path, "controller.mode").found == 'mode = "act"; nothing was withheld yet'
     kept = withheld.Withheld(str(tmp_path), lambda *said: None)
-    kept.add(withheld.FENCE, 7, 0, "n2", "no answer for 5.0 s, 2 witnesses", "")
+    kept.record_act(withheld.FENCE, 7, 0, "n2", "no answer for 5.0 s, 2 witnesses", "")
     found = look(tmp_path, "controller.mode", mode="observe")
     assert found.status == "ok" and "1 acts, of which Slurm confirmed 0 and refuted 0; 1 are open" in found.found
     kept.acts[0] = msgspec.structs.replace(kept.acts[0], verdict=withheld.REFUTED, evidence="n2 was IDLE later")
-    kept.add(withheld.DRAIN, 8, 0, "n3", "the health check is red", "")
+    kept.record_act(withheld.DRAIN, 8, 0, "n3", "the health check is red", "")
     found = look(tmp_path, "controller.mode", mode="observe")
     assert found.status == "warning" and "fenced n2 (job 7: no answer for 5.0 s, 2 witnesses)" in found.found
     (tmp_path / withheld.FILE).write_text("[")

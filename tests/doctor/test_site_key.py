@@ -36,5 +36,5 @@ def test_the_key_is_examined_in_munges_place(tmp_path: Path, monkeypatch: pytest
     assert found["auth.key"].status == "ok" and keyed.fingerprint(key) in found["auth.key"].found
     assert key.hex() not in repr(found)
     path.chmod(0o644)
-    outcome = munge.site(Keyed())
+    outcome = munge.check_site_key(Keyed())
     assert outcome.status == "wrong" and "found 0644" in outcome.found

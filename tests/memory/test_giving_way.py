@@ -11,7 +11,7 @@ import pytest
 from harness import LiteJob
 from waiting import until
 
-from gemini_hpc.controller.requeue_rules import release_reason
+from gemini_hpc.controller.requeue_rules import find_release_reason
 from gemini_hpc.node.meminfo import meminfo
 
 from .conftest import MIB, Site
@@ -105,5 +105,5 @@ def test_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how: str) -
                         ("COMPLETED", False), ("CANCELLED", False), ("TIMEOUT", True), ("DEADLINE", False)]
 )  # fmt: skip
 def test_states(state: str, kept: bool) -> None:
-    assert (release_reason(state, 1.0, 900.0) == "") == kept
-    assert release_reason("FAILED", 901.0, 900.0)
+    assert (find_release_reason(state, 1.0, 900.0) == "") == kept
+    assert find_release_reason("FAILED", 901.0, 900.0)

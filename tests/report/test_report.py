@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from gemini_hpc.cli import report
-from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.frame import UserError
 from gemini_hpc.cli.main import main
 from gemini_hpc.client import stats_messages
 from gemini_hpc.core.slots import Stamp

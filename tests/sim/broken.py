@@ -21,12 +21,12 @@ async def _nothing(*_: Any, **__: Any) -> None: ...
 
 def no_reservation() -> None:
     """Survivors are pinned, and not reserved."""
-    Held.reserve = _nothing  # type: ignore[method-assign]
+    Held.reserve_nodes = _nothing  # type: ignore[method-assign]
 
 
 def keeps_reservations() -> None:
     """What is held is never let go of."""
-    Held.clean = _nothing  # type: ignore[method-assign]
+    Held.release_reservation = _nothing  # type: ignore[method-assign]
 
 
 def fences_living_kernels() -> None:
@@ -55,7 +55,7 @@ def starts_now() -> None:
 
 def resumes_nothing() -> None:
     """What a dead controller has begun stays so."""
-    Recoveries.resume = _nothing  # type: ignore[method-assign]
+    Recoveries.resume_open = _nothing  # type: ignore[method-assign]
 
 
 def tells_once() -> None:
@@ -82,12 +82,12 @@ def no_user_budget() -> None:
 
 def anybodys_candidates() -> None:
     """Nodes of other owners' protected jobs serve as replacements."""
-    Recoveries.protected_of_others = lambda self, user_id: set()  # type: ignore[method-assign]
+    Recoveries.list_protected = lambda self, user_id: set()  # type: ignore[method-assign]
 
 
 def takes_drains_for_ours() -> None:
     """What an administrator has drained gets our reason when it dies, as up to November 2026."""
-    give_back.drained_for = lambda node: ""
+    give_back.find_drain_reason = lambda node: ""
 
 
 def sends_back_the_cancelled() -> None:
@@ -111,7 +111,7 @@ def frees_the_completed() -> None:
 
 def opens_the_gate() -> None:
     """The controller acts, whatever the mode says."""
-    Gate.why_not = lambda self, partitions: ""  # type: ignore[method-assign]
+    Gate.explain_refusal = lambda self, partitions: ""  # type: ignore[method-assign]
 
 
 BROKEN: dict[str, Callable[[], None]] = {

@@ -34,8 +34,8 @@ class Moments:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, Callable[[int], None]]] = []
-        _around(Journal, "write", self._noted)
-        _around(Recoveries, "say", self._told)
+        _around(Journal, "write_line", self._noted)
+        _around(Recoveries, "log_event", self._told)
 
     def at(self, moment: str, what: Callable[[int], None]) -> None:
         """Once, as part of the controller, with the job's id."""

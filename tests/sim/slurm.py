@@ -108,13 +108,13 @@ class SimSlurm(SlurmApi):
 
     # ---- reading ---------------------------------------------------------------------------------------
 
-    async def job(self, raw_id: int) -> Job:
+    async def read_job(self, raw_id: int) -> Job:
         return await self._ask(lambda: self._ctld.job_facts(raw_id))
 
-    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+    async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return await self._ask(lambda: (self._ctld.find(raw_id), ())[1])
 
-    async def raw_id(self, task: str) -> int:
+    async def find_raw_id(self, task: str) -> int:
         return int(task)
 
     def _row(self, job: JobRecord) -> WatchedJob:
@@ -130,11 +130,11 @@ class SimSlurm(SlurmApi):
                 continue
         return found
 
-    async def rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
+    async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         wanted = set(raw_ids)
         return await self._ask(lambda: {j.raw_id: self._row(j) for j in self._jobs() if j.raw_id in wanted})
 
-    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+    async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         wanted = list(names)
 
         def read() -> dict[str, Node]:
@@ -143,13 +143,13 @@ class SimSlurm(SlurmApi):
 
         return await self._ask(read)
 
-    async def partitions(self) -> dict[str, str]:
+    async def read_partitions(self) -> dict[str, str]:
         return await self._ask(lambda: {"all": "UP"})
 
-    async def reservations(self) -> list[Reservation]:
+    async def read_reservations(self) -> list[Reservation]:
         return await self._ask(self._ctld.reservation_facts)
 
-    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+    async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         wanted = list(names)
 
         def read() -> dict[str, set[tuple[int, int]]]:
@@ -158,10 +158,10 @@ class SimSlurm(SlurmApi):
 
         return await self._ask(read)
 
-    async def attached(self, reservation: str) -> list[WatchedJob]:
+    async def read_attached(self, reservation: str) -> list[WatchedJob]:
         return await self._ask(lambda: [self._row(j) for j in self._jobs() if j.reservation == reservation])
 
-    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+    async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         wanted = list(names)
 
         def read() -> list[str]:
@@ -170,16 +170,16 @@ class SimSlurm(SlurmApi):
 
         return await self._ask(read)
 
-    async def config(self) -> SlurmConfig:
+    async def read_config(self) -> SlurmConfig:
         return await self._ask(lambda: self._ctld.config_facts(self._state_save))
 
-    async def accounting(self) -> bool:
+    async def has_accounting(self) -> bool:
         return await self._ask(lambda: False)
 
-    async def admin_level(self, user: str) -> str:
+    async def read_admin_level(self, user: str) -> str:
         return ""
 
-    async def slurmctlds(self) -> list[tuple[str, bool]]:
+    async def ping_slurmctlds(self) -> list[tuple[str, bool]]:
         await asyncio.sleep(self._rng.uniform(0.01, 0.05))
         me, network = self._network.hosts[self._process.host], self._network
         found = []
@@ -200,26 +200,26 @@ class SimSlurm(SlurmApi):
 
         await self._ask(do)
 
-    async def node_down(self, name: str, reason: str) -> Node:
+    async def set_node_down(self, name: str, reason: str) -> Node:
         def drain() -> None:
             node = self._ctld.state.nodes[self._ctld.known([name])[0]]
             node.drain, node.reason = True, reason
 
         await self._change("drain", name, drain)
         await self._change("down", name, lambda: self._ctld.set_down(name))
-        node = (await self.nodes([name]))[name]
-        if not node.down:
+        node = (await self.read_nodes([name]))[name]
+        if not node.is_down:
             raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
         return node
 
-    async def node_drain(self, name: str, reason: str) -> None:
+    async def drain_node(self, name: str, reason: str) -> None:
         def drain() -> None:
             node = self._ctld.state.nodes[self._ctld.known([name])[0]]
             node.drain, node.reason = True, reason
 
         await self._change("drain", name, drain)
 
-    async def node_resume(self, name: str) -> None:
+    async def resume_node(self, name: str) -> None:
         def resume() -> None:
             node = self._ctld.state.nodes[self._ctld.known([name])[0]]
             node.drain = node.down = False
@@ -265,7 +265,7 @@ class SimSlurm(SlurmApi):
         except SlurmUnreachable:
             raise
         except SlurmError:
-            return name not in {r.name for r in await self.reservations()}
+            return name not in {r.name for r in await self.read_reservations()}
         return True
 
     def _pending(self, raw_id: int) -> JobRecord:
@@ -280,7 +280,7 @@ class SimSlurm(SlurmApi):
         if reservation and (held is None or held.user_id != job.user_id):
             raise SlurmError("Requested reservation is invalid")
 
-    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+    async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         def pin() -> None:
             record = self._pending(job.raw_id)
             self._allowed(record, reservation)
@@ -289,7 +289,7 @@ class SimSlurm(SlurmApi):
             record.req_nodes, record.reservation = list(nodes), reservation
 
         await self._change("update", job.id, pin)
-        after = await self.job(job.raw_id)
+        after = await self.read_job(job.raw_id)
         if set(after.req_nodes) != set(nodes) or after.reservation != reservation:
             raise SlurmError(f"job {job.id} was pinned to {','.join(nodes)} and has {','.join(after.req_nodes)}")
         return after
@@ -300,7 +300,7 @@ class SimSlurm(SlurmApi):
 
         await self._change("update", job.id, change)
 
-    async def nudge(self, job: Job) -> None:
+    async def nudge_scheduler(self, job: Job) -> None:
         def nothing() -> None:
             self._pending(job.raw_id)
 
@@ -325,7 +325,7 @@ class SimSlurm(SlurmApi):
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
         await self._change("note", job.id, lambda: None)  # in slurmdbd: nothing of the job itself changes
 
-    async def requeue(self, job: Job) -> None:
+    async def requeue_job(self, job: Job) -> None:
         def requeue() -> None:
             record = self._ctld.find(job.raw_id)
             if record.completing or record.state == PENDING:

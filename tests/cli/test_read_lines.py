@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.cli.job_id import UserError
-from gemini_hpc.cli.text_file import read_lines
+from gemini_hpc.cli.failures import read_lines
+from gemini_hpc.cli.frame import UserError
 
 
 def test_lines(tmp_path: Path) -> None:
