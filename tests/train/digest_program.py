@@ -38,13 +38,11 @@ def interpret() -> None:
     tensors = [(torch.randn(size) * 50).to(kind) for size, kind in zip(sizes, TYPES, strict=True)]
     tensors += [torch.empty(1_500_000, dtype=torch.uint8).random_(), torch.zeros(3 * PIECE_BYTES // 4)]
     placed, slot = slot_of(12_288, tensors)
-    device = torch.device("cpu")
-    made = digest.PieceDigests(placed, device)
+    made = digest.PieceDigests(placed, torch.device("cpu"))
     assert made.numbers == tuple(range(1, slot.numel() // PIECE_BYTES)) and len(made.numbers) > 12, made.numbers
     pieces = slot.split(PIECE_BYTES)
     right = [xxhash.xxh3_128_digest(pieces[number].numpy()) for number in made.numbers]
-    assert digest.digests(made.begin()) == right
-    assert digest.fault(device) == "", digest.fault(device)
+    assert digest.digests(made.begin()) == right  # in one launch: each takes half a minute
 
 
 def compiled() -> None:

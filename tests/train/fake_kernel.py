@@ -24,10 +24,12 @@ class FakeKernel:
             assert count == len(numbers) <= grid[0] * PIECES and num_warps
             self.launches += 1
             for row in range(count):
-                hasher, run = xxhash.xxh3_128(), first[row]
+                hasher, run, end, base = xxhash.xxh3_128(), first[row], 0, 0
                 for block in range(numbers[row] * BLOCKS, (numbers[row] + 1) * BLOCKS):
-                    run += block >= ends[run]
-                    hasher.update(ctypes.string_at(bases[run] + block * digest.BLOCK_BYTES, digest.BLOCK_BYTES))
+                    if block >= end:
+                        base, end, run = bases[run], ends[run], run + 1
+                    assert block < end, "a run that the piece does not need"
+                    hasher.update(ctypes.string_at(base + block * digest.BLOCK_BYTES, digest.BLOCK_BYTES))
                 made = hasher.digest()
                 for column, half in enumerate((made[:8], made[8:])):
                     out[row, column] = torch.tensor(int.from_bytes(half, "big", signed=True))

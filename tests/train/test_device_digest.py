@@ -162,7 +162,7 @@ def test_a_device_is_compared_with_the_processor(monkeypatch: pytest.MonkeyPatch
     assert digest.fault(HERE) == "ModuleNotFoundError: No module named 'triton'"
 
 
-# A minute each: the interpreter takes every operation by itself, and the compiler makes two programs.
+# Half a minute of work: the interpreter takes every operation by itself.
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "more"), [("interpret", {"TRITON_INTERPRET": "1"}), ("compile", {})])
 def test_the_kernel_itself(tmp_path: Path, what: str, more: dict[str, str]) -> None:
