@@ -88,6 +88,9 @@ $(VENV)/.fronts: pyproject.toml | $(VENV)/.python
 $(VENV)/.stacks: pyproject.toml | $(VENV)/.python
 	$(call installed,dev-stacks,$(PIP) --no-deps -r $@.new)
 
+$(VENV)/.triton: pyproject.toml | $(VENV)/.python
+	$(call installed,dev-triton,$(PIP) --no-deps --upgrade --target $(VENV)/triton -r $@.new)
+
 $(VENV)/.mpi: pyproject.toml | $(VENV)/.python
 	$(call installed,dev-mpi,while read -r mpi; do \
 	  $(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpi/$${mpi%%[<>=]*} "$$mpi"; done <$@.new)
@@ -100,7 +103,7 @@ deps-mpi: deps $(VENV)/.mpi $(VENV)/.parallel
 	$(call install_debian,$(DEBIAN_MPI) $(DEBIAN_HDF5))
 
 deps-fronts: deps $(VENV)/.fronts
-deps-stacks: deps $(VENV)/.stacks
+deps-stacks: deps $(VENV)/.stacks $(VENV)/.triton
 
 $(VENV)/.installed: $(SOURCES) | deps $(VENV)/.python
 	@echo "installing gemini-hpc into $(VENV)"

@@ -1,10 +1,12 @@
 """`python -m benchmarks.gpu`: what one GPU shows of the paths for GPUs. No cluster, no Slurm, no root; some minutes.
 
-It was run on one H100 in November 2026, without the section `graphs`; `--fake` only shows that it runs. It checks
-bytes and measures:
+It was run on one H100 in November 2026, without the sections `graphs` and `digest`; `--fake` only shows that it runs.
+It checks bytes and measures:
 
     memory    device to replica memory (a memfd, pinned in place) against torch's pinned memory, and unpinned; at
               once, and as versions are copied: in pieces, on a stream of our own
+    digest    digests of a slot's pieces, made from the tensors on the device: that they are the processor's digests
+              of the slot's bytes; rate; an iteration with and without them, in turns; Triton is needed
     spans     the share of a version's bytes that goes in idle spans of the device, which the host runs ahead of; the
               device's wait at the optimizer; what that costs an iteration (see `gpuspans`)
     step      the host's time for the marks at collectives, optimizer and step()
@@ -38,6 +40,9 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks import gpugraphs, gpuspans
 from benchmarks.gpudevice import Fake, Gpu, Machine
+from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest
+from gemini_hpc.train.device.digest import PieceDigests, Placed
+from gemini_hpc.train.device.digest import digests as device_digests
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Broken, Communicator, Message
 from gemini_hpc.train.device.memory import TensorSlot
@@ -50,6 +55,7 @@ from gemini_hpc.train.nccl.source import Piece, Tensors
 MB = 1 << 20
 CHUNK_BYTES, BUFFERS = 8 * MB, 4
 WARM, LAYERS, WIDTH = 3, 6, 4096
+LEAST_DIGESTED_BYTES = 4 * MB
 LEAST_MB, LEAST_FAKE_MB, LEAST_ITERATIONS = 64, 1, 3
 
 
@@ -106,6 +112,50 @@ def memory(on: Machine, size_bytes: int) -> None:
     on.row("memory: the same in pieces", in_pieces())
     pinned.release()
     on.row("memory: device to torch's pinned memory", rate(on.pinned(size_bytes)))
+
+
+def digests(on: Machine, size_bytes: int, iterations: int) -> None:
+    """With pieces enough for the fake device, too."""
+    if reason := on.undigested():
+        raise Wrong(reason)
+    training = Training(on, max(size_bytes, LEAST_DIGESTED_BYTES))
+    slot = replica_memory(training.bytes)
+    for into, source in training.pairs(slot.bytes):
+        into.copy_(source)
+    placed, at = [], 0
+    for parameter in training.model.parameters():
+        placed.append(Placed(at, parameter))
+        at += parameter.nbytes
+    made = PieceDigests(placed, placed[0].tensor.device)
+    hasher = Digest()
+    hasher.update(slot.bytes.numpy().data)
+    right = hasher.pieces[: len(made.numbers) * PIECE_DIGEST_BYTES]
+    if b"".join(device_digests(made.begin())) != right:
+        raise Wrong("the device's digests are not those of the slot")
+    on.row(f"digest: {len(made.numbers)} pieces, equal to the processor's", "yes")
+    on.row("digest: rate", f"{len(made.numbers) * PIECE_BYTES / seconds(on, made.begin) / 1e9:.1f} GB/s")
+
+    def iteration(with_digests: bool) -> float:
+        on.synchronize()
+        began = time.perf_counter()
+        if with_digests:
+            on.beside(made.begin)
+        for _ in range(3):
+            training.compute()
+        on.synchronize()  # the optimizer waits for the digests
+        training.optimizer.step()
+        on.synchronize()
+        return time.perf_counter() - began
+
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for n in range(WARM + iterations):
+        for mode, found in times.items():  # in turn, so that a change of clocks is in both
+            took_s = iteration(mode)
+            if n >= WARM:
+                found.append(took_s)
+    usual_s = statistics.median(times[False])
+    on.row("digest: an iteration without", f"{usual_s * 1e3:.2f} ms")
+    on.row(f"digest: with, {training.bytes // MB} MB", f"{statistics.median(times[True]) / usual_s - 1:+.2%}")
 
 
 def communicator(on: Machine) -> Communicator:
@@ -368,6 +418,7 @@ def main() -> int:
         on.row(name, value)
     on.row("torch", str(torch.__version__))
     section("memory", lambda: memory(on, size_bytes))
+    section("digest", lambda: digests(on, size_bytes, args.iterations))
     section("spans", lambda: in_spans(on, size_bytes, args.iterations))
     section("snapshot", lambda: snapshot(on, size_bytes, args.iterations))
     section("graphs", lambda: gpugraphs.measure(on.row, fake=args.fake, width=64 if args.fake else 1024))

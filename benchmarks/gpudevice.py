@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from gemini_hpc.train.device import cuda
+from gemini_hpc.train.device import cuda, digest
 from gemini_hpc.train.device.interface import Communicator, Device
 from gemini_hpc.train.device.pins import Pin
 from gemini_hpc.train.device.progress import Device as Progress
@@ -50,6 +51,12 @@ class Machine(Protocol):
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Return pinned memory of torch's own."""
 
+    def undigested(self) -> str:
+        """Return why the device makes no digests; "" where it does, and they are the processor's."""
+
+    def beside(self, work: Callable[[], object]) -> None:
+        """Enqueue beside what the training computes."""
+
     def lacking(self) -> str:
         """Return why the device has no messages; "" where it has."""
 
@@ -64,6 +71,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self._library, self._missing = capability_check.library()
+        self._beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def names(self) -> dict[str, str]:
         nccl = f"NCCL {self._library.version if self._library is not None else 'is not there'}"
@@ -90,6 +98,13 @@ class Gpu:
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def undigested(self) -> str:
+        return digest.fault(torch.device("cuda", torch.cuda.current_device()))
+
+    def beside(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._beside):
+            work()
+
     def lacking(self) -> str:
         return self._missing or capability_check.environment()
 
@@ -107,11 +122,13 @@ class Fake:
 
     def __init__(self) -> None:
         from tests.train.fake_gpu import FakePlatform
+        from tests.train.fake_kernel import FakeKernel
         from tests.train.timed_device import LaggingDevice
 
         self._platform: Any = FakePlatform({}, 0)
         self._device: Any = self._platform.device()
         self._lagging: Any = LaggingDevice(0.005)
+        self._kernel = FakeKernel()
 
     def names(self) -> dict[str, str]:
         return {"a fake device, in this process": "no GPU"}
@@ -138,6 +155,13 @@ class Fake:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def undigested(self) -> str:
+        digest._kernel = lambda: self._kernel
+        return digest.fault(torch.device(self.place))
+
+    def beside(self, work: Callable[[], object]) -> None:
+        work()
 
     def lacking(self) -> str:
         return ""

@@ -14,8 +14,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LISTS = PROJECT["optional-dependencies"]
 
 OURS = {"gemini_hpc", "tests", "benchmarks", "examples"}
-# Of lists that other targets install, or nobody: integrations, pyslurm.
-ELSEWHERE = {"accelerate", "lightning", "megatron", "pyslurm", "torchtitan", "transformers"}
+# Of lists that other targets install, or nobody: integrations, pyslurm, Triton.
+ELSEWHERE = {"accelerate", "lightning", "megatron", "pyslurm", "torchtitan", "transformers", "triton"}
 
 
 def _name(requirement: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,6 +82,7 @@ def test_all_of_it_runs_on_a_fake_device(tmp_path: Path) -> None:
     sections = [line.partition(":")[0] for line in lines[2:]]
     assert list(dict.fromkeys(sections)) == [
         "memory",
+        "digest",
         "spans",
         "step",
         "snapshot",
@@ -90,6 +92,7 @@ def test_all_of_it_runs_on_a_fake_device(tmp_path: Path) -> None:
         "nccl",
     ]
     assert "nan" not in done.stdout and "all bytes right" in done.stdout
+    assert re.search(r"digest: [1-9]\d* pieces, equal to the processor's +yes", done.stdout), done.stdout
 
 
 def test_without_a_gpu_nothing_is_measured(
