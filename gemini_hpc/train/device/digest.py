@@ -155,7 +155,7 @@ def fault(device: torch.device) -> str:
 
     The call compiles the kernel, which takes some seconds. It enqueues on the current stream, and waits.
     """
-    slot = torch.randint(0, 255, (2 * PIECE_BYTES,), dtype=torch.uint8)
+    slot = torch.randint(0, 255, (2 * PIECE_BYTES,), dtype=torch.uint8, device="cpu")
     one, other = PIECE_BYTES + 100, PIECE_BYTES + 128  # a tensor's end, and the place of the next one
     slot[one:other] = 0
     placed = [Placed(0, slot[:one].to(device)), Placed(other, slot[other:].to(device))]
