@@ -37,7 +37,7 @@ def start(state_dir: Path) -> subprocess.CompletedProcess[str]:
     """`become_slurm_user` as root, then what the controller does first; tells who it is."""
     code = (
         "import os, sys; from gemini_hpc.config import Settings; from gemini_hpc.controller.startup import *\n"
-        "try: become(Settings(state_dir=sys.argv[1]))\n"
+        "try: become_slurm_user(Settings(state_dir=sys.argv[1]))\n"
         "except ServiceError as e: print(e); sys.exit(1)\n"
         "print(os.getresuid(), os.getresgid(), sorted(os.getgroups()))\n"
         "try: os.setuid(0); print('ROOT AGAIN')\n"
