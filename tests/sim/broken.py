@@ -32,19 +32,19 @@ def keeps_reservations() -> None:
 def fences_living_kernels() -> None:
     """A node that hangs is set DOWN."""
     there: Any = recovery
-    judge = there.judge
+    judge = there.judge_case
 
     def worse(case: Case) -> Verdict:
         verdict: Verdict = judge(case)
         return Verdict(Act.FENCE, "it hangs") if (verdict.act, verdict.veto) == (Act.LEAVE, Veto.KERNEL) else verdict
 
-    there.judge = worse
+    there.judge_case = worse
 
 
 def no_budget() -> None:
     """As many nodes as there are may be fenced."""
     there: Any = recovery
-    there.budget = there.user_budget = lambda configured, cluster: 99
+    there.compute_budget = there.compute_user_budget = lambda configured, cluster: 99
 
 
 def starts_now() -> None:
@@ -77,7 +77,7 @@ def looks_away() -> None:
 def no_user_budget() -> None:
     """One user's jobs may use up all of the budget."""
     there: Any = recovery
-    there.user_budget = lambda configured, whole: whole
+    there.compute_user_budget = lambda configured, whole: whole
 
 
 def anybodys_candidates() -> None:
@@ -105,8 +105,8 @@ def leaves_the_completed() -> None:
 def frees_the_completed() -> None:
     """Copies of a job that is COMPLETED go at once, as up to November 2026."""
     there: Any = job_watch
-    why = there.release_reason
-    there.release_reason = lambda state, ended_s, kept_s, doubt_s: why(state, ended_s, kept_s)
+    why = there.find_release_reason
+    there.find_release_reason = lambda state, ended_s, kept_s, doubt_s: why(state, ended_s, kept_s)
 
 
 def opens_the_gate() -> None:
