@@ -51,7 +51,7 @@ NUDGE_AFTER_S = 0.5  # pause between two updates that make Slurm check start tim
 class Requeue:
     """The requeue of one job.
 
-    `say(event, host, detail)` writes to the event log, `note(step, phase, **data)` to the journal.
+    `log_event(event, host, detail)` writes to the event log, `write_journal(step, phase, **data)` to the journal.
     """
 
     slurm: SlurmApi

@@ -41,7 +41,7 @@ def _nothing() -> frozenset[str]:
 class Held:
     """The nodes that are reserved for one requeue.
 
-    `say(event, host, detail)` writes to the event log, `note(step, phase, **data)` to the journal.
+    `log_event(event, host, detail)` writes to the event log, `write_journal(step, phase, **data)` to the journal.
 
     Attributes:
         list_protected: Return the nodes of other owners' protected jobs now.

@@ -417,6 +417,22 @@ def test_devices_are_taken_in_the_order_of_the_setting(agents: Agents) -> None:
     assert agents.rdma["home"].state == "fake_0:1"
 
 
+def test_a_device_that_cannot_be_opened_leaves_the_next_one(agents: Agents) -> None:
+    good = agents.verbs["home"].get_device_list()
+    bad = SimpleNamespace(name="bad_0", open=lambda: agents.verbs["home"].check("open_device"))
+    agents.verbs["home"].faults = {"open_device"}
+    for setting in ("auto", ("bad_0", "fake_0"), ("bad_0:1", "fake_0:1")):
+        agents.setting = setting
+        agents.monkeypatch.setattr(agents.verbs["home"], "get_device_list", lambda: [bad, *good])
+        agents.start()
+        assert agents.rdma["home"].state == "fake_0:1"
+    agents.monkeypatch.setattr(agents.verbs["home"], "get_device_list", lambda: [bad])
+    agents.setting = ("bad_0", "fake_0")
+    agents.start()
+    assert agents.rdma["home"].state.startswith("TCP: bad_0:")
+    assert agents.rdma["home"].state.endswith("there is no fake_0")
+
+
 @pytest.mark.parametrize(
     ("at", "fault", "reason"),
     [
@@ -426,6 +442,7 @@ def test_devices_are_taken_in_the_order_of_the_setting(agents: Agents) -> None:
         ("holder", "create_qp", "no queue pair"),
         ("holder", "reg_mr", "cannot be registered"),
         ("holder", "modify_qp", "the queue pair"),
+        ("holder", "dereg_mr", "the end of a registration"),
     ],
 )
 def test_a_trial_that_fails_leaves_the_peer_to_tcp(agents: Agents, at: str, fault: str, reason: str) -> None:
@@ -441,6 +458,26 @@ def test_a_trial_that_fails_leaves_the_peer_to_tcp(agents: Agents, at: str, faul
     assert not agents.rdma["home"].try_holder(agents.links[0], "holder"), "it rests"
     agents.rdma["home"].rest("holder", agents.rdma["home"].state.partition("holder: ")[2])
     assert len(agents.told("home")) == count, "and each reason is told once"
+
+
+def test_a_home_whose_device_does_not_let_go_stays_with_tcp(agents: Agents) -> None:
+    agents.start()
+    agents.verbs["home"].faults = {"dereg_mr"}
+    assert agents.trial() == (False, True), "the bytes have arrived"
+    assert "the end of a registration" in agents.told("home")[-1]
+
+
+def test_a_peer_that_is_back_is_no_reason_any_more(agents: Agents) -> None:
+    agents.start()
+    for name, other in (("home", "holder"), ("holder", "home")):
+        agents.rdma[name].rest(other, "a link that flapped")
+        assert agents.rdma[name].state == f"fake_0:1; TCP: {other}: a link that flapped"
+    agents.monkeypatch.setattr(agents.rdma["home"], "_resting", {})
+    assert agents.trial() == (True, True)
+    assert [agents.rdma[name].state for name in agents.said] == ["fake_0:1", "fake_0:1"]
+    agents.rdma["home"].rest("another", "a link that flapped")
+    assert agents.trial() == (True, True)
+    assert agents.rdma["home"].state == "fake_0:1; TCP: another: a link that flapped"
 
 
 def test_a_trial_whose_bytes_change_on_the_way_fails(agents: Agents) -> None:

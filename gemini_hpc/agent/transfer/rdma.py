@@ -121,21 +121,37 @@ def find_port(setting: str | Sequence[str]) -> RdmaPort:
         if name not in devices:
             found.append(f"there is no {name}")
             continue
-        with _verbs(name):
-            context = devices[name].open()
-            ports = [int(number)] if number else range(1, context.query_device().phys_port_cnt + 1)
-            for one in ports:
-                attributes = context.query_port(one)
-                if attributes.state != verbs.PortState.ACTIVE:
-                    found.append(f"{name}:{one} is not active")
-                elif (index := _gid_index(context, name, one, attributes)) is None:
-                    found.append(f"{name}:{one} has no address for RoCE v2")
-                else:
-                    gid = context.query_gid(one, index).raw
-                    mtu = int(attributes.active_mtu)
-                    return RdmaPort(verbs, name, one, context, index, gid, attributes.lid, mtu)
-            context.close()
+        try:
+            with _verbs(name):
+                if port := _find_port_of(verbs, devices[name], int(number or 0), found):
+                    return port
+        except RdmaError as exc:
+            found.append(str(exc))
     raise RdmaError("; ".join(found)[:300] or "there is no device")
+
+
+def _find_port_of(verbs: Any, device: Any, number: int, found: list[str]) -> RdmaPort | None:
+    """Open a device and return its first active port. Without one, add the reasons to `found`.
+
+    Args:
+        verbs: The module `ibverbs`.
+        device: The device.
+        number: Number of the only port that may be taken; 0: any.
+        found: Reasons why no port can be taken.
+    """
+    name, context = device.name, device.open()
+    for one in (number,) if number else range(1, context.query_device().phys_port_cnt + 1):
+        attributes = context.query_port(one)
+        if attributes.state != verbs.PortState.ACTIVE:
+            found.append(f"{name}:{one} is not active")
+        elif (index := _gid_index(context, name, one, attributes)) is None:
+            found.append(f"{name}:{one} has no address for RoCE v2")
+        else:
+            gid = context.query_gid(one, index).raw
+            mtu = int(attributes.active_mtu)
+            return RdmaPort(verbs, name, one, context, index, gid, attributes.lid, mtu)
+    context.close()
+    return None
 
 
 def _gid_index(context: Any, name: str, port: int, attributes: Any) -> int | None:
@@ -379,13 +395,13 @@ def _psn() -> int:
 @contextmanager
 def _scratch(port: RdmaPort, data: bytes) -> Iterator[Registered]:
     """Yield memory with these bytes, for a trial."""
-    with mmap.mmap(-1, len(data)) as memory:
-        memory[:] = data
-        made = Registered(port, memoryview(memory))
-        try:
-            yield made
-        finally:
-            made.close()
+    memory = mmap.mmap(-1, len(data))  # unmapped with its last user, which may be a device that does not let go
+    memory[:] = data
+    made = Registered(port, memoryview(memory))
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 class Rdma:
@@ -435,6 +451,11 @@ class Rdma:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: the agent ends
             self._loop.call_soon_threadsafe(partial(self._log, "rdma", detail=f"TCP instead of RDMA: {reason}"))
+
+    def _forget_reason(self, host: str) -> None:
+        """Report no more that a peer is left to TCP: its trial has succeeded."""
+        if self._port is not None and self.state.startswith(f"{self._port.title}; TCP: {host}: "):
+            self.state = self._port.title
 
     def rest(self, host: str, reason: str) -> None:
         """Leave a peer to TCP for some minutes."""
@@ -530,6 +551,8 @@ class Rdma:
             raise
         if reason:
             self.rest(host, reason)
+        else:
+            self._forget_reason(host)
         return not reason
 
     def serve_trial(self, link: BlockingLink, trial: peer.PushTrial, host: str) -> bool:
@@ -552,5 +575,7 @@ class Rdma:
             reason = str(exc)
         if reason:
             self._tell(f"{host}: {reason}")
+        else:
+            self._forget_reason(host)
         link.send(peer.PushAnswer(reason))
         return not reason
