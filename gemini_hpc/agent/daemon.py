@@ -81,6 +81,7 @@ from gemini_hpc.wire.message import Message
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _Receive = Callable[[Incarnation, str, Any], None]  # with the peer's host and its message
+_Answer = local.Message | Reply  # a reply has descriptors
 _log = logging.getLogger("gemini_hpc.agent")
 _HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # seconds in which a killed agent has released its memory and its directory
 _TICK_S = 0.2
@@ -199,11 +200,12 @@ class Agent:
             self._retention,
         )
         self._receivers = self._register_receivers()
-        self._handlers: dict[type, Callable[[Any], local.Message | Awaitable[local.Message]]] = {
+        self._handlers: dict[type, Callable[[Any], _Answer | Awaitable[_Answer]]] = {
             local.Attach: self.attach,
             local.Epilog: self._epilog,
             local.LaunchRequest: self.launches.ask,
             local.VerdictRequest: self._verdict,
+            local.TakeOver: lambda m: handover.give_copy(m, store, self._retention.barred, self._log),
         }
 
     def _register_receivers(self) -> dict[type[Message], _Receive]:
@@ -620,17 +622,13 @@ class Agent:
     # ---- the local socket ------------------------------------------------------------------------------
 
     async def _handle_local(self, client: LocalClient, request: local.Request, fds: list[int]) -> Reply:
-        handle = self._handlers.get(type(request))
-        is_given = isinstance(request, local.TakeOver)
-        if handle is None and not is_given:
+        if (handle := self._handlers.get(type(request))) is None:
             return await self.service.handle(client, request, fds)
         for fd in fds:
             os.close(fd)
-        if isinstance(request, local.TakeOver):
-            return handover.give_copy(request, self.store, self._retention.barred, self._log)
-        assert handle is not None
-        answer = handle(request)
-        return await answer if isinstance(answer, Awaitable) else answer, []
+        found = handle(request)
+        answer = await found if isinstance(found, Awaitable) else found
+        return answer if isinstance(answer, tuple) else (answer, [])
 
     def _verdict(self, _: local.VerdictRequest) -> local.Verdict:
         incarnation = self.membership.incarnation
