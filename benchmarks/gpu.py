@@ -115,7 +115,7 @@ def memory(on: Machine, size_bytes: int) -> None:
 
 
 def digests(on: Machine, size_bytes: int, iterations: int) -> None:
-    """With pieces enough for the fake device, too."""
+    """Measure digests made by the device. The fake device gets pieces enough, too."""
     if reason := on.undigested():
         raise Wrong(reason)
     training = Training(on, max(size_bytes, LEAST_DIGESTED_BYTES))

@@ -83,7 +83,7 @@ class Pair:
         assert slot.state == "filling" and slot.stamp == self.granted[pair], f"R1: late bytes in {slot}"
 
     def check(self) -> None:
-        """What is complete has the bytes that were verified."""
+        """Check that a complete slot has the bytes that were verified."""
         for slot, memory in zip(self.slots.slots, self.held, strict=True):
             assert slot.state != "complete" or memory.digest(slot.bytes_used) == slot.digest, f"R5: {slot}"
 
@@ -345,7 +345,7 @@ class Agents:
         return self.verbs[name]
 
     def trial(self) -> tuple[bool, bool]:
-        """What the home finds, and what the holder finds."""
+        """Return the home's result, and the holder's."""
 
         def serve() -> bool:
             trial = self.links[1].receive(peer.PushTrial)

@@ -1,4 +1,4 @@
-"""What the user hears about the versions that are not saved."""
+"""Lines for the user about versions that are not saved."""
 
 from __future__ import annotations
 

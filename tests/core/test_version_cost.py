@@ -1,4 +1,4 @@
-"""What a version costs at least, and how long it takes to its seal."""
+"""The least cost of a version, and its time to the seal."""
 
 from __future__ import annotations
 

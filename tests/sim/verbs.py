@@ -73,7 +73,7 @@ class Devices:
         self._install()
 
     def _install(self) -> None:
-        """For the rest of this process."""
+        """Install the devices for the rest of this process."""
         module: Any = SimpleNamespace(import_module=lambda name: self._module())
         rdma.importlib = module
         rdma._readable = self._readable  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""In place of the kernel that makes a device's digests: the same tables, read by the processor, and xxhash."""
+"""A stand-in for the kernel that makes a device's digests: the same tables, read by the processor, and xxhash."""
 
 from __future__ import annotations
 
