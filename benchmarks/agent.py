@@ -112,7 +112,7 @@ def _late_ms(state_bytes: int, versions: int) -> list[float]:
 
 def _train(on: Cluster, options: Options) -> tuple[list[Line], dict[str, float]]:
     """One job: what its ranks say of their first version; the most memory that its agents took."""
-    plan = ["--bytes", str(options.state_bytes), "--plan", "first,calibrate,gemini:6"]
+    plan = ["--bytes", str(options.state_bytes), "--plan", "first,gemini:6"]
     job = TrainingJob(on, RANKS, 2, plan)
     peak = dict.fromkeys(("agent", "supervisor", "anon"), 0.0)
 

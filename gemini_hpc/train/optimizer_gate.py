@@ -205,7 +205,7 @@ class OptimizerGate:
                 for key in changed if not job.hopeless else ():  # a void version is reported already
                     session.note("changed", job.version, f"{key} changed between step() and the optimizer's step")
             if controller.due(job.version):
-                self.wait_sealed(job)
+                self.wait_sealed(job, time.perf_counter() - began)
         if controller is not None and controller.scheme != "none" and session.protected:
             if session.guard.leaving():
                 self._stand_by(job)
@@ -263,10 +263,14 @@ class OptimizerGate:
         if not job.left.is_set() and not job.cancel():
             job.left.wait()  # a copy in memory is in progress: it ends
 
-    def wait_sealed(self, job: CaptureJob) -> None:
+    def wait_sealed(self, job: CaptureJob, waited_s: float = 0.0) -> None:
         """Wait until this version is sealed, before the training goes on (R2).
 
         The wait is bounded: see `SealGate.wait`.
+
+        Args:
+            job: The version.
+            waited_s: Seconds that this optimizer step has already waited, for the copy. They are part of the bound.
         """
         session, gate, pacer = self._session, self._session.gate, self._engine.pacer
         job.hurried = True
@@ -284,7 +288,7 @@ class OptimizerGate:
             job.version,
             lambda: job.hopeless or not session.protected,
             lambda: pacer.progress_at,
-            controller.patience_s,
+            max(0.0, controller.patience_s - waited_s),
             lambda: pacer.arrived_at,
             controller.quiet_s(session.seal_timeout_s),
         )

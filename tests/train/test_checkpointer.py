@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -283,6 +284,27 @@ def test_the_end_of_protection_lets_a_training_go_that_waits_for_a_copy(job: Fak
         held.left.clear()  # as if the copy had not begun
         ckpt._session.lose("the agent answers nonsense")
         assert held.left.is_set() and not ckpt._session.protected
+
+
+def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bounds_s: list[float] = []
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        while ckpt._gate.job is None:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            wait_a_little()
+        held, controller = ckpt._gate.job, ckpt._engine.controller
+        assert held.left.wait(10) and controller is not None
+        held.left.clear()  # as if the copy took 0.3 s longer
+        monkeypatch.setattr(controller, "due", lambda version: True)
+        monkeypatch.setattr(type(controller), "patience_s", 5.0)
+        monkeypatch.setattr(ckpt._session.gate, "wait", lambda *bounds: not bounds_s.append(bounds[3]))
+        threading.Timer(0.3, held.left.set).start()
+        optimizer.step()
+    assert 4.0 < bounds_s[0] <= 4.7
 
 
 def test_user_mistakes_are_errors(job: FakeJob) -> None:
