@@ -65,8 +65,8 @@ def _encode(
     stripe: tuple[int, ...], used: dict[int, int], data: dict[int, Memfd], blocks: int
 ) -> tuple[float, float, int]:
     """Seconds, ours and NumPy's exclusive or, one right after the other; the bytes."""
-    room = parity.block_bytes(max(used.values()), len(stripe), blocks)
-    folds = parity.encoding(stripe, 0, used, blocks, room)
+    room = parity.compute_block_bytes(max(used.values()), len(stripe), blocks)
+    folds = parity.derive_encoding(stripe, 0, used, blocks, room)
     with memoryview(bytearray(blocks * room)) as into:
         target = ParityFold(_STAMP, 0, into, room, {1: 1})
         began = time.perf_counter()
@@ -90,7 +90,7 @@ def _encode(
 def _decode(stripe: tuple[int, ...], size: int, data: dict[int, Memfd], blocks: int) -> float:
     """Seconds to make shard 0 again where the first `blocks` are lost, with everything in memory."""
     members = len(stripe)
-    room = parity.block_bytes(size, members, blocks)
+    room = parity.compute_block_bytes(size, members, blocks)
     shards = {rank: Copy("", rank, members, rank, size, size, _STAMP, _digest(data[rank])) for rank in stripe}
     made, parts = [], []
     for rank in stripe[blocks:]:

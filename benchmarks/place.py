@@ -21,10 +21,10 @@ def measure(options: Options) -> list[Row]:
 
 
 def _once(nodes: int) -> float:
-    placement.recovery_probability.cache_clear()
+    placement.compute_recovery_probability.cache_clear()
     began = time.perf_counter()
     for node in range(nodes):
-        placement.holders(node, nodes, REPLICAS)
+        placement.list_holders(node, nodes, REPLICAS)
     for lost in range(1, LOST + 1):
-        placement.recovery_probability(nodes, REPLICAS, lost)
+        placement.compute_recovery_probability(nodes, REPLICAS, lost)
     return time.perf_counter() - began

@@ -72,7 +72,7 @@ class Launches:
         told = Known(attempt, over=m.over, given_up=m.given_up, done=m.done)
         known = self._steps.get(m.step, Known()).join(told)
         if (end := m.shown) is not None:
-            known = known.failed(attempt, end) if m.failed else known.showed(attempt, end)
+            known = known.add_failure(attempt, end) if m.failed else known.add_end(attempt, end)
             cause = Cause.RAISED if end.memory else end.cause  # a program's own use of memory is no fault of the node
             self._ended(m.step, m.attempt, end.rank, cause, self._begun())
         if m.failed or m.over:
@@ -120,7 +120,7 @@ class Launches:
             return
         if end.memory:
             self._log("rank_failed", detail=f"step {step}: {end.text}"[:_REASON])
-        self._learn(incarnation, step, self._steps.get(step, Known()).showed(0, end), "")
+        self._learn(incarnation, step, self._steps.get(step, Known()).add_end(0, end), "")
 
     def _news(self, m: local.LaunchRequest) -> bool:
         known = self._steps.get(m.step)
@@ -161,7 +161,7 @@ class Launches:
         assert incarnation is not None  # the view without these nodes
         for step, known in [(step, known) for step, known in self._steps.items() if step in self._watched]:
             end = End(f"{', '.join(hosts)[:200]} {why}", Cause.CRASHED, t=clock.time())
-            self._learn(incarnation, step, known.failed(known.attempt, end), "")
+            self._learn(incarnation, step, known.add_failure(known.attempt, end), "")
         self._wake()
 
     def hung(self, launch: str, rank: int, what: str) -> bool:
@@ -176,7 +176,7 @@ class Launches:
         if incarnation is None or known is None or step not in self._watched:
             return False
         end = End(f"hung: {self._node}: {what}"[:_REASON], Cause.HUNG, rank, host=self._node, t=clock.time())
-        self._learn(incarnation, step, known.failed(int(attempt), end), "")
+        self._learn(incarnation, step, known.add_failure(int(attempt), end), "")
         return True
 
     # ---- peers -----------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class RankRequests:
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise RequestRejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
-        if mine not in here.redundancy.holders(m.home):
+        if mine not in here.redundancy.list_holders(m.home):
             raise RequestRejected(f"node rank {mine} keeps no copies of node rank {m.home}")
         keeper = self._keepers.get((m.training, m.rank))
         if keeper is not None and keeper is not client and not keeper.closed.is_set():
@@ -297,7 +297,7 @@ class RankRequests:
         here, number = self._membership, self._membership.round
         mine = here.noderanks[self._node]
         ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
-        others = set(here.redundancy.receivers(mine)) if here.redundancy.parity else set()
+        others = set(here.redundancy.list_receivers(mine)) if here.redundancy.parity else set()
         if m.home != mine or homes != others or not len(ranks) == len(homes) == len(m.of):
             raise RequestRejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
@@ -363,7 +363,7 @@ class RankRequests:
 
     def _filled(self, client: LocalClient, m: local.Filled) -> Reply:
         _, shard = self._shard(client, m.training, m.rank)
-        if reason := ranges.fault(m.present, shard.bytes):
+        if reason := ranges.find_fault(m.present, shard.bytes):
             replica_fills.end(client, shard, m.version, ())
             raise RequestRejected(reason)
         if not replica_fills.end(client, shard, m.version, m.present):
@@ -414,7 +414,7 @@ class RankRequests:
         mine = here.noderanks[self._node]
         if self._keepers.get((m.training, m.rank)) is not client or shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not filled by this process")
-        if shard.home != mine or m.holder not in here.redundancy.receivers(mine):
+        if shard.home != mine or m.holder not in here.redundancy.list_receivers(mine):
             raise RequestRejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
         host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
         return local.Ok(), self._outgoing.open(client, shard, host)

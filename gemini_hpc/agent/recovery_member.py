@@ -229,7 +229,7 @@ class RecoveryMember:
         self._adopt(self._current(), plan)
         mine, n = here.noderanks.get(self._identity.node), here.nodes
         for shard in (*self._store.shards.values(), *self._store.parities.values()):
-            if mine in here.redundancy.holders(shard.home % n):
+            if mine in here.redundancy.list_holders(shard.home % n):
                 shard.resumed_round = plan.round
         self._took(plan, live=False)
         self._predecessor.taking(plan)
@@ -253,7 +253,7 @@ class RecoveryMember:
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         mine = here.noderanks.get(node)
         if mine is not None:
-            incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.peers(mine))
+            incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.list_peers(mine))
         self._trainings.plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:

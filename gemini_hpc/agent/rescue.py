@@ -129,7 +129,7 @@ class Rescue:
         here = self._membership
         lost = set(dead).union(here.lost)  # lost nodes keep their old node ranks until a new view has its plan
         gone = {rank for host, rank in here.noderanks.items() if host in lost}
-        if not gone or here.redundancy.survives(gone):
+        if not gone or here.redundancy.can_survive(gone):
             return False
         return any(training.sealed and not self.live(training.name) for training in self._trainings)
 
@@ -158,7 +158,7 @@ class Rescue:
         if incarnation is None or incarnation.live is False:
             return []
         gone = {rank for host, rank in here.noderanks.items() if host in incarnation.mesh.dead}
-        if here.redundancy.parity or not any(gone.issuperset(here.redundancy.holders(rank)) for rank in gone):
+        if here.redundancy.parity or not any(gone.issuperset(here.redundancy.list_holders(rank)) for rank in gone):
             return []
         return sorted(name for name, channels in self._channels.items() if channels)
 

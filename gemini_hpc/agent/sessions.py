@@ -222,7 +222,7 @@ class Sessions:
             rejected=self._rejections.sentences(name)[-_TOLD:],
             fresh=self._rejections.fresh(name),
             parity=here.redundancy.parity,
-            group=here.redundancy.group(here.noderanks[me.node]),
+            group=here.redundancy.list_group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
             training=name,
             closed=closed[name].version if name in closed else 0,

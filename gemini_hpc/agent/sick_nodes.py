@@ -49,7 +49,7 @@ class SickNodes:
 
     def known(self) -> list[str]:
         """Return the nodes whose ranks have failed first too often, also in earlier incarnations of the job."""
-        return self._tally.sick()
+        return self._tally.list_sick_nodes()
 
     # ---- what is heard ---------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ def _holders(welcome: local.Welcome) -> tuple[int, ...]:
     if welcome.parity:
         return welcome.group
     usual = min(welcome.replicas, welcome.nodes)
-    return welcome.group[: welcome.replicas] or placement.holders(welcome.node_rank, welcome.nodes, usual)
+    return welcome.group[: welcome.replicas] or placement.list_holders(welcome.node_rank, welcome.nodes, usual)
 
 
 def keepers(notices: Sequence[JoinNotice]) -> placement.Keepers:
@@ -147,8 +147,8 @@ def targets(notices: Sequence[JoinNotice], mine: JoinNotice) -> list[list[int]]:
     """
     homes, found = [n.node_rank for n in notices], keepers(notices)
     if not mine.redundancy.parity:
-        return placement.targets(homes, found)
-    return parity.targets(homes, list(found.values()))
+        return placement.list_targets(homes, found)
+    return parity.list_targets(homes, list(found.values()))
 
 
 def unclosed(notices: Sequence[JoinNotice]) -> str:
@@ -182,7 +182,7 @@ def problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: boo
     if m > len(nodes):
         wanted = f"groups of {m} nodes" if mine.parity else f"{m} replicas"
         return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    lacking = placement.stranger(keepers(notices))
+    lacking = placement.find_stranger(keepers(notices))
     if lacking:
         return (
             f"the training has ranks on only {len(nodes)} of the job's {mine.nodes} nodes: node rank {lacking[1]} "

@@ -115,19 +115,19 @@ class Known:
         given_up, over = max((self.given_up, self.over), (other.given_up, other.over))
         return Known(late.attempt, first, before, over, last, given_up, self.done or other.done)
 
-    def failed(self, attempt: int, end: End) -> Known:
+    def add_failure(self, attempt: int, end: End) -> Known:
         """Return this knowledge after a rank ended without success in `attempt`.
 
         The next attempt begins, unless it has begun already, the step is over, or another rank has ended with
         success.
         """
         if attempt < self.attempt or self.over:
-            return self.showed(attempt, end)
+            return self.add_end(attempt, end)
         if self.done:
-            return replace(self.showed(attempt, end), over="another rank has already ended with success")
+            return replace(self.add_end(attempt, end), over="another rank has already ended with success")
         return self.join(Known(attempt + 1, end))
 
-    def showed(self, attempt: int, end: End) -> Known:
+    def add_end(self, attempt: int, end: End) -> Known:
         """Return this knowledge with one more end of `attempt`, whichever rank caused the failure.
 
         The end changes no attempt. It is joined with the known ends of this attempt or of the attempt before.

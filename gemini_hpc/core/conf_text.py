@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def lines(text: str) -> list[tuple[int, str]]:
+def split_lines(text: str) -> list[tuple[int, str]]:
     """Return the lines without comments, each with its number; continued lines are joined."""
     found: list[tuple[int, str]] = []
     begun = ""
@@ -18,7 +18,7 @@ def lines(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def pair(word: str) -> tuple[str, str]:
+def split_pair(word: str) -> tuple[str, str]:
     """Split KEY=VALUE. The key is lower-cased, because Slurm ignores the case of keys."""
     key, _, value = word.partition("=")
     return key.lower(), value

@@ -131,7 +131,7 @@ class Tally:
                 count, last = count + 1, step
         return count
 
-    def sick(self) -> list[str]:
+    def list_sick_nodes(self) -> list[str]:
         """Return the sick nodes, sorted."""
         return sorted(host for host in self._by_host if self.count(host) >= SICK)
 

@@ -20,7 +20,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     """Return the digest of these bytes. The GIL is released meanwhile."""
     stream = Digest()
     stream.update(data)
-    return stream.hexdigest()
+    return stream.to_hex()
 
 
 def is_digest(text: str) -> bool:
@@ -50,9 +50,9 @@ class Digest:
                     self._done += self._piece.digest()
                     self._piece.reset()
 
-    def hexdigest(self) -> str:
+    def to_hex(self) -> str:
         """Return the digest of the bytes added so far."""
-        return root(self.pieces, self._length)
+        return combine_pieces(self.pieces, self._length)
 
     @property
     def pieces(self) -> bytes:
@@ -74,7 +74,7 @@ class Pieces:
         self.count = -(-length // PIECE_BYTES)
         self._found = bytearray(PIECE_DIGEST_BYTES * self.count)
 
-    def bounds(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def enumerate_bounds(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield number, first byte and end of the pieces from `first` to before `end`."""
         for number in range(first, min(end, self.count)):
             yield number, number * PIECE_BYTES, min(self.length, (number + 1) * PIECE_BYTES)
@@ -88,7 +88,7 @@ class Pieces:
         """Return the digests of all pieces, one after the other. Each piece must have been recorded."""
         return bytes(self._found)
 
-    def differing(self, other: bytes) -> list[int]:
+    def find_differing(self, other: bytes) -> list[int]:
         """Return the numbers of the pieces whose digests differ from another list of as many."""
         each = range(0, len(self._found), PIECE_DIGEST_BYTES)
         return [
@@ -97,11 +97,11 @@ class Pieces:
             if self._found[at : at + PIECE_DIGEST_BYTES] != other[at : at + PIECE_DIGEST_BYTES]
         ]
 
-    def hexdigest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the digest of all bytes. Each piece must have been recorded."""
-        return root(self._found, self.length)
+        return combine_pieces(self._found, self.length)
 
 
-def root(pieces: bytes | bytearray, length: int) -> str:
+def combine_pieces(pieces: bytes | bytearray, length: int) -> str:
     """Return the digest of `length` bytes whose pieces have these digests."""
     return xxhash.xxh3_128_hexdigest(bytes(pieces) + length.to_bytes(8, "little"))

@@ -56,29 +56,29 @@ def arrange(domains: Sequence[str], m: int) -> PlacementOrder:
     The order is that of the ranks if no other order is better, and therefore if no domain is known.
 
     Raises:
-        ValueError: `placement.groups` refuses m.
+        ValueError: `placement.list_groups` refuses m.
     """
     N = len(domains)
-    q = len(placement.groups(N, m))
+    q = len(placement.list_groups(N, m))
     if m in (1, N) or not any(domains):
         return AS_RANKED
     left = sorted(range(N), key=lambda rank: (not domains[rank], domains[rank].split("."), rank))
     members: list[int] = []
     if N % m:
-        members = _ring_members(domains, m + N % m, q - 1) if q > 1 else left
+        members = _choose_ring_members(domains, m + N % m, q - 1) if q > 1 else left
         chosen = set(members)
         left = [rank for rank in left if rank not in chosen]
         q -= 1
     ranks = [rank for g in range(q) for rank in sorted(left[g::q])] + _spread(members, domains)
     found = PlacementOrder(tuple(ranks))
-    return found if _cost(found, domains, m) < _cost(AS_RANKED, domains, m) else AS_RANKED
+    return found if _compute_cost(found, domains, m) < _compute_cost(AS_RANKED, domains, m) else AS_RANKED
 
 
-def fatal(domains: Sequence[str], m: int, order: PlacementOrder = AS_RANKED) -> set[str]:
+def find_fatal_domains(domains: Sequence[str], m: int, order: PlacementOrder = AS_RANKED) -> set[str]:
     """Return the domains whose loss as a whole takes every holder of some shard."""
     N = len(domains)
     lost: set[str] = set()
-    for group in _groups(order, N, m):
+    for group in _list_groups(order, N, m):
         size = len(group)
         for start in range(size if size > m else 1):
             held = {domains[group[(start + step) % size]] for step in range(m)}
@@ -87,7 +87,7 @@ def fatal(domains: Sequence[str], m: int, order: PlacementOrder = AS_RANKED) -> 
     return lost - {""}
 
 
-def separation(
+def measure_separation(
     by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int, order: PlacementOrder
 ) -> Separation | None:
     """Return the report on a job's placement; None if no domain is known.
@@ -101,7 +101,7 @@ def separation(
         return None
     found: list[Shared] = []
     count = 0
-    for group in _groups(order, len(domains), m):
+    for group in _list_groups(order, len(domains), m):
         together: dict[str, list[str]] = defaultdict(list)
         for rank in sorted(group):
             together[domains[rank]].append(hosts[rank])
@@ -113,7 +113,7 @@ def separation(
     return Separation(known, tuple(found), count - len(found))
 
 
-def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> PlacementOrder:
+def arrange_hosts(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> PlacementOrder:
     """Return `arrange` for nodes given by name."""
     if not by_host:
         return AS_RANKED
@@ -121,19 +121,19 @@ def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) ->
     return arrange([by_host.get(host, "") for host in hosts], m)
 
 
-def _groups(order: PlacementOrder, N: int, m: int) -> Iterator[list[int]]:
+def _list_groups(order: PlacementOrder, N: int, m: int) -> Iterator[list[int]]:
     """Yield the node ranks of each group, in order."""
-    for positions in placement.groups(N, m):
-        yield [order.rank(position) for position in positions]
+    for positions in placement.list_groups(N, m):
+        yield [order.find_rank(position) for position in positions]
 
 
-def _levels(domain: str) -> list[str]:
+def _list_levels(domain: str) -> list[str]:
     """Return a domain and the domains around it, the narrowest first."""
     parts = domain.split(".")[:MAX_LEVELS] if domain else []
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
-def _ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
+def _choose_ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
     """Return the node ranks of the last group; `others` groups share the rest.
 
     Each time, the next node is taken from the domain with the lowest cost. The cost is the number of pairs added
@@ -145,28 +145,28 @@ def _ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
     for rank, domain in enumerate(domains):
         if domain:
             own[domain].append(rank)
-            all_in.update(set(_levels(domain)))
+            all_in.update(set(_list_levels(domain)))
         else:
             alone.append([rank])
     here = Counter[str]()
 
-    def cost(domain: str) -> list[int]:
-        return [here[name] + 1 - -(-(all_in[name] - here[name]) // others) for name in _levels(domain)]
+    def compute_cost(domain: str) -> list[int]:
+        return [here[name] + 1 - -(-(all_in[name] - here[name]) // others) for name in _list_levels(domain)]
 
-    waiting = [(cost(domain), -ranks[-1], domain, ranks) for domain, ranks in own.items()]
+    waiting = [(compute_cost(domain), -ranks[-1], domain, ranks) for domain, ranks in own.items()]
     waiting += [([0], -ranks[-1], "", ranks) for ranks in alone]
     heapify(waiting)
     members: list[int] = []
     while len(members) < size:
         known, last, domain, ranks = heappop(waiting)
-        now = cost(domain) if domain else known
+        now = compute_cost(domain) if domain else known
         if now > known:  # costs only grow
             heappush(waiting, (now, last, domain, ranks))
             continue
         members.append(ranks.pop())
-        here.update(set(_levels(domain)))
+        here.update(set(_list_levels(domain)))
         if ranks:
-            heappush(waiting, (cost(domain), -ranks[-1], domain, ranks))
+            heappush(waiting, (compute_cost(domain), -ranks[-1], domain, ranks))
     return members
 
 
@@ -187,17 +187,17 @@ def _spread(members: Sequence[int], domains: Sequence[str]) -> list[int]:
     return [rank for _, _, rank in sorted(placed)]
 
 
-def _cost(order: PlacementOrder, domains: Sequence[str], m: int) -> tuple[int, ...]:
+def _compute_cost(order: PlacementOrder, domains: Sequence[str], m: int) -> tuple[int, ...]:
     """Return the cost of an order, for comparison.
 
     The cost counts pairs of nodes of one domain in one group, then fatal domains, then such pairs for each wider
     level.
     """
     pairs = [0] * MAX_LEVELS
-    for group in _groups(order, len(domains), m):
+    for group in _list_groups(order, len(domains), m):
         counts: dict[tuple[int, str], int] = defaultdict(int)
         for rank in group:
-            for level, name in enumerate(_levels(domains[rank])):
+            for level, name in enumerate(_list_levels(domains[rank])):
                 pairs[level] += counts[level, name]
                 counts[level, name] += 1
-    return (pairs[0], len(fatal(domains, m, order)), *pairs[1:])
+    return (pairs[0], len(find_fatal_domains(domains, m, order)), *pairs[1:])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 _POLYNOMIAL = 0x11D
 
 
-def _tables() -> tuple[list[int], list[int]]:
+def _build_tables() -> tuple[list[int], list[int]]:
     exp, log, value = [0] * 510, [0] * 256, 1
     for power in range(255):
         exp[power] = exp[power + 255] = value
@@ -22,7 +22,7 @@ def _tables() -> tuple[list[int], list[int]]:
     return exp, log
 
 
-_EXP, _LOG = _tables()
+_EXP, _LOG = _build_tables()
 
 
 def multiply(a: int, b: int) -> int:
@@ -30,7 +30,7 @@ def multiply(a: int, b: int) -> int:
     return _EXP[_LOG[a] + _LOG[b]] if a and b else 0
 
 
-def inverse(a: int) -> int:
+def invert(a: int) -> int:
     """Return 1 / a.
 
     Raises:
@@ -41,18 +41,18 @@ def inverse(a: int) -> int:
     return _EXP[255 - _LOG[a]]
 
 
-def table(a: int) -> bytes:
+def build_table(a: int) -> bytes:
     """Return a times each byte, for `bytes.translate`."""
     return bytes(multiply(a, b) for b in range(256))
 
 
-def coefficient(row: int, column: int) -> int:
+def compute_coefficient(row: int, column: int) -> int:
     """Return an element of a Cauchy matrix whose columns are scaled so that row 0 is all ones.
 
     Every square submatrix has an inverse, so as many unknown columns can be solved as there are known rows. `row` is
     0 to 31, `column` is 0 to 223.
     """
-    return multiply(column ^ 255, inverse(column ^ (255 - row)))
+    return multiply(column ^ 255, invert(column ^ (255 - row)))
 
 
 def solve(matrix: Sequence[Sequence[int]], wanted: int) -> list[int]:
@@ -69,7 +69,7 @@ def solve(matrix: Sequence[Sequence[int]], wanted: int) -> list[int]:
         if found is None:
             raise ZeroDivisionError("the matrix has no inverse")
         rows[at], rows[found] = rows[found], rows[at]
-        scale = inverse(rows[at][at])
+        scale = invert(rows[at][at])
         rows[at] = [multiply(scale, value) for value in rows[at]]
         for other in range(size):
             if other != at and (times := rows[other][at]):

@@ -36,14 +36,14 @@ def expand(text: str, limit: int = 65536) -> list[str]:
     hosts: list[str] = []
     if not text:
         return hosts
-    for term in _terms(text):
-        parts = list(_parts(term))
+    for term in _split_terms(text):
+        parts = list(_split_term(term))
         count = 1
         for part in parts:
             count *= sum(hi - lo + 1 for lo, hi, _ in part) if isinstance(part, list) else 1
             if len(hosts) + count > limit:
-                raise ValueError(f"hostlist {_shown(text)} names more than {limit} hosts")
-        hosts.extend(map("".join, product(*(_texts(part) for part in parts))))
+                raise ValueError(f"hostlist {_format_text(text)} names more than {limit} hosts")
+        hosts.extend(map("".join, product(*(_expand_part(part) for part in parts))))
     return hosts
 
 
@@ -68,7 +68,7 @@ def compress(hosts: Iterable[str]) -> str:
 
     for host in hosts:
         if not host or not _PLAIN.fullmatch(host):
-            raise ValueError(f"{_shown(host)} is not a host name: letters, digits, '.', '_' and '-' only")
+            raise ValueError(f"{_format_text(host)} is not a host name: letters, digits, '.', '_' and '-' only")
         match = _INDEXED.fullmatch(host)
         if match is None or len(match[2]) > MAX_DIGITS:
             flush()
@@ -82,7 +82,7 @@ def compress(hosts: Iterable[str]) -> str:
             prefix, ranges = match[1], []
         if ranges:
             text, low, high = ranges[-1]
-            if number == high + 1 and f"{number:0{_width(text)}d}" == digits:
+            if number == high + 1 and f"{number:0{_find_width(text)}d}" == digits:
                 ranges[-1] = (text, low, number)
                 continue
         ranges.append((digits, number, number))
@@ -90,57 +90,59 @@ def compress(hosts: Iterable[str]) -> str:
     return ",".join(terms)
 
 
-def _terms(text: str) -> Iterator[str]:
+def _split_terms(text: str) -> Iterator[str]:
     """Split at the commas outside brackets."""
     start, inside = 0, False
     for position, char in enumerate(text):
         if char == "[":
             if inside:
-                raise ValueError(f"hostlist {_shown(text)}: '[' inside brackets")
+                raise ValueError(f"hostlist {_format_text(text)}: '[' inside brackets")
             inside = True
         elif char == "]":
             if not inside:
-                raise ValueError(f"hostlist {_shown(text)}: ']' without '['")
+                raise ValueError(f"hostlist {_format_text(text)}: ']' without '['")
             inside = False
         elif char == "," and not inside:
-            yield _nonempty(text[start:position], text)
+            yield _check_term(text[start:position], text)
             start = position + 1
     if inside:
-        raise ValueError(f"hostlist {_shown(text)}: '[' without ']'")
-    yield _nonempty(text[start:], text)
+        raise ValueError(f"hostlist {_format_text(text)}: '[' without ']'")
+    yield _check_term(text[start:], text)
 
 
-def _parts(term: str) -> Iterator[str | list[tuple[int, int, int]]]:
+def _split_term(term: str) -> Iterator[str | list[tuple[int, int, int]]]:
     """Yield literal texts, and brackets as lists of (lower, upper, width)."""
     pieces = re.split(r"[\[\]]", term)
     if len(pieces) // 2 > MAX_BRACKETS:
-        raise ValueError(f"hostlist {_shown(term)}: more than {MAX_BRACKETS} brackets in one name")
+        raise ValueError(f"hostlist {_format_text(term)}: more than {MAX_BRACKETS} brackets in one name")
     for index, piece in enumerate(pieces):
         if index % 2:
-            yield [_range(item, term) for item in piece.split(",")]
+            yield [_parse_range(item, term) for item in piece.split(",")]
         elif _PLAIN.fullmatch(piece):
             yield piece
         else:
-            raise ValueError(f"hostlist {_shown(term)}: a host name holds letters, digits, '.', '_' and '-' only")
+            raise ValueError(
+                f"hostlist {_format_text(term)}: a host name holds letters, digits, '.', '_' and '-' only"
+            )
 
 
-def _range(item: str, term: str) -> tuple[int, int, int]:
+def _parse_range(item: str, term: str) -> tuple[int, int, int]:
     match = _ITEM.fullmatch(item)
     if match is None:
-        raise ValueError(f"hostlist {_shown(term)}: {_shown(item)} is not a number or a range of numbers")
+        raise ValueError(f"hostlist {_format_text(term)}: {_format_text(item)} is not a number or a range of numbers")
     low, high = match[1], match[2] or match[1]
     if max(len(low), len(high)) > MAX_DIGITS:
-        raise ValueError(f"hostlist {_shown(term)}: a number has more than {MAX_DIGITS} digits")
+        raise ValueError(f"hostlist {_format_text(term)}: a number has more than {MAX_DIGITS} digits")
     if int(high) < int(low):
-        raise ValueError(f"hostlist {_shown(term)}: the range {item} runs backwards")
-    return int(low), int(high), _width(low)
+        raise ValueError(f"hostlist {_format_text(term)}: the range {item} runs backwards")
+    return int(low), int(high), _find_width(low)
 
 
-def _width(digits: str) -> int:
+def _find_width(digits: str) -> int:
     return len(digits) if digits.startswith("0") else 0
 
 
-def _texts(part: str | list[tuple[int, int, int]]) -> list[str]:
+def _expand_part(part: str | list[tuple[int, int, int]]) -> list[str]:
     if isinstance(part, str):
         return [part]
     return [f"{number:0{width}d}" for low, high, width in part for number in range(low, high + 1)]
@@ -149,15 +151,15 @@ def _texts(part: str | list[tuple[int, int, int]]) -> list[str]:
 def _bracket(ranges: list[tuple[str, int, int]]) -> str:
     if len(ranges) == 1 and ranges[0][1] == ranges[0][2]:
         return ranges[0][0]
-    items = (text if low == high else f"{text}-{high:0{_width(text)}d}" for text, low, high in ranges)
+    items = (text if low == high else f"{text}-{high:0{_find_width(text)}d}" for text, low, high in ranges)
     return f"[{','.join(items)}]"
 
 
-def _nonempty(term: str, text: str) -> str:
+def _check_term(term: str, text: str) -> str:
     if not term:
-        raise ValueError(f"hostlist {_shown(text)}: an empty name between commas")
+        raise ValueError(f"hostlist {_format_text(text)}: an empty name between commas")
     return term
 
 
-def _shown(text: str) -> str:
+def _format_text(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")

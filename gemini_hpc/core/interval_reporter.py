@@ -18,7 +18,7 @@ class Reason(NamedTuple):
     helps: str
 
 
-def late_seals(sealed_s: float, usual_s: float) -> Reason:
+def explain_late_seals(sealed_s: float, usual_s: float) -> Reason:
     """Return the reason where a version takes long to its seal.
 
     Args:

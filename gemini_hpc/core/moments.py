@@ -87,15 +87,15 @@ def weigh_collective(members: Sequence[int], rank: int) -> int:
     if len(ring) < 2 or rank not in ring:
         return 0
     at, name = ring.index(rank), f"group {ring}"
-    return (_random(f"{name} {at}") - _random(f"{name} {(at - 1) % len(ring)}")) % MODULUS
+    return (_derive_random(f"{name} {at}") - _derive_random(f"{name} {(at - 1) % len(ring)}")) % MODULUS
 
 
 def weigh_message(sender: int, receiver: int) -> int:
     """Return the weight of a send. The weight of the receive is its negative."""
-    return _random(f"message {sender} {receiver}")
+    return _derive_random(f"message {sender} {receiver}")
 
 
-def _random(text: str) -> int:
+def _derive_random(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little") % MODULUS
 
 
@@ -106,7 +106,7 @@ def describe_difference(version: int, reports: Iterable[MomentReport]) -> str:
     """
     head = f"version {version} is void: the ranks do not mean the same moment of the training with it"
     done: dict[int, float] = {r.rank: r.operations / r.usual for r in reports if r.usual}
-    ahead = _differences(done)
+    ahead = _find_differences(done)
     if not ahead:
         return f"{head}. Call step() once in each iteration on every rank; nothing is sealed until they agree again"
     parts = []
@@ -126,7 +126,7 @@ def describe_difference(version: int, reports: Iterable[MomentReport]) -> str:
     )
 
 
-def _differences(done: Mapping[int, float]) -> dict[float, list[int]]:
+def _find_differences(done: Mapping[int, float]) -> dict[float, list[int]]:
     """Return the ranks by the number of iterations that they are ahead of most others.
 
     If several groups are equally large, the group with the lowest rank is the base.

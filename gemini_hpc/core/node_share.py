@@ -46,27 +46,33 @@ class Share:
 WHOLE = Share(1.0, "")
 
 
-def shape(text: str, node: str) -> Shape:
+def parse_shape(text: str, node: str) -> Shape:
     """Return the shape of a node by the text of slurm.conf, with its includes inserted.
 
     The last line that names the node counts. An unreadable line names no node.
     """
     defaults: dict[str, str] = {}
     found: dict[str, str] = {}
-    for _, line in conf_text.lines(text):
-        values = dict(conf_text.pair(word) for word in line.split() if "=" in word)
+    for _, line in conf_text.split_lines(text):
+        values = dict(conf_text.split_pair(word) for word in line.split() if "=" in word)
         names = values.get("nodename", "")
         if names.lower() == "default":
             defaults |= values
         elif names and _names(names, node):
             found = defaults | values
-    sockets = _number(found, "sockets", 0) or _number(found, "boards", 1) * _number(found, "socketsperboard", 1)
-    threads = max(1, _number(found, "threadspercore", 1))
-    threads_of_all = sockets * _number(found, "corespersocket", 1) * threads
-    cpus = _number(found, "cpus", 0) or _number(found, "procs", 0) or (threads_of_all if threads_of_all > 1 else 0)
+    sockets = _read_number(found, "sockets", 0) or _read_number(found, "boards", 1) * _read_number(
+        found, "socketsperboard", 1
+    )
+    threads = max(1, _read_number(found, "threadspercore", 1))
+    threads_of_all = sockets * _read_number(found, "corespersocket", 1) * threads
+    cpus = (
+        _read_number(found, "cpus", 0)
+        or _read_number(found, "procs", 0)
+        or (threads_of_all if threads_of_all > 1 else 0)
+    )
     if cpus == threads_of_all:
         cpus //= threads
-    return Shape(max(0, cpus - _number(found, "corespeccount", 0)), _gpus(found.get("gres", "")))
+    return Shape(max(0, cpus - _read_number(found, "corespeccount", 0)), _count_gpus(found.get("gres", "")))
 
 
 def _names(text: str, node: str) -> bool:
@@ -76,12 +82,12 @@ def _names(text: str, node: str) -> bool:
         return False
 
 
-def _number(values: dict[str, str], key: str, default: int) -> int:
+def _read_number(values: dict[str, str], key: str, default: int) -> int:
     text = values.get(key, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else default
 
 
-def _gpus(gres: str) -> int:
+def _count_gpus(gres: str) -> int:
     """Return the number of GPUs in a value such as gpu:a100:4(S:0),gpu:v100:2."""
     count = 0
     for item in _IN_PARENTHESES.sub("", gres).split(","):
@@ -92,7 +98,7 @@ def _gpus(gres: str) -> int:
     return count
 
 
-def of_job(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
+def compute_share(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
     """Return the share of a job that has a part of a node; the whole node if the share cannot be known.
 
     Args:
@@ -102,12 +108,12 @@ def of_job(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Shar
         cpus: Value of SLURM_JOB_CPUS_PER_NODE.
         gpus: Value of SLURM_JOB_GPUS.
     """
-    mine = _at(cpus, node, nodelist)
+    mine = _count_cpus(cpus, node, nodelist)
     if not mine or not there.cpus:
         return WHOLE
     parts = [Share(mine / there.cpus, f"{mine} of {there.cpus} CPUs")]
     if gpus:
-        count = sum(_indices(item) for item in gpus.split(","))
+        count = sum(_count_indices(item) for item in gpus.split(","))
         if not there.gpus:
             return WHOLE
         parts.append(Share(count / there.gpus, f"{count} of {there.gpus} GPUs"))
@@ -115,7 +121,7 @@ def of_job(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Shar
     return largest if largest.part < 1 else WHOLE
 
 
-def _at(cpus: str, node: str, nodelist: str) -> int:
+def _count_cpus(cpus: str, node: str, nodelist: str) -> int:
     """Return the count of this node in a text such as 4(x2),2, which follows the list; 0 if unknown."""
     try:
         at = hostlist.expand(nodelist, MAX_NODES).index(node)
@@ -131,6 +137,6 @@ def _at(cpus: str, node: str, nodelist: str) -> int:
     return 0
 
 
-def _indices(item: str) -> int:
+def _count_indices(item: str) -> int:
     match = _RANGE.fullmatch(item)
     return max(1, int(match[2]) - int(match[1]) + 1) if match else 1

@@ -25,7 +25,7 @@ class IterationPace:
         """Record the length of an iteration without our own share."""
         self._free.append(free_s)
 
-    def gate(self, seconds: float) -> None:
+    def note_gate(self, seconds: float) -> None:
         """Record the time from step() to the optimizer step."""
         self._gates.append(seconds)
 
@@ -35,7 +35,7 @@ class IterationPace:
         return max(_POINT_S, median(self._free)) if self._free else _POINT_S
 
     @staticmethod
-    def due(iterations: int) -> bool:
+    def is_due(iterations: int) -> bool:
         """Return whether the frequency is chosen after this many iterations: the same on all ranks."""
         return iterations in _EARLY or (iterations > 0 and iterations % PACE_EVERY == 0)
 
@@ -54,10 +54,10 @@ class IterationPace:
         usual_s = self.usual_s
         gate_s = min(usual_s, median(self._gates)) if self._gates else usual_s
 
-        def late_s(s: int) -> float:
+        def compute_delay_s(s: int) -> float:
             return sealed_s - gate_s - (s - 1) * usual_s
 
-        fresh = choose(late_s, usual_s, ceiling=self._ceiling, forced=every or None, own_s=own_s)
-        kept = choose(late_s, usual_s, ceiling=self._ceiling, forced=j, own_s=own_s)
+        fresh = choose(compute_delay_s, usual_s, ceiling=self._ceiling, forced=every or None, own_s=own_s)
+        kept = choose(compute_delay_s, usual_s, ceiling=self._ceiling, forced=j, own_s=own_s)
         same = kept.s <= s and kept.overhead <= _RARER * self._ceiling and j <= 2 * fresh.j
         return Frequency(j, s, kept.overhead, j + s - 1, kept.within) if same else fresh

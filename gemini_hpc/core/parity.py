@@ -41,7 +41,7 @@ class ParityTerm(NamedTuple):
     by: int = 1
 
 
-def stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+def build_stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
     """Return, for each rank, the members of its stripe, in order.
 
     `homes` has the node rank of each rank of a program. `groups` are groups of node ranks, each node in one.
@@ -66,27 +66,27 @@ def stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple
     return [of[rank] for rank in range(len(homes))]
 
 
-def targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[int]]:
+def list_targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[int]]:
     """Return, for each rank, the others of its stripe, from the next one on around: the order in which it sends.
 
     Raises:
-        ValueError: As in `stripes`.
+        ValueError: As in `build_stripes`.
     """
     apart = sorted({tuple(sorted(group)) for group in groups})
     found = []
-    for rank, stripe in enumerate(stripes(homes, apart)):
+    for rank, stripe in enumerate(build_stripes(homes, apart)):
         turn = stripe.index(rank)
         found.append([*stripe[turn + 1 :], *stripe[:turn]])
     return found
 
 
-def block_bytes(used: int, members: int, blocks: int = 1) -> int:
+def compute_block_bytes(used: int, members: int, blocks: int = 1) -> int:
     """Return the bytes of a shard with `used` bytes that one block holds at most, in whole pages."""
     cut = max(1, members - blocks)
     return -(-used // (cut * ALIGN_BYTES)) * ALIGN_BYTES
 
 
-def part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1) -> Range:
+def find_part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1) -> Range:
     """Return the bytes of a rank's shard that are in the parity of `holder`, another member.
 
     start = end if its share is empty.
@@ -94,37 +94,39 @@ def part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int =
     Raises:
         ValueError: `holder` is not another member.
     """
-    first, last = _numbers(stripe, rank, holder, blocks)
-    size = block_bytes(used, len(stripe), blocks)
+    first, last = _find_block_numbers(stripe, rank, holder, blocks)
+    size = compute_block_bytes(used, len(stripe), blocks)
     return min(used, first * size), min(used, (last + 1) * size)
 
 
-def share(
+def derive_share(
     stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1, room: int = 0
 ) -> list[ParityTerm]:
     """Return the terms with which a rank's shard enters the parity of `holder`, from the first byte on.
 
     `room` is the distance in bytes from one block of the parity to the next.
     """
-    first, last = _numbers(stripe, rank, holder, blocks)
-    size, index = block_bytes(used, len(stripe), blocks), stripe.index(rank)
+    first, last = _find_block_numbers(stripe, rank, holder, blocks)
+    size, index = compute_block_bytes(used, len(stripe), blocks), stripe.index(rank)
     distance = (stripe.index(holder) - index) % len(stripe)
     folds = []
     for number in range(first, last + 1):
-        start, end = _nth(number, size, used)
+        start, end = _find_block(number, size, used)
         if end > start:
             j = distance - 1 - number
-            folds.append(ParityTerm(rank, False, start, end, j * room, gf256.coefficient(j, index)))
+            folds.append(ParityTerm(rank, False, start, end, j * room, gf256.compute_coefficient(j, index)))
     return folds
 
 
-def parity_bytes(stripe: Sequence[int], holder: int, used: Mapping[int, int], blocks: int = 1, room: int = 0) -> int:
+def compute_parity_bytes(
+    stripe: Sequence[int], holder: int, used: Mapping[int, int], blocks: int = 1, room: int = 0
+) -> int:
     """Return the length of a member's parity. `used` has the bytes of each other member's shard."""
-    folds = encoding(stripe, holder, used, blocks, room)
+    folds = derive_encoding(stripe, holder, used, blocks, room)
     return max((fold.at + fold.end - fold.start for fold in folds), default=0)
 
 
-def encoding(
+def derive_encoding(
     stripe: Sequence[int],
     holder: int,
     used: Mapping[int, int],
@@ -133,10 +135,10 @@ def encoding(
 ) -> list[ParityTerm]:
     """Return the terms that make a member's parity while all other shards are present."""
     others = (rank for rank in stripe if rank != holder)
-    return [fold for rank in others for fold in share(stripe, rank, holder, used[rank], blocks, room)]
+    return [fold for rank in others for fold in derive_share(stripe, rank, holder, used[rank], blocks, room)]
 
 
-def encoding_without(
+def derive_encoding_without(
     stripe: Sequence[int],
     holder: int,
     used: Mapping[int, int],
@@ -147,25 +149,25 @@ def encoding_without(
 ) -> list[ParityTerm]:
     """Return the same terms when shards are missing: each block of a missing shard is rebuilt from its row.
 
-    `whole` and `rooms` are as in `decoding`.
+    `whole` and `rooms` are as in `derive_decoding`.
 
     Raises:
         ValueError: Too little is present.
     """
     folds: list[ParityTerm] = []
-    for fold in encoding(stripe, holder, used, blocks, room):
+    for fold in derive_encoding(stripe, holder, used, blocks, room):
         if fold.rank in whole:
             folds.append(fold)
             continue
-        number = fold.start // block_bytes(used[fold.rank], len(stripe), blocks)
+        number = fold.start // compute_block_bytes(used[fold.rank], len(stripe), blocks)
         row = (stripe.index(fold.rank) + 1 + number) % len(stripe)
         beside = {other: room for other, room in rooms.items() if other != holder}
-        made = _block(stripe, fold.rank, row, used, whole, beside, blocks, fold.at, fold.end - fold.start)
+        made = _derive_block(stripe, fold.rank, row, used, whole, beside, blocks, fold.at, fold.end - fold.start)
         folds += [one._replace(by=gf256.multiply(one.by, fold.by)) for one in made]
     return folds
 
 
-def decoding(
+def derive_decoding(
     stripe: Sequence[int],
     lost: int,
     used: Mapping[int, int],
@@ -187,16 +189,16 @@ def decoding(
         ValueError: Too little is present.
     """
     folds: list[ParityTerm] = []
-    size = block_bytes(used[lost], len(stripe), blocks)
+    size = compute_block_bytes(used[lost], len(stripe), blocks)
     for number in range(max(1, len(stripe) - blocks)):
-        at, stop = _nth(number, size, used[lost])
+        at, stop = _find_block(number, size, used[lost])
         if stop > at:
             row = (stripe.index(lost) + 1 + number) % len(stripe)
-            folds += _block(stripe, lost, row, used, whole, rooms, blocks, at, stop - at)
+            folds += _derive_block(stripe, lost, row, used, whole, rooms, blocks, at, stop - at)
     return folds
 
 
-def decodable(
+def can_decode(
     stripe: Sequence[int], lost: int, whole: AbstractSet[int], beside: AbstractSet[int], blocks: int = 1
 ) -> bool:
     """Return whether a lost shard can be rebuilt, of any size.
@@ -212,12 +214,12 @@ def decodable(
     return True
 
 
-def _nth(number: int, size: int, used: int) -> Range:
+def _find_block(number: int, size: int, used: int) -> Range:
     """Return the bytes of a shard's block; start = end if the block is empty."""
     return min(used, number * size), min(used, (number + 1) * size)
 
 
-def _numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tuple[int, int]:
+def _find_block_numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tuple[int, int]:
     """Return the first and the last block of a shard that are in the parity of `holder`."""
     index, other = stripe.index(rank), stripe.index(holder)
     if index == other:
@@ -226,18 +228,18 @@ def _numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tupl
     return max(0, distance - blocks), min(distance, len(stripe) - blocks) - 1
 
 
-def _in_row(stripe: Sequence[int], row: int, used: Mapping[int, int], blocks: int) -> Iterator[tuple[int, Range]]:
+def _list_row(stripe: Sequence[int], row: int, used: Mapping[int, int], blocks: int) -> Iterator[tuple[int, Range]]:
     """Yield the members that have bytes in the row, and these bytes."""
     for index, rank in enumerate(stripe):
         number = (row - index) % len(stripe) - 1
         if 0 <= number < len(stripe) - blocks:
-            size = block_bytes(used[rank], len(stripe), blocks)
-            start, end = _nth(number, size, used[rank])
+            size = compute_block_bytes(used[rank], len(stripe), blocks)
+            start, end = _find_block(number, size, used[rank])
             if end > start:
                 yield rank, (start, end)
 
 
-def _block(
+def _derive_block(
     stripe: Sequence[int],
     lost: int,
     row: int,
@@ -252,14 +254,14 @@ def _block(
 
     They use as many blocks of parity as the row lacks shards, and the shards' blocks that the row has.
     """
-    members = dict(_in_row(stripe, row, used, blocks))
+    members = dict(_list_row(stripe, row, used, blocks))
     missing = [rank for rank in members if rank == lost or rank not in whole]
     beside = [(j, stripe[(row + j) % len(stripe)]) for j in range(blocks)]
     chosen = [(j, holder) for j, holder in beside if holder in rooms and holder != lost][: len(missing)]
     if len(chosen) < len(missing):
         raise ValueError(f"of {len(missing)} blocks that are missing in a row only {len(chosen)} can be found")
     columns = {rank: stripe.index(rank) for rank in members}
-    matrix = [[gf256.coefficient(j, columns[rank]) for rank in missing] for j, _ in chosen]
+    matrix = [[gf256.compute_coefficient(j, columns[rank]) for rank in missing] for j, _ in chosen]
     weights = gf256.solve(matrix, missing.index(lost))
     folds = []
     for (j, holder), weight in zip(chosen, weights, strict=True):
@@ -271,7 +273,7 @@ def _block(
             continue
         by = 0
         for (j, _), weight in zip(chosen, weights, strict=True):
-            by ^= gf256.multiply(weight, gf256.coefficient(j, columns[rank]))
+            by ^= gf256.multiply(weight, gf256.compute_coefficient(j, columns[rank]))
         if by:
             folds.append(ParityTerm(rank, False, start, min(end, start + size), at, by))
     return folds

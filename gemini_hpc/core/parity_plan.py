@@ -46,17 +46,21 @@ class Parities:
                 of_training = self._found.setdefault((copy.training, copy.stamp, copy.world), {})
                 of_training.setdefault(copy.rank, {})[host] = copy
 
-    def made(self, name: str, stamp: Stamp, world: int, ranks: Mapping[int, Held]) -> dict[int, RebuiltCopy]:
+    def find_rebuildable(
+        self, name: str, stamp: Stamp, world: int, ranks: Mapping[int, Held]
+    ) -> dict[int, RebuiltCopy]:
         """Return, by rank, shards without a copy that can be rebuilt. The caller sets `dest_host` to the home."""
         parities = self._found.get((name, stamp, world), {})
         wanted: dict[int, Member] = {}
         for by_host in parities.values():
             for copy in by_host.values():
                 wanted.update({member.rank: member for member in copy.of if member.rank not in ranks})
-        found = {rank: self._make(name, stamp, world, member, parities, ranks) for rank, member in wanted.items()}
+        found = {
+            rank: self._plan_rebuild(name, stamp, world, member, parities, ranks) for rank, member in wanted.items()
+        }
         return {rank: made for rank, made in found.items() if made is not None}
 
-    def lacking(
+    def find_lacking(
         self, shards: Sequence[Copy], where: Mapping[int, Sequence[str]], by_rank: Mapping[int, str], of: Redundancy
     ) -> tuple[list[RebuiltCopy], bool]:
         """Return the parities that the nodes lack of a version, and whether they will then have all of it.
@@ -69,26 +73,26 @@ class Parities:
         """
         N = of.N
         try:
-            stripes = parity.stripes([shard.home % N for shard in shards], of.groups())
+            stripes = parity.build_stripes([shard.home % N for shard in shards], of.list_groups())
         except ValueError:
             return [], False
         made, whole = [], True
         for shard, stripe in zip(shards, stripes, strict=True):
             dest = by_rank[shard.home % N]
-            mine = _others(shard.rank, stripe, shards)
-            if dest in self._like(shard, mine, of.parity):
+            mine = _list_others(shard.rank, stripe, shards)
+            if dest in self._find_matching(shard, mine, of.parity):
                 continue
             beside = {
                 rank: next(iter(held.items()))
                 for rank in stripe
-                if (held := self._like(shards[rank], _others(rank, stripe, shards), of.parity))
+                if (held := self._find_matching(shards[rank], _list_others(rank, stripe, shards), of.parity))
             }
-            room = max(parity.block_bytes(member.bytes, len(stripe), of.parity) for member in mine)
+            room = max(parity.compute_block_bytes(member.bytes, len(stripe), of.parity) for member in mine)
             used = {rank: shards[rank].used for rank in stripe}
             there = {rank: (where[rank][0], shards[rank]) for rank in stripe if rank in where}
             rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
             try:
-                folds = parity.encoding_without(stripe, shard.rank, used, there.keys(), rooms, of.parity, room)
+                folds = parity.derive_encoding_without(stripe, shard.rank, used, there.keys(), rooms, of.parity, room)
             except ValueError:
                 whole = False
                 continue
@@ -98,23 +102,23 @@ class Parities:
                 shard.world,
                 shard.home,
                 of.parity * room,
-                parity.parity_bytes(stripe, shard.rank, used, of.parity, room),
+                parity.compute_parity_bytes(stripe, shard.rank, used, of.parity, room),
                 shard.stamp,
                 "",
                 of=mine,
                 blocks=of.parity,
                 room=room,
             )
-            made.append(RebuiltCopy(dest, copy, _parts(folds, there, beside)))
+            made.append(RebuiltCopy(dest, copy, _list_parts(folds, there, beside)))
         return made, whole
 
-    def _like(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
+    def _find_matching(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
         """Return, by host, the parities beside a shard that are made of these other members."""
         held = self._found.get((shard.training, shard.stamp, shard.world), {}).get(shard.rank, {})
         return {host: copy for host, copy in held.items() if (copy.of, copy.blocks) == (members, blocks)}
 
     @staticmethod
-    def _make(
+    def _plan_rebuild(
         name: str,
         stamp: Stamp,
         world: int,
@@ -128,9 +132,9 @@ class Parities:
             for host, copy in by_host.items()
             if lost in copy.of
         }
-        if len({(copy.blocks, _stripe(copy)) for _, copy in beside.values()}) != 1:
+        if len({(copy.blocks, _list_stripe(copy)) for _, copy in beside.values()}) != 1:
             return None
-        [(blocks, stripe)] = {(copy.blocks, _stripe(copy)) for _, copy in beside.values()}
+        [(blocks, stripe)] = {(copy.blocks, _list_stripe(copy)) for _, copy in beside.values()}
         members: dict[int, set[Member]] = {}
         for _, copy in beside.values():
             for member in copy.of:
@@ -148,24 +152,24 @@ class Parities:
         used |= {rank: copy.used for rank, (_, copy) in shards.items()}
         rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
         try:
-            folds = parity.decoding(stripe, lost.rank, used, shards.keys(), rooms, blocks)
+            folds = parity.derive_decoding(stripe, lost.rank, used, shards.keys(), rooms, blocks)
         except (ValueError, KeyError):
             return None
-        parts = _parts(folds, shards, beside)
+        parts = _list_parts(folds, shards, beside)
         copy = Copy(name, lost.rank, world, lost.home, lost.bytes, lost.used, stamp, lost.digest, mark=lost.mark)
         return RebuiltCopy("", copy, parts) if parts else None
 
 
-def _stripe(copy: Copy) -> tuple[int, ...]:
+def _list_stripe(copy: Copy) -> tuple[int, ...]:
     return tuple(sorted({copy.rank, *(member.rank for member in copy.of)}))
 
 
-def _others(rank: int, stripe: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:
+def _list_others(rank: int, stripe: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:
     others = (shards[other] for other in stripe if other != rank)
     return tuple(Member(o.rank, o.home, o.bytes, o.used, o.digest, o.mark) for o in others)
 
 
-def _parts(
+def _list_parts(
     folds: Iterable[parity.ParityTerm], shards: Mapping[int, tuple[str, Copy]], beside: Mapping[int, tuple[str, Copy]]
 ) -> tuple[tuple[str, Copy], ...]:
     wanted = sorted({(fold.rank, fold.parity) for fold in folds})

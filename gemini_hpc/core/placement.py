@@ -50,7 +50,7 @@ class PlacementOrder:
             positions[rank] = position
         object.__setattr__(self, "_positions", tuple(positions))
 
-    def position(self, node_rank: int, N: int) -> int:
+    def find_position(self, node_rank: int, N: int) -> int:
         """Return the position of a node rank.
 
         Raises:
@@ -63,7 +63,7 @@ class PlacementOrder:
             raise ValueError(f"an order of {len(self.ranks)} node ranks for {N} nodes")
         return self._positions[node_rank]
 
-    def rank(self, position: int) -> int:
+    def find_rank(self, position: int) -> int:
         """Return the node rank at a position."""
         return self.ranks[position] if self.ranks else position
 
@@ -71,7 +71,7 @@ class PlacementOrder:
 AS_RANKED = PlacementOrder()
 
 
-def groups(N: int, m: int) -> list[list[int]]:
+def list_groups(N: int, m: int) -> list[list[int]]:
     """Return the group list G of Algorithm 1: floor(N/m) groups of m node ranks, the last with the N mod m more.
 
     Raises:
@@ -84,7 +84,7 @@ def groups(N: int, m: int) -> list[list[int]]:
     return G
 
 
-def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
+def name_strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
     """Return `group` if m divides N; otherwise `mixed`, or `ring` if there is only the ring."""
     _check(N, m)
     if N % m == 0:
@@ -92,13 +92,13 @@ def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
     return "mixed" if 2 * m <= N else "ring"
 
 
-def group_of(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> int:
-    """Return the index into `groups(N, m)` of the group that a node belongs to."""
+def find_group(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> int:
+    """Return the index into `list_groups(N, m)` of the group that a node belongs to."""
     _check(N, m)
-    return min(order.position(node_rank, N) // m, N // m - 1)
+    return min(order.find_position(node_rank, N) // m, N // m - 1)
 
 
-def ring(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
+def list_ring(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
     """Return the node's group, from the node itself on around.
 
     The m - 1 nodes that follow keep its shards. The m - 1 nodes at the end are those whose shards it keeps. A whole
@@ -106,27 +106,27 @@ def ring(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> t
     """
     if not (0 <= node_rank < N and 1 <= m <= N):  # in one test, because this runs for every node of a large job
         _check(N, m)
-    own, last = order.position(node_rank, N), (N // m - 1) * m
+    own, last = order.find_position(node_rank, N), (N // m - 1) * m
     first, size = (own // m * m, m) if own < last else (last, N - last)
     found = tuple([first + (own - first + step) % size for step in range(size)])
     return found if not order.ranks else tuple([order.ranks[position] for position in found])
 
 
-def holders(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
+def list_holders(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
     """Return the m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
-    return ring(node_rank, N, m, order)[:m]
+    return list_ring(node_rank, N, m, order)[:m]
 
 
-def holds_for(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
+def list_homes(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:
     """Return the m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
-    found = ring(node_rank, N, m, order)
+    found = list_ring(node_rank, N, m, order)
     return (found[0], *found[:0:-1])[:m]
 
 
-Keepers = Mapping[int, Sequence[int]]  # by node rank: its `holders`
+Keepers = Mapping[int, Sequence[int]]  # by node rank: its `list_holders`
 
 
-def stranger(keepers: Keepers) -> tuple[int, int] | None:
+def find_stranger(keepers: Keepers) -> tuple[int, int] | None:
     """Return a node rank, and one of its holders on which the training has no rank, if there is one.
 
     The training has ranks on the nodes of `keepers`. A holder without a rank cannot receive the copy. None means
@@ -136,7 +136,7 @@ def stranger(keepers: Keepers) -> tuple[int, int] | None:
     return next(missing, None)
 
 
-def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
+def list_targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
     """Return, for each rank, the ranks that receive its shard.
 
     `homes` has the node rank of each rank of a program. The ranks of a node are spread over those of a holder.
@@ -145,15 +145,15 @@ def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
     for rank, home in enumerate(homes):
         on_node[home].append(rank)
 
-    def of(rank: int) -> list[int]:
+    def choose_targets(rank: int) -> list[int]:
         index = on_node[homes[rank]].index(rank)
         others = keepers[homes[rank]][1:]
         return [on_node[h][index % len(on_node[h])] for h in others]
 
-    return [of(rank) for rank in range(len(homes))]
+    return [choose_targets(rank) for rank in range(len(homes))]
 
 
-def beyond(
+def choose_others(
     node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3, order: PlacementOrder = AS_RANKED
 ) -> tuple[int, ...]:
     """Return up to `most` candidates that are not holders of a node.
@@ -161,23 +161,23 @@ def beyond(
     The ranks of the candidates have the node's shards in their tensors as well. The choice starts from the next node
     and is spread evenly around the ring, because adjacent nodes are lost together more often.
     """
-    kept, own = set(holders(node_rank, N, m, order)), order.position(node_rank, N)
-    found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (order.position(c, N) - own) % N)
+    kept, own = set(list_holders(node_rank, N, m, order)), order.find_position(node_rank, N)
+    found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (order.find_position(c, N) - own) % N)
     count = min(most, len(found))
     return tuple(found[turn * len(found) // count] for turn in range(count))
 
 
-def survivable(N: int, m: int, failed: Iterable[int], order: PlacementOrder = AS_RANKED) -> bool:
+def can_survive(N: int, m: int, failed: Iterable[int], order: PlacementOrder = AS_RANKED) -> bool:
     """Return whether every node's shards keep a holder if the nodes of `failed` are lost at once."""
     _check(N, m)
     lost = set(failed)
     for node_rank in lost:
         _check_rank(node_rank, N)
-    return not any(lost.issuperset(holders(node_rank, N, m, order)) for node_rank in lost)
+    return not any(lost.issuperset(list_holders(node_rank, N, m, order)) for node_rank in lost)
 
 
 @lru_cache(maxsize=256)
-def recovery_probability(N: int, m: int, k: int) -> float:
+def compute_recovery_probability(N: int, m: int, k: int) -> float:
     """Return the probability that the loss of k nodes at once, all choices alike, leaves memory recoverable.
 
     The result is exact for every k.
@@ -191,12 +191,12 @@ def recovery_probability(N: int, m: int, k: int) -> float:
         raise ValueError(f"{k} lost nodes of {N}: between 0 and {N} can be lost")
     q, rest = divmod(N, m)
     if not rest:
-        return _none_whole(q, m, k) / comb(N, k)
-    of_ring = _survivable_choices(m + rest, m, k)
-    return sum(ways * _none_whole(q - 1, m, k - i) for i, ways in enumerate(of_ring) if ways) / comb(N, k)
+        return _count_group_choices(q, m, k) / comb(N, k)
+    of_ring = _count_ring_choices(m + rest, m, k)
+    return sum(ways * _count_group_choices(q - 1, m, k - i) for i, ways in enumerate(of_ring) if ways) / comb(N, k)
 
 
-def _none_whole(q: int, m: int, k: int) -> int:
+def _count_group_choices(q: int, m: int, k: int) -> int:
     """Return the number of choices of k nodes, out of q groups of m, that take no group as a whole."""
     if k > q * m:
         return 0
@@ -210,7 +210,7 @@ def _none_whole(q: int, m: int, k: int) -> int:
     return found
 
 
-def ring_probability(N: int, m: int, k: int) -> float:
+def compute_ring_probability(N: int, m: int, k: int) -> float:
     """Return the same probability if all nodes form one ring, each keeping its shards on the next m - 1 as well.
 
     The result is exact. It counts the choices of k nodes of a ring without m in a row. Each is N / (N - k) times a
@@ -229,13 +229,13 @@ def ring_probability(N: int, m: int, k: int) -> float:
     return N * runs / (left * comb(N, k))
 
 
-def ring_bound(N: int, m: int, k: int) -> float:
+def compute_ring_bound(N: int, m: int, k: int) -> float:
     """Return the lower bound from the paper's union bound for the ring (section 4, Figure 9)."""
     _check(N, m)
     return max(0.0, 1.0 - N * comb(N - m, k - m) / comb(N, k)) if k >= m else 1.0
 
 
-def _survivable_choices(size: int, m: int, k: int) -> list[int]:
+def _count_ring_choices(size: int, m: int, k: int) -> list[int]:
     """Return, for j = 0..min(k, size), the number of choices of j nodes without m neighbours among them.
 
     The nodes are those of a ring of `size` < 2m.

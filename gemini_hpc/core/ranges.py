@@ -8,7 +8,7 @@ Range = tuple[int, int]
 MOST = 64  # most ranges in one message
 
 
-def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
+def merge_ranges(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
     """Return the ranges in order, as few as possible.
 
     `gap` is the number of bytes between two ranges that may be included.
@@ -22,19 +22,19 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
     return found
 
 
-def largest(ranges: Sequence[Range], most: int = MOST) -> list[Range]:
+def choose_largest(ranges: Sequence[Range], most: int = MOST) -> list[Range]:
     """Return the ranges with the most bytes, in order."""
     if len(ranges) <= most:
         return list(ranges)
     return sorted(sorted(ranges, key=lambda r: r[0] - r[1])[:most])
 
 
-def size(ranges: Iterable[Range]) -> int:
+def count_bytes(ranges: Iterable[Range]) -> int:
     """Return the number of bytes in the ranges."""
     return sum(end - start for start, end in ranges)
 
 
-def between(ranges: Sequence[Range], end: int) -> Iterator[Range]:
+def list_gaps(ranges: Sequence[Range], end: int) -> Iterator[Range]:
     """Yield the ranges of the bytes from 0 to `end` that these ranges leave."""
     at = 0
     for start, stop in ranges:
@@ -47,7 +47,7 @@ def between(ranges: Sequence[Range], end: int) -> Iterator[Range]:
         yield at, end
 
 
-def fault(ranges: Sequence[Range], end: int) -> str:
+def find_fault(ranges: Sequence[Range], end: int) -> str:
     """Return why these received ranges are not valid within `end` bytes; "" if they are."""
     if len(ranges) > MOST:
         return f"{len(ranges)} ranges of bytes in one message"

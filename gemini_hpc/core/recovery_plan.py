@@ -204,12 +204,12 @@ def plan(
         former = None if foreign else previous  # another job's count does not matter: keep the wanted number
         noderanks = node_ranks.assign(previous, hosts, node_ranks.count(former, len(hosts), nodes))
         m = min(m, len(noderanks))
-    Redundancy(len(noderanks), m).receivers(0)  # report a wrong m before anything else
+    Redundancy(len(noderanks), m).list_receivers(0)  # report a wrong m before anything else
     if order is None:
         moved = foreign and bool(by_host)  # all copies are pulled anyway
         copies = any(i.copies for i in inventories.values())
         stands = copies and not moved and len(previous or ()) == len(noderanks)
-        order = former_order if stands else domains.ordered(by_host or {}, noderanks, m)
+        order = former_order if stands else domains.arrange_hosts(by_host or {}, noderanks, m)
     redundancy = Redundancy(len(noderanks), m, min(parity, m - 1), order)
     before = redundancy._replace(N=len(previous or ()), order=former_order)
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=listed))
@@ -323,7 +323,7 @@ def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], redundan
     lost = {previous[host] for host in gone}
     if redundancy.m > N or any(not 0 <= rank < N for rank in lost):
         return not gone
-    return redundancy.survives(lost)
+    return redundancy.can_survive(lost)
 
 
 def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
@@ -366,7 +366,8 @@ def _plan_set(
     warnings: list[str],
 ) -> TrainingPlan:
     made = {
-        (stamp, world): context.parities.made(name, stamp, world, ranks) for (stamp, world), ranks in stamps.items()
+        (stamp, world): context.parities.find_rebuildable(name, stamp, world, ranks)
+        for (stamp, world), ranks in stamps.items()
     }
     complete = [
         (stamp, world)
@@ -406,7 +407,7 @@ def _plan_set(
         shards.append(shard)
         where[rank] = list(keepers)
         home = shard.home % N
-        for turn, holder in enumerate(context.redundancy.holders(home)):
+        for turn, holder in enumerate(context.redundancy.list_holders(home)):
             dest = by_rank[holder]
             if dest not in keepers:
                 pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
@@ -414,7 +415,7 @@ def _plan_set(
                 pulls.append(Pull(dest, shard, _sources(dest, list(keepers), rank + turn)))
     settled = max(sealed & set(keep), default=None)
     if context.redundancy.parity and not context.foreign:
-        new, whole = context.parities.lacking(shards, where, by_rank, context.redundancy)
+        new, whole = context.parities.find_lacking(shards, where, by_rank, context.redundancy)
         again += new
         if not whole:  # it could never be sealed, so newer versions must be allowed to replace it
             settled = chosen
@@ -519,7 +520,7 @@ def _reason(rank: int, newest: Stamp, home: int | None, others: set[Stamp], cont
     if home is None or not 0 <= home < N or context.redundancy.m > N:
         return text + (f"; gone: {', '.join(sorted(context.gone, key=context.listed))}" if context.gone else "")
     by_rank = {rank: host for host, rank in context.previous.items()}
-    former = (home, *context.former.receivers(home))
+    former = (home, *context.former.list_receivers(home))
     keepers = [by_rank.get(holder, f"node rank {holder}") for holder in former]
     states = (
         f"{host} ({'gone' if host in context.gone else 'reachable' if host in context.reachable else 'unknown'})"

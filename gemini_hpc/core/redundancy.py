@@ -69,14 +69,14 @@ class Redundancy(NamedTuple):
         """Return the bytes that a lost node's replacement fetches for its own shards, in node states."""
         return self.m - self.parity if self.parity else 1
 
-    def recovery_probability(self, k: int) -> float:
+    def compute_recovery_probability(self, k: int) -> float:
         """Return the probability that k nodes lost at once, all choices alike, leave memory recoverable. Exact.
 
         Raises:
             ValueError: As in `placement`.
         """
         if not self.parity:
-            return placement.recovery_probability(self.N, self.m, k)
+            return placement.compute_recovery_probability(self.N, self.m, k)
         q, rest = divmod(self.N, self.m)
         if not q or not 0 <= k <= self.N:
             raise ValueError(f"{k} lost nodes of {self.N}, in groups of {self.m}")
@@ -85,50 +85,52 @@ class Redundancy(NamedTuple):
         others = q - 1
         while others:  # multiply by the power q - 1 of `each`
             if others & 1:
-                ways = _times(ways, each, k)
-            each, others = _times(each, each, k), others >> 1
+                ways = _multiply_polynomials(ways, each, k)
+            each, others = _multiply_polynomials(each, each, k), others >> 1
         return float((ways[k] if k < len(ways) else 0) / comb(self.N, k))
 
-    def group(self, node_rank: int) -> tuple[int, ...]:
+    def list_group(self, node_rank: int) -> tuple[int, ...]:
         """Return the nodes of this node's parity group, starting from the node itself and going around."""
-        return placement.ring(node_rank, self.N, self.m, self.order)
+        return placement.list_ring(node_rank, self.N, self.m, self.order)
 
-    def groups(self) -> list[list[int]]:
+    def list_groups(self) -> list[list[int]]:
         """Return all groups, as node ranks."""
-        return [[self.order.rank(position) for position in group] for group in placement.groups(self.N, self.m)]
+        return [
+            [self.order.find_rank(position) for position in group] for group in placement.list_groups(self.N, self.m)
+        ]
 
-    def holders(self, home: int) -> tuple[int, ...]:
+    def list_holders(self, home: int) -> tuple[int, ...]:
         """Return the nodes with whole copies of a node's shards, the node itself first.
 
         Raises:
             ValueError: As in `placement`.
         """
-        return (home,) if self.parity else placement.holders(home, self.N, self.m, self.order)
+        return (home,) if self.parity else placement.list_holders(home, self.N, self.m, self.order)
 
-    def receivers(self, home: int) -> tuple[int, ...]:
+    def list_receivers(self, home: int) -> tuple[int, ...]:
         """Return the other nodes that receive the bytes of a node's shards."""
         if self.parity:
-            return self.group(home)[1:]
-        return placement.holders(home, self.N, self.m, self.order)[1:]
+            return self.list_group(home)[1:]
+        return placement.list_holders(home, self.N, self.m, self.order)[1:]
 
-    def peers(self, node_rank: int) -> set[int]:
+    def list_peers(self, node_rank: int) -> set[int]:
         """Return all nodes that send bytes to a node or receive bytes of it, and the node itself."""
         if self.parity:
-            return set(self.group(node_rank))
+            return set(self.list_group(node_rank))
         return {
-            *placement.holders(node_rank, self.N, self.m, self.order),
-            *placement.holds_for(node_rank, self.N, self.m, self.order),
+            *placement.list_holders(node_rank, self.N, self.m, self.order),
+            *placement.list_homes(node_rank, self.N, self.m, self.order),
         }
 
-    def survives(self, failed: Iterable[int]) -> bool:
+    def can_survive(self, failed: Iterable[int]) -> bool:
         """Return whether every shard, or the material to rebuild it, survives the loss of these nodes at once."""
         if not self.parity:
-            return placement.survivable(self.N, self.m, failed, self.order)
+            return placement.can_survive(self.N, self.m, failed, self.order)
         lost = set(failed)
-        return not any(len(lost.intersection(group)) > self.parity for group in self.groups())
+        return not any(len(lost.intersection(group)) > self.parity for group in self.list_groups())
 
 
-def _times(a: list[int], b: list[int], most: int) -> list[int]:
+def _multiply_polynomials(a: list[int], b: list[int], most: int) -> list[int]:
     """Return the product of two polynomials, up to the power `most`."""
     found = [0] * min(len(a) + len(b) - 1, most + 1)
     for i, x in enumerate(a):
@@ -163,11 +165,11 @@ def parse(text: str) -> tuple[int, int]:
     return group, blocks
 
 
-def kind(parity: int) -> str:
+def format_kind(parity: int) -> str:
     """Return the word with which the option's value begins."""
     return "xor" if parity == 1 else "rs" if parity else "replicate"
 
 
-def name(m: int, parity: int) -> str:
+def format_redundancy(m: int, parity: int) -> str:
     """Return the redundancy as the option writes it."""
     return f"xor:{m}" if parity == 1 else f"rs:{m - parity}+{parity}" if parity else f"{m} replicas"

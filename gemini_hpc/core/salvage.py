@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 
-def writers(
+def assign_writers(
     held: Mapping[str, Mapping[int, Collection[int]]], noderanks: Mapping[str, int], world: int
 ) -> tuple[dict[str, set[int]], list[int]]:
     """Return, by host, the homes (node ranks) whose shards it writes, and the ranks that no host can write.

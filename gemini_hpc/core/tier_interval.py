@@ -35,7 +35,7 @@ def unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
         ValueError: m < 1 or m > N.
     """
     more = of.tolerates
-    fatal = 1 - of.recovery_probability(more + 1)
+    fatal = 1 - of.compute_recovery_probability(more + 1)
     others = comb(of.N - 1, more)
     return of.N * per_day * others * min(1.0, per_day * window_s / DAY_S) ** more * fatal
 

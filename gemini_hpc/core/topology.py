@@ -38,11 +38,11 @@ def parse(text: str) -> dict[str, str]:
         raise TopologyError(f"{len(text)} characters: wanted at most {MAX_BYTES}")
     nodes: dict[str, str] = {}
     above: dict[str, str] = {}
-    for number, line in conf_text.lines(text):
+    for number, line in conf_text.split_lines(text):
         words = line.split()
         try:
             if "=" in words[0]:
-                _slurm(dict(conf_text.pair(word) for word in words if "=" in word), nodes, above)
+                _slurm(dict(conf_text.split_pair(word) for word in words if "=" in word), nodes, above)
             elif len(words) == 2:
                 _put(nodes, words[0], _name(words[1]))
             else:

@@ -47,12 +47,12 @@ def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
     if parity:
         apart, listed = _too_many(of, m, parity, order), _too_many(of, m, parity, AS_RANKED)
     else:
-        apart, listed = domains.fatal(of, m, order), domains.fatal(of, m)
+        apart, listed = domains.find_fatal_domains(of, m, order), domains.find_fatal_domains(of, m)
     return DomainLoss(known, 1 - len(apart) / known, 1 - len(listed) / known)
 
 
 def _too_many(of: Sequence[str], m: int, parity: int, order: PlacementOrder) -> set[str]:
     """Return the domains that have more nodes in one group than the group may lose."""
-    groups = Redundancy(len(of), m, parity, order).groups()
+    groups = Redundancy(len(of), m, parity, order).list_groups()
     counted = (Counter(of[node] for node in group if of[node]) for group in groups)
     return {domain for count in counted for domain, nodes in count.items() if nodes > parity}

@@ -48,8 +48,8 @@ def _percent(share: float, digits: int = 1) -> str:
 
 def gemini_9() -> Figure:
     """Return GEMINI, Figure 9."""
-    p, ring = placement.recovery_probability, placement.ring_probability
-    bound = placement.ring_bound(16, 2, 3)
+    p, ring = placement.compute_recovery_probability, placement.compute_ring_probability
+    bound = placement.compute_ring_bound(16, 2, 3)
     group = p(16, 2, 3)
     rows = [
         FigureRow("N=16, m=2, k=2", "93.3 %", _percent(p(16, 2, 2))),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini_hpc.core import save_interval, tier_interval
-from gemini_hpc.core.redundancy import Redundancy, kind, name
+from gemini_hpc.core.redundancy import Redundancy, format_kind, format_redundancy
 from gemini_hpc.forecast.schemes import DAY_S, TrainingFigures, ours, ours_spare
 
 FOLD_BYTES_S = 4.2e9  # parity on one core of the project's own machine: `make bench ONLY=rs`
@@ -91,7 +91,7 @@ class Protection:
     @property
     def name(self) -> str:
         """Return the redundancy for people."""
-        return name(self.replicas, self.parity)
+        return format_redundancy(self.replicas, self.parity)
 
 
 def protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> Protection:
@@ -127,7 +127,7 @@ def protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> 
     )
     return Protection(
         replicas=replicas,
-        redundancy=kind(parity),
+        redundancy=format_kind(parity),
         parity=parity,
         needed_bytes=needed,
         fits=needed <= wish.memory_bytes,
@@ -138,7 +138,7 @@ def protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> 
         overhead=chosen.overhead,
         within=chosen.within,
         repeated=chosen.repeated,
-        survival={k: of.recovery_probability(k) for k in range(1, min(5, t.nodes) + 1)},
+        survival={k: of.compute_recovery_probability(k) for k in range(1, min(5, t.nodes) + 1)},
         lost_s=lost_s,
         down_s=down,
         effective=(by_requeue, by_spare),

@@ -72,7 +72,7 @@ class Scheme:
             group = min(self.parity, nodes)
             last = nodes // group - 1
             return len({min(node // group, last) for node in lost}) == len(lost)
-        return not self.replicas or placement.survivable(nodes, min(self.replicas, nodes), lost)
+        return not self.replicas or placement.can_survive(nodes, min(self.replicas, nodes), lost)
 
     @property
     def down_s(self) -> float:

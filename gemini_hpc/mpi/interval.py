@@ -12,7 +12,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.client import stats_messages
-from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, late_seals
+from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, explain_late_seals
 from gemini_hpc.core.pace import IterationPace
 from gemini_hpc.core.seal_latency import SealLatency
 from gemini_hpc.core.version_cost import VersionCost
@@ -136,7 +136,7 @@ class SaveInterval:
         """Return the reason why not every version is saved, as this rank measures it, and a remedy."""
         usual_s, own_s = self._pace.usual_s, self._cost.whole_s
         if own_s <= self._overhead * usual_s:
-            return late_seals(self.latency.whole_s, usual_s)
+            return explain_late_seals(self.latency.whole_s, usual_s)
         helps = "fewer bytes a rank: the arrays over more ranks"
         if not self.beside:
             helps = "MPI_THREAD_MULTIPLE: with it copies travel beside the program"

@@ -17,17 +17,17 @@ def of_job(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: str) -> S
 
     Args:
         slurm_conf: Path of slurm.conf.
-        node: See `core.node_share.of_job`.
-        nodelist: See `core.node_share.of_job`.
-        cpus: See `core.node_share.of_job`.
-        gpus: See `core.node_share.of_job`.
+        node: See `core.node_share.compute_share`.
+        nodelist: See `core.node_share.compute_share`.
+        cpus: See `core.node_share.compute_share`.
+        gpus: See `core.node_share.compute_share`.
 
     Raises:
         OSError: A file could not be read.
     """
     if not cpus or not slurm_conf:
         return node_share.WHOLE
-    return node_share.of_job(node_share.shape(_read(slurm_conf), node), node, nodelist, cpus, gpus)
+    return node_share.compute_share(node_share.parse_shape(_read(slurm_conf), node), node, nodelist, cpus, gpus)
 
 
 def _read(path: str) -> str:
@@ -42,7 +42,7 @@ def _read(path: str) -> str:
 
 
 def _add(text: list[str], path: str, seen: list[str]) -> None:
-    for _, line in conf_text.lines(_text(path)):
+    for _, line in conf_text.split_lines(_text(path)):
         word, _, name = line.partition(" ")
         if word.lower() != "include":
             text.append(line)

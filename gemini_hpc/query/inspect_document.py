@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.core.redundancy import kind
+from gemini_hpc.core.redundancy import format_kind
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, survival
 from gemini_hpc.query import past
@@ -88,7 +88,7 @@ def inspect_document(
         "state": _state(parts, absent, trainings, slurm),
         "ended": None,
         "replicas": leader.replicas if leader else 0,
-        "redundancy": kind(leader.parity if leader else 0),
+        "redundancy": format_kind(leader.parity if leader else 0),
         "parity": leader.parity if leader else 0,
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,

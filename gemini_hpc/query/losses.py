@@ -85,7 +85,7 @@ def _fatal(
     def can(lost: Iterable[str]) -> bool:
         whole = {other for other in stripe if copies.get(other, "") not in ("", *lost)}
         beside = {other for other, host in parities.items() if host not in lost}
-        return parity.decodable(stripe, rank, whole, beside, blocks)
+        return parity.can_decode(stripe, rank, whole, beside, blocks)
 
     others = [other for other in stripe if other != rank]
     nodes = sorted({host for other in others for host in (copies.get(other), parities.get(other)) if host})

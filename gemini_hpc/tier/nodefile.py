@@ -204,9 +204,9 @@ def _fill(
             disk.through(size_bytes)
             at += size_bytes
         digests.append((spot.made, own.hexdigest()))
-    if there.hexdigest() != wanted:
+    if there.to_hex() != wanted:
         raise Overwritten(f"the copy of rank {shard.header.rank} in memory was overwritten before it was whole")
-    return kept.hexdigest()
+    return kept.to_hex()
 
 
 class _Disk:
@@ -314,7 +314,7 @@ class NodeFileReader:
                     through(begin + at)
         self._read(group, "small", into[layout.small_offset : stored.used], paced)
         through(stored.used)
-        if hasher.hexdigest() != stored.digest:
+        if hasher.to_hex() != stored.digest:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is damaged: its digest differs")
 
     def manifest(self, rank: int) -> ShardManifest:

@@ -285,7 +285,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
         rejected: Versions that ranks have rejected, one sentence each.
         fresh: A rejecting rank allowed the training to begin anew if no other version is left.
         after: Job that the chosen version was taken over from; 0: this job made the version itself.
-        group: Node ranks in the order of `placement.ring`.
+        group: Node ranks in the order of `placement.list_ring`.
         set: Name of the training in all further messages; "": the name in `Hello`.
         closed: Version at which all ranks have closed the training before.
         passed: All ranks have closed all trainings of its step as well, and a later step has begun.

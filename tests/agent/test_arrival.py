@@ -62,14 +62,14 @@ def test_chunks_in_any_order_give_the_digest_of_the_bytes(
         slot[start:end] = DATA[start:end]
     arrival = Arrival(memoryview(slot), SIZE, there)
     present = [number for run in arrival.present_runs() for number in range(*run)]
-    for number, start, end in arrival.pieces.bounds(0, arrival.pieces.count):
-        assert (number in present) == any(a <= start and end <= b for a, b in ranges.merged(there))
+    for number, start, end in arrival.pieces.enumerate_bounds(0, arrival.pieces.count):
+        assert (number in present) == any(a <= start and end <= b for a, b in ranges.merge_ranges(there))
         if number in present:
             arrival.pieces.put(number, arrival_module.xxhash.xxh3_128_digest(slot[start:end]))
     links: list[Any] = [Link(step) for _ in range(count)]
     into = [Connection(arrival, link, 1.0) for link in links]
     chunks = []
-    for start, end in ranges.between(there, SIZE):
+    for start, end in ranges.list_gaps(there, SIZE):
         bounds = sorted({start, end, *(c for c in cuts if start < c < end)})
         chunks += [chunk for a, b in pairwise(bounds) for chunk in cut(a, b - a, count)]
     order.shuffle(chunks)
@@ -78,8 +78,8 @@ def test_chunks_in_any_order_give_the_digest_of_the_bytes(
         bring(order.choice(into), offset, length)
     for one in into:
         one.wait()
-    assert arrival.missing == 0 and bytes(slot) == DATA and arrival.pieces.hexdigest() == digest(DATA)
-    assert sum(link.sent[-1] for link in links if link.sent) == SIZE - ranges.size(there)
+    assert arrival.missing == 0 and bytes(slot) == DATA and arrival.pieces.compute_digest() == digest(DATA)
+    assert sum(link.sent[-1] for link in links if link.sent) == SIZE - ranges.count_bytes(there)
 
 
 @settings(max_examples=100, deadline=None)

@@ -16,8 +16,8 @@ from train.agents import RealJob
 from waiting import until
 
 from gemini_hpc.core import parity
-from gemini_hpc.core.digest import digest, root
-from gemini_hpc.core.ranges import between
+from gemini_hpc.core.digest import combine_pieces, digest
+from gemini_hpc.core.ranges import list_gaps
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.link import LinkClosed
@@ -65,7 +65,7 @@ class Rank:
     def wish(self, passed: int = 0) -> local.Register:
         n, blocks = self.world, self.welcome.parity
         of = tuple((other, (other + self.shift) % n) for other in range(n) if other != self.rank)
-        size = blocks * parity.block_bytes(SIZE, n, blocks)
+        size = blocks * parity.compute_block_bytes(SIZE, n, blocks)
         return local.Register("default", self.rank, n, self.home, size, of=of, passed=passed)
 
     def begin(self, version: int) -> int:
@@ -96,7 +96,7 @@ class Rank:
             taken = self.say(holder, local.PushOffer(version, used))
             if not isinstance(taken, local.PresentRanges):  # the agent has ended this way to the holder
                 self.channels.pop(holder).close()
-        sent = sum(end - start for start, end in between(taken.present, used))
+        sent = sum(end - start for start, end in list_gaps(taken.present, used))
         assert self.say(holder, local.PushDone()) == local.Ok()
         return sent
 
@@ -365,10 +365,10 @@ def test_a_part_that_is_not_what_it_should_be(site: Site) -> None:
 def spoil(site: Site, how: str) -> None:
     """Push a spoiled part of the next version, whose number is then used up."""
     site.version += 1
-    start, end = parity.part(STRIPE, 0, 1, USED[0])
+    start, end = parity.find_part(STRIPE, 0, 1, USED[0])
     push = site.push(0, 1)
     answer = push.answer(peer.PushHead(site.version, USED[0], SIZE))
-    assert answer.part and list(between(answer.present, USED[0])) == [(start, end)]
+    assert answer.part and list(list_gaps(answer.present, USED[0])) == [(start, end)]
     data = payload(0, site.version)[start:end]
     if how == "a chunk too long":
         push.link.send(peer.PushChunk(start, end - start + 1))
@@ -414,7 +414,7 @@ def test_more_than_the_parity_has_room_for(site: Site) -> None:
     assert ("complete", 1) in site.parity(1) and ("filling", 3) in site.parity(1)
     push.close()
     kept = site.ranks[1].caller.ask(site.ranks[1].wish())
-    assert isinstance(kept, local.Slots) and kept.bytes == parity.block_bytes(1 << 20, 3), (
+    assert isinstance(kept, local.Slots) and kept.bytes == parity.compute_block_bytes(1 << 20, 3), (
         "registered anew, no smaller"
     )
     too_large = site.push(0, 1)
@@ -493,5 +493,5 @@ def test_ranges_that_cannot_be_pulled(site: Site) -> None:
         head = link.receive(peer.PullHead)
         link.sock.settimeout(10)
         wanted = payload(0, 1)[10:20]
-        assert root(head.pieces, 10) == digest(wanted) and link.sock.recv(10, socket.MSG_WAITALL) == wanted
+        assert combine_pieces(head.pieces, 10) == digest(wanted) and link.sock.recv(10, socket.MSG_WAITALL) == wanted
     link.close()

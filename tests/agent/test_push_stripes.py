@@ -200,7 +200,7 @@ def test_connections_without_a_word_leave_nothing(site: Site) -> None:
 def listed(data: bytes) -> bytes:
     """The digests of the pieces."""
     pieces = Pieces(len(data))
-    for number, start, end in pieces.bounds(0, pieces.count):
+    for number, start, end in pieces.enumerate_bounds(0, pieces.count):
         pieces.put(number, xxhash.xxh3_128_digest(data[start:end]))
     return pieces.found
 

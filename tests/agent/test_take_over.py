@@ -12,7 +12,7 @@ from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.round_plan import PredecessorState, take_over
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.placement import holders
+from gemini_hpc.core.placement import list_holders
 from gemini_hpc.core.recovery_plan import first_epoch
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.errors import TierFailed
@@ -39,7 +39,7 @@ def left(stamps: Iterable[Stamp] = (OLD, NEW), hosts: Iterable[str] = HOSTS) -> 
             ranks,
             2,
             130,
-            tuple(copy(r, s) for s in stamps for r in range(3) if ranks[host] in holders(r, 3, 2)),
+            tuple(copy(r, s) for s in stamps for r in range(3) if ranks[host] in list_holders(r, 3, 2)),
             (("default", OLD),),
             17000 + ranks[host],
             "i",
@@ -75,14 +75,14 @@ def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
     assert (plan.takeover.job, plan.takeover.stamps, plan.takeover.lost) == (17, {"default": NEW}, "")
     assert plan.takeover.ports == {"n0": 17000, "n1": 17001, "n2": 17002}
     assert {(order.dest, order.copy.rank) for order in plan.pulls} == {
-        (HOSTS[holder], rank) for rank in range(3) for holder in holders(rank, 3, 2)
+        (HOSTS[holder], rank) for rank in range(3) for holder in list_holders(rank, 3, 2)
     }
     for order in plan.pulls:
         assert order.copy.stamp == Stamp(0, 8) and order.sources[0] == f"before:{order.dest}"
         others = [host for host in order.sources if not host.startswith(peer.BEFORE)]
         assert others and order.dest not in others, "handed over there, it may be had from the new holder"
     for shard, sources in found.copies:
-        assert set(sources[:2]) == {HOSTS[holder] for holder in holders(shard.rank, 3, 2)}
+        assert set(sources[:2]) == {HOSTS[holder] for holder in list_holders(shard.rank, 3, 2)}
 
 
 def test_other_nodes_and_fewer() -> None:

@@ -19,7 +19,7 @@ from gemini_hpc.cli.inspect import render
 from gemini_hpc.controller.event_log import MAX_LOG_BYTES, EventLogs, sanitize_event
 from gemini_hpc.controller.journal import NODES, Journal
 from gemini_hpc.core.domains import Separation, Shared
-from gemini_hpc.core.placement import holders, recovery_probability
+from gemini_hpc.core.placement import compute_recovery_probability, list_holders
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
 from gemini_hpc.query.inspect_document import inspect_document, recoveries
@@ -54,9 +54,9 @@ def test_survival_is_what_counting_all_losses_gives(job: tuple[list[str], list[f
 def test_survival_of_the_planned_placement_is_the_papers() -> None:
     for n, m in ((4, 2), (5, 2), (8, 2), (9, 3), (16, 2), (200, 2)):
         names = [f"n{i}" for i in range(n)]
-        shards = [frozenset(names[h] for h in holders(rank, n, m)) for rank in range(n)]
+        shards = [frozenset(names[h] for h in list_holders(rank, n, m)) for rank in range(n)]
         for k, share in enumerate(survival(names, shards).probability, 1):
-            assert abs(share - recovery_probability(n, m, k)) < 1e-9
+            assert abs(share - compute_recovery_probability(n, m, k)) < 1e-9
 
 
 def part(host: str, held: list[HeldSlot]) -> InspectPart:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.copy import Member
-from gemini_hpc.core.placement import holders, holds_for
+from gemini_hpc.core.placement import list_holders, list_homes
 from gemini_hpc.core.recovery_plan import Inventory, choose, plan
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
@@ -128,8 +128,8 @@ def _trace(came: dict[State, tuple[State, str] | None], state: State) -> list[st
 class _Model:
     def __init__(self, N: int, m: int, protocol: Protocol) -> None:
         self.N, self.m, self.protocol = N, m, protocol
-        self.keeps = [holds_for(node, N, m) for node in range(N)]
-        self.where = [[(h, self.keeps[h].index(rank)) for h in holders(rank, N, m)] for rank in range(N)]
+        self.keeps = [list_homes(node, N, m) for node in range(N)]
+        self.where = [[(h, self.keeps[h].index(rank)) for h in list_holders(rank, N, m)] for rank in range(N)]
         self.worst_of = lru_cache(maxsize=None)(self._worst)
 
     def start(self) -> State:
@@ -218,7 +218,7 @@ class _ParityModel(_Model):
 
     def __init__(self, N: int, m: int, protocol: Protocol) -> None:
         super().__init__(N, m, protocol)
-        self.others = [Redundancy(N, m, 1).receivers(node) for node in range(N)]
+        self.others = [Redundancy(N, m, 1).list_receivers(node) for node in range(N)]
         self.keeps = [(node, node) for node in range(N)]
         self.where = [[(rank, 0)] for rank in range(N)]
 
@@ -255,7 +255,7 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
         return CopyInfo("", rank, N, rank, 1 << 16, 9000, Stamp(0, version), f"{rank} {version}")
 
     def beside(rank: int, version: int) -> CopyInfo:
-        others = sorted(here.receivers(rank))
+        others = sorted(here.list_receivers(rank))
         of = tuple(Member(other, other, 1 << 16, 9000, f"{other} {version}") for other in others)
         return CopyInfo("", rank, N, rank, 1 << 16, 9000, Stamp(0, version), f"p{rank} {version}", of=of)
 
@@ -279,7 +279,7 @@ def _chosen(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) ->
         CopyInfo("", rank, N, rank, 0, 0, Stamp(0, version), "")
         for node in range(N)
         if node != failed
-        for rank, pair in zip(holds_for(node, N, m), pairs[node], strict=True)
+        for rank, pair in zip(list_homes(node, N, m), pairs[node], strict=True)
         for name, version in pair[:2]
         if name == "complete"
     )

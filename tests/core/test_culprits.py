@@ -64,9 +64,9 @@ def tally(*blames: Blame, host: str = "n1") -> Tally:
 def test_a_node_is_sick_when_its_ranks_failed_first_twice_and_one_attempt_counts_once() -> None:
     found = tally(Blame(1, Cause.CRASHED, 10))
     assert not found.blame("n1", key(0), Blame(1, Cause.CRASHED, 40))
-    assert found.count("n1") == 1 and found.count("n2") == 0 and not found.sick()
+    assert found.count("n1") == 1 and found.count("n2") == 0 and not found.list_sick_nodes()
     assert found.blame("n1", key(0, restart=1), Blame(1, Cause.CRASHED, 40))
-    assert found.count("n1") == SICK and found.sick() == ["n1"], "of another incarnation"
+    assert found.count("n1") == SICK and found.list_sick_nodes() == ["n1"], "of another incarnation"
 
 
 def test_a_users_bug_speaks_against_no_node() -> None:
@@ -81,7 +81,7 @@ def test_a_users_bug_speaks_against_no_node() -> None:
 
 
 def test_a_device_that_is_gone_for_good_is_counted_before_the_first_step() -> None:
-    assert tally(Blame(3, Cause.DEVICE, 500), Blame(3, Cause.DEVICE, 0)).sick() == ["n1"]
+    assert tally(Blame(3, Cause.DEVICE, 500), Blame(3, Cause.DEVICE, 0)).list_sick_nodes() == ["n1"]
 
 
 def test_a_rank_that_takes_its_failure_along_speaks_against_no_node() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.core import domains, placement
-from gemini_hpc.core.domains import Shared, arrange, fatal, separation
+from gemini_hpc.core.domains import Shared, arrange, find_fatal_domains, measure_separation
 from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 
 small = st.integers(2, 8).flatmap(
@@ -25,17 +25,17 @@ paths = st.lists(st.sampled_from(["", "s.a", "s.b", "t.c", "t.d", "t.e"]), min_s
 
 def pairs(found: PlacementOrder, of: list[str], m: int) -> int:
     """Pairs of nodes that are in one group and one domain."""
-    ranks = [found.rank(position) for position in range(len(of))]
+    ranks = [found.find_rank(position) for position in range(len(of))]
     return sum(
         of[ranks[a]] == of[ranks[b]] != ""
-        for group in placement.groups(len(of), m)
+        for group in placement.list_groups(len(of), m)
         for a, b in combinations(group, 2)
     )
 
 
 def fewest_pairs(of: list[str], m: int) -> int:
     """By trying every distribution of the domains' nodes over the groups."""
-    sizes = [len(group) for group in placement.groups(len(of), m)]
+    sizes = [len(group) for group in placement.list_groups(len(of), m)]
     names = sorted(set(of) - {""})
     counts = tuple(of.count(name) for name in names)
 
@@ -67,7 +67,9 @@ def test_no_other_order_has_fewer_pairs(case: tuple[list[str], int]) -> None:
     of, m = case
     found = arrange(of, m)
     assert pairs(found, of, m) == fewest_pairs(of, m)
-    told = separation({f"n{r}": name for r, name in enumerate(of)}, {f"n{r}": r for r in range(len(of))}, m, found)
+    told = measure_separation(
+        {f"n{r}": name for r, name in enumerate(of)}, {f"n{r}": r for r in range(len(of))}, m, found
+    )
     if told is not None:
         assert bool(told.shared) == (pairs(found, of, m) > 0)
         assert told.known == sum(map(bool, of))
@@ -85,14 +87,14 @@ def test_no_other_order_has_fewer_pairs(case: tuple[list[str], int]) -> None:
 @settings(max_examples=60, deadline=None)
 def test_as_many_domains_can_be_lost_as_in_any_order(case: tuple[list[str], int]) -> None:
     of, m = case
-    least = min(len(fatal(of, m, PlacementOrder(ranks))) for ranks in permutations(range(len(of))))
-    assert len(fatal(of, m, arrange(of, m))) == least
+    least = min(len(find_fatal_domains(of, m, PlacementOrder(ranks))) for ranks in permutations(range(len(of))))
+    assert len(find_fatal_domains(of, m, arrange(of, m))) == least
 
 
 def test_two_racks_of_two() -> None:
     assert arrange(["rack1", "rack1", "rack2", "rack2"], 2) == PlacementOrder((0, 2, 1, 3))
-    assert fatal(["rack1", "rack1", "rack2", "rack2"], 2) == {"rack1", "rack2"}
-    assert fatal(["rack1", "rack1", "rack2", "rack2"], 2, PlacementOrder((0, 2, 1, 3))) == set()
+    assert find_fatal_domains(["rack1", "rack1", "rack2", "rack2"], 2) == {"rack1", "rack2"}
+    assert find_fatal_domains(["rack1", "rack1", "rack2", "rack2"], 2, PlacementOrder((0, 2, 1, 3))) == set()
 
 
 def test_ranks_keep_their_places_where_nothing_is_better() -> None:
@@ -121,10 +123,10 @@ def test_it_is_an_order_that_depends_on_nothing_else(of: list[str], m: int) -> N
     assert sorted(found.ranks) == list(range(len(of))) or found is AS_RANKED
     assert pairs(found, of, m) <= pairs(AS_RANKED, of, m)
     if m > 1:
-        assert fatal(of, m, found) == {
+        assert find_fatal_domains(of, m, found) == {
             name
             for name in set(of) - {""}
-            if not placement.survivable(len(of), m, {r for r, d in enumerate(of) if d == name}, found)
+            if not placement.can_survive(len(of), m, {r for r, d in enumerate(of) if d == name}, found)
         }
 
 
@@ -132,17 +134,17 @@ def test_it_is_an_order_that_depends_on_nothing_else(of: list[str], m: int) -> N
 def test_what_is_shared_is_named(of: list[str], m: int) -> None:
     m = min(m, len(of))
     ranks = {f"n{rank}": rank for rank in range(len(of))}
-    told = separation({f"n{rank}": name for rank, name in enumerate(of)}, ranks, m, AS_RANKED)
+    told = measure_separation({f"n{rank}": name for rank, name in enumerate(of)}, ranks, m, AS_RANKED)
     assert (told is None) == (not any(of))
     for shared in told.shared if told is not None else ():
         assert len(shared.hosts) > 1
         assert {of[ranks[host]] for host in shared.hosts} == {shared.domain}
-        assert len({placement.group_of(ranks[host], len(of), m) for host in shared.hosts}) == 1
+        assert len({placement.find_group(ranks[host], len(of), m) for host in shared.hosts}) == 1
 
 
 def test_what_is_told_has_bounds() -> None:
     of = {f"n{rank:03}": f"rack{rank // 2}" for rank in range(100)}
-    told = separation(of, {host: rank for rank, host in enumerate(sorted(of))}, 2, AS_RANKED)
+    told = measure_separation(of, {host: rank for rank, host in enumerate(sorted(of))}, 2, AS_RANKED)
     assert told is not None and told.known == 100
     assert told.shared[0] == Shared("rack0", ("n000", "n001"))
     assert (len(told.shared), told.more) == (domains.MAX_SHARED, 50 - domains.MAX_SHARED)
@@ -155,7 +157,7 @@ def test_a_hundred_thousand_nodes(m: int) -> None:
     began = time.process_time()
     found = arrange(of, m)
     assert time.process_time() - began < 20
-    assert not fatal(of, m, found) and pairs(found, of, m) == 0
+    assert not find_fatal_domains(of, m, found) and pairs(found, of, m) == 0
 
 
 def test_what_is_no_order_is_refused() -> None:
@@ -165,4 +167,4 @@ def test_what_is_no_order_is_refused() -> None:
 
 def test_an_order_is_of_so_many_nodes() -> None:
     with pytest.raises(ValueError, match="an order of 2 node ranks for 4 nodes"):
-        placement.holders(0, 4, 2, PlacementOrder((1, 0)))
+        placement.list_holders(0, 4, 2, PlacementOrder((1, 0)))

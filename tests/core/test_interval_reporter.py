@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, late_seals
+from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, explain_late_seals
 from gemini_hpc.core.wait_budget import FIRST_S, WaitBudget
 
 
@@ -57,6 +57,6 @@ def test_what_the_first_versions_have_cost(rank: int, waited_s: float, lines: in
 
 
 def test_late_seals() -> None:
-    found = late_seals(0.871, 0.107)
+    found = explain_late_seals(0.871, 0.107)
     assert found.why == "a version is sealed 0.87 s after step() (copy, digests, votes) in iterations of 0.11 s"
     assert found.helps.startswith("fewer bytes a rank")

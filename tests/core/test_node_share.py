@@ -23,7 +23,7 @@ PartitionName=all Nodes=ALL
 
 
 def test_what_jobs_can_have_of_a_node() -> None:
-    shapes = {node: node_share.shape(CONF, node) for node in ("c3", "g2", "plain", "elsewhere", "odd1")}
+    shapes = {node: node_share.parse_shape(CONF, node) for node in ("c3", "g2", "plain", "elsewhere", "odd1")}
     assert shapes == {
         "c3": Shape(64),  # a job with one thread a core has all of it
         "g2": Shape(62, 6),
@@ -31,19 +31,21 @@ def test_what_jobs_can_have_of_a_node() -> None:
         "elsewhere": Shape(),
         "odd1": Shape(),
     }
-    assert node_share.shape(
+    assert node_share.parse_shape(
         "NodeName=n1 CPUs=128 Boards=1 SocketsPerBoard=2 CoresPerSocket=32 ThreadsPerCore=2", "n1"
     ) == (Shape(64))
-    assert node_share.shape("NodeName=n1 CPUs=64 Sockets=2 CoresPerSocket=32 ThreadsPerCore=2", "n1") == Shape(64)
-    assert node_share.shape("NodeName=n1 Procs=8 Gres=gpu", "n1") == Shape(8, 1)
-    assert node_share.shape("NodeName=n1", "n1") == Shape()
+    assert node_share.parse_shape("NodeName=n1 CPUs=64 Sockets=2 CoresPerSocket=32 ThreadsPerCore=2", "n1") == Shape(
+        64
+    )
+    assert node_share.parse_shape("NodeName=n1 Procs=8 Gres=gpu", "n1") == Shape(8, 1)
+    assert node_share.parse_shape("NodeName=n1", "n1") == Shape()
 
 
 def test_the_larger_part_counts() -> None:
     there = Shape(cpus=64, gpus=8)
 
     def of(cpus: str, gpus: str = "", node: str = "n3") -> Share:
-        return node_share.of_job(there, node, "n[1-4]", cpus, gpus)
+        return node_share.compute_share(there, node, "n[1-4]", cpus, gpus)
 
     assert of("4(x2),16,1") == Share(16 / 64, "16 of 64 CPUs")
     assert of("4(x2),16,1", node="n4") == Share(1 / 64, "1 of 64 CPUs")
@@ -57,14 +59,16 @@ def test_the_larger_part_counts() -> None:
 )
 def test_what_cannot_be_known_is_the_whole(cpus: str) -> None:
     """A count that is missing for this node, or no count."""
-    assert node_share.of_job(Shape(64), "n4", "n[1-4]", cpus, "") == WHOLE
+    assert node_share.compute_share(Shape(64), "n4", "n[1-4]", cpus, "") == WHOLE
 
 
 def test_a_node_of_which_nothing_is_known() -> None:
-    assert node_share.of_job(Shape(), "n1", "n1", "1", "") == WHOLE
-    assert node_share.of_job(Shape(64), "n1", "n1", "1", "0") == WHOLE, "GPUs of which slurm.conf knows nothing"
-    assert node_share.of_job(Shape(64), "n9", "n[1-4]", "1(x4)", "") == WHOLE
-    assert node_share.of_job(Shape(64), "n1", "n[1-", "1", "") == WHOLE
+    assert node_share.compute_share(Shape(), "n1", "n1", "1", "") == WHOLE
+    assert node_share.compute_share(Shape(64), "n1", "n1", "1", "0") == WHOLE, (
+        "GPUs of which slurm.conf knows nothing"
+    )
+    assert node_share.compute_share(Shape(64), "n9", "n[1-4]", "1(x4)", "") == WHOLE
+    assert node_share.compute_share(Shape(64), "n1", "n[1-", "1", "") == WHOLE
 
 
 def test_slurm_conf_with_what_it_includes(tmp_path: Path) -> None:

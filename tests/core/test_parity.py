@@ -31,13 +31,13 @@ def lengths_of(shards: dict[int, bytes]) -> dict[int, int]:
 
 def parity_beside(stripe: tuple[int, ...], rank: int, shards: dict[int, bytes], blocks: int) -> bytes:
     lengths, room = lengths_of(shards), room_of(shards, blocks)
-    size = parity.parity_bytes(stripe, rank, lengths, blocks, room)
+    size = parity.compute_parity_bytes(stripe, rank, lengths, blocks, room)
     assert size <= blocks * room
-    return folded(bytearray(size), parity.encoding(stripe, rank, lengths, blocks, room), shards, {})
+    return folded(bytearray(size), parity.derive_encoding(stripe, rank, lengths, blocks, room), shards, {})
 
 
 def room_of(shards: dict[int, bytes], blocks: int) -> int:
-    return max(parity.block_bytes(len(shard), len(shards), blocks) for shard in shards.values())
+    return max(parity.compute_block_bytes(len(shard), len(shards), blocks) for shard in shards.values())
 
 
 @st.composite
@@ -61,8 +61,8 @@ def test_any_m_members_come_back_byte_for_byte(
     left = {rank: shard for rank, shard in shards.items() if rank not in lost}
     kept = {rank: made for rank, made in parities.items() if rank not in lost}
     for rank in lost:
-        assert parity.decodable(stripe, rank, left.keys(), kept.keys(), blocks)
-        folds = parity.decoding(stripe, rank, lengths, left.keys(), dict.fromkeys(kept, room), blocks)
+        assert parity.can_decode(stripe, rank, left.keys(), kept.keys(), blocks)
+        folds = parity.derive_decoding(stripe, rank, lengths, left.keys(), dict.fromkeys(kept, room), blocks)
         assert folded(bytearray(lengths[rank]), folds, left, kept) == shards[rank]
 
 
@@ -71,7 +71,7 @@ def test_any_m_members_come_back_byte_for_byte(
 def test_what_cannot_be_found_is_said_and_all_else_is_found(
     case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
 ) -> None:
-    """Shards and parities lost in any combination, as by the death of agents. Full shards: `decodable` is exact."""
+    """Shards and parities lost in any combination, as by the death of agents. Full shards: `can_decode` is exact."""
     stripe, shards, blocks = case
     shards = {rank: random.Random(rank).randbytes(4096 * (len(stripe) - blocks)) for rank in stripe}
     lengths, room = lengths_of(shards), room_of(shards, blocks)
@@ -80,11 +80,11 @@ def test_what_cannot_be_found_is_said_and_all_else_is_found(
     kept = {rank: parity_beside(stripe, rank, shards, blocks) for rank in beside}
     for rank in set(stripe) - whole:
         try:
-            folds = parity.decoding(stripe, rank, lengths, whole, dict.fromkeys(beside - {rank}, room), blocks)
+            folds = parity.derive_decoding(stripe, rank, lengths, whole, dict.fromkeys(beside - {rank}, room), blocks)
         except ValueError as error:
-            assert "only" in str(error) and not parity.decodable(stripe, rank, whole, beside - {rank}, blocks)
+            assert "only" in str(error) and not parity.can_decode(stripe, rank, whole, beside - {rank}, blocks)
             continue
-        assert parity.decodable(stripe, rank, whole, beside - {rank}, blocks)
+        assert parity.can_decode(stripe, rank, whole, beside - {rank}, blocks)
         assert folded(bytearray(lengths[rank]), folds, shards, kept) == shards[rank]
 
 
@@ -101,7 +101,7 @@ def test_parity_is_made_without_the_lost_shards(
     left = {rank: shard for rank, shard in shards.items() if rank not in lost}
     kept = {rank: parity_beside(stripe, rank, shards, blocks) for rank in left}
     rooms = dict.fromkeys(kept, room)
-    folds = parity.encoding_without(stripe, holder, lengths, left.keys(), rooms, blocks, room)
+    folds = parity.derive_encoding_without(stripe, holder, lengths, left.keys(), rooms, blocks, room)
     wanted = parity_beside(stripe, holder, shards, blocks)
     assert folded(bytearray(len(wanted)), folds, left, kept) == wanted
 
@@ -111,15 +111,19 @@ def test_one_more_than_m_is_too_many() -> None:
     for blocks in (1, 2, 3):
         for lost in combinations(stripe, blocks + 1):
             left = set(stripe) - set(lost)
-            assert not parity.decodable(stripe, lost[0], left, left, blocks)
+            assert not parity.can_decode(stripe, lost[0], left, left, blocks)
             with pytest.raises(ValueError, match="can be found"):
-                parity.decoding(stripe, lost[0], lengths_of(shards), left, dict.fromkeys(left, 1 << 20), blocks)
+                parity.derive_decoding(
+                    stripe, lost[0], lengths_of(shards), left, dict.fromkeys(left, 1 << 20), blocks
+                )
 
 
 def test_with_one_block_all_is_exclusive_or() -> None:
     stripe, lengths = (0, 1, 2, 3), dict.fromkeys(range(4), 30_000)
-    assert {fold.by for fold in parity.encoding(stripe, 2, lengths)} == {1}
-    assert {fold.by for fold in parity.decoding(stripe, 2, lengths, {0, 1, 3}, dict.fromkeys((0, 1, 3), 0))} == {1}
+    assert {fold.by for fold in parity.derive_encoding(stripe, 2, lengths)} == {1}
+    assert {
+        fold.by for fold in parity.derive_decoding(stripe, 2, lengths, {0, 1, 3}, dict.fromkeys((0, 1, 3), 0))
+    } == {1}
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 1 << 40), st.data())
@@ -127,9 +131,9 @@ def test_a_share_is_the_part_in_order(members: int, blocks: int, used: int, data
     blocks = min(blocks, members - 1)
     stripe = tuple(range(members))
     rank, holder = data.draw(st.permutations(stripe))[:2]
-    start, end = parity.part(stripe, rank, holder, used, blocks)
+    start, end = parity.find_part(stripe, rank, holder, used, blocks)
     at = start
-    for fold in parity.share(stripe, rank, holder, used, blocks, 1 << 41):
+    for fold in parity.derive_share(stripe, rank, holder, used, blocks, 1 << 41):
         assert fold.start == at and fold.by
         at = fold.end
     assert at == end
@@ -138,7 +142,7 @@ def test_a_share_is_the_part_in_order(members: int, blocks: int, used: int, data
 @given(st.integers(2, 8), st.integers(1, 1 << 40))
 def test_a_shards_blocks_are_all_of_it_and_one_holders_each(members: int, used: int) -> None:
     stripe = tuple(range(members))
-    parts = sorted(parity.part(stripe, 1, holder, used) for holder in stripe if holder != 1)
+    parts = sorted(parity.find_part(stripe, 1, holder, used) for holder in stripe if holder != 1)
     end = 0
     for start, stop in parts:
         assert start == end and (start % parity.ALIGN_BYTES == 0 or start == used)
@@ -149,23 +153,23 @@ def test_a_shards_blocks_are_all_of_it_and_one_holders_each(members: int, used: 
 
 def test_a_rank_has_nothing_in_its_own_parity() -> None:
     with pytest.raises(ValueError, match="its own parity"):
-        parity.part((0, 1), 1, 1, 5)
+        parity.find_part((0, 1), 1, 1, 5)
 
 
 @given(st.integers(1, 9), st.integers(1, 3), st.data())
 def test_the_stripes_of_a_job(N: int, ranks: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, N))
     homes = data.draw(st.permutations([node for node in range(N) for _ in range(ranks)]))
-    found = parity.stripes(homes, placement.groups(N, n))
+    found = parity.build_stripes(homes, placement.list_groups(N, n))
     for rank, stripe in enumerate(found):
-        group = placement.groups(N, n)[placement.group_of(homes[rank], N, n)]
+        group = placement.list_groups(N, n)[placement.find_group(homes[rank], N, n)]
         assert rank in stripe and sorted(homes[r] for r in stripe) == group
         assert all(found[other] == stripe for other in stripe)
 
 
 def test_nodes_of_a_group_with_unequal_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="node rank 1 has 1, node rank 0 has 2"):
-        parity.stripes([0, 0, 1], [[0, 1]])
+        parity.build_stripes([0, 0, 1], [[0, 1]])
 
 
 @given(st.integers(2, 9), st.data())
@@ -173,13 +177,15 @@ def test_as_many_nodes_of_each_group_may_be_lost(N: int, data: st.DataObject) ->
     m = data.draw(st.integers(2, N))
     here = Redundancy(N, m, data.draw(st.integers(1, min(4, m - 1))))
     lost = data.draw(st.sets(st.integers(0, N - 1)))
-    groups = [set(here.group(node)) for node in range(N)]
-    assert here.survives(lost) == all(len(group & lost) <= here.tolerates for group in groups)
+    groups = [set(here.list_group(node)) for node in range(N)]
+    assert here.can_survive(lost) == all(len(group & lost) <= here.tolerates for group in groups)
     for node in range(N):
-        assert here.holders(node) == (node,) and {node, *here.receivers(node)} == groups[node] == here.peers(node)
+        assert here.list_holders(node) == (node,) and {node, *here.list_receivers(node)} == groups[
+            node
+        ] == here.list_peers(node)
     order = placement.PlacementOrder(tuple(data.draw(st.permutations(range(N)))))
-    there = parity.targets(range(N), (here._replace(order=order).group(node) for node in range(N)))
-    assert all(set(found) == set(here._replace(order=order).receivers(rank)) for rank, found in enumerate(there))
+    there = parity.list_targets(range(N), (here._replace(order=order).list_group(node) for node in range(N)))
+    assert all(set(found) == set(here._replace(order=order).list_receivers(rank)) for rank, found in enumerate(there))
 
 
 @given(st.integers(2, 9), st.data())
@@ -188,15 +194,17 @@ def test_the_probability_is_the_share_of_the_choices(N: int, data: st.DataObject
     here = Redundancy(N, m, data.draw(st.integers(1, min(4, m - 1))))
     for k in range(N + 1):
         choices = list(combinations(range(N), k))
-        assert here.recovery_probability(k) == pytest.approx(sum(map(here.survives, choices)) / len(choices))
+        assert here.compute_recovery_probability(k) == pytest.approx(
+            sum(map(here.can_survive, choices)) / len(choices)
+        )
     with pytest.raises(ValueError, match="lost nodes"):
-        here.recovery_probability(N + 1)
+        here.compute_recovery_probability(N + 1)
 
 
 def test_with_whole_copies_it_is_the_placement() -> None:
     here = Redundancy(5, 2)
-    assert (here.pairs, here.holders(4), here.receivers(4)) == (2, (4, 2), (2,))
-    assert here.peers(3) == {2, 3, 4} and here.survives([0, 2]) and not here.survives([0, 1])
+    assert (here.pairs, here.list_holders(4), here.list_receivers(4)) == (2, (4, 2), (2,))
+    assert here.list_peers(3) == {2, 3, 4} and here.can_survive([0, 2]) and not here.can_survive([0, 1])
 
 
 def test_what_the_option_asks_for() -> None:
@@ -206,7 +214,7 @@ def test_what_the_option_asks_for() -> None:
         ("rs:4+2", (6, 2), "rs:4+2"),
         ("rs:28+4", (32, 4), "rs:28+4"),
     ):
-        assert redundancy.parse(text) == wanted and redundancy.name(*wanted) == name, text
+        assert redundancy.parse(text) == wanted and redundancy.format_redundancy(*wanted) == name, text
 
 
 def test_another_value_is_refused() -> None:
@@ -216,4 +224,4 @@ def test_another_value_is_refused() -> None:
 
 def test_one_hundred_thousand_nodes_are_counted() -> None:
     here = Redundancy(100_000, 6, 2)
-    assert here.recovery_probability(2) == 1.0 and 0 < 1 - here.recovery_probability(3) < 1e-8
+    assert here.compute_recovery_probability(2) == 1.0 and 0 < 1 - here.compute_recovery_probability(3) < 1e-8

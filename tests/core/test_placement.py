@@ -12,44 +12,44 @@ from refusals import refusal
 from gemini_hpc.core import placement
 from gemini_hpc.core.placement import (
     PlacementOrder,
-    beyond,
-    group_of,
-    groups,
-    holders,
-    holds_for,
-    recovery_probability,
-    strategy,
-    survivable,
+    can_survive,
+    choose_others,
+    compute_recovery_probability,
+    find_group,
+    list_groups,
+    list_holders,
+    list_homes,
+    name_strategy,
 )
 
 sizes = st.integers(1, 40).flatmap(lambda N: st.tuples(st.just(N), st.integers(1, N)))
 
 
 def test_the_figures_of_the_paper() -> None:
-    assert groups(4, 2) == [[0, 1], [2, 3]]
-    assert (groups(5, 2), strategy(5, 2)) == ([[0, 1], [2, 3, 4]], "mixed")  # figure 3c
-    assert [strategy(N, 2) for N in (2, 3, 4, 5)] == ["group", "ring", "group", "mixed"]
-    assert [holders(i, 5, 2) for i in range(5)] == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
-    assert round(recovery_probability(16, 2, 2), 3) == 0.933
-    assert recovery_probability(16, 2, 3) == 0.8
+    assert list_groups(4, 2) == [[0, 1], [2, 3]]
+    assert (list_groups(5, 2), name_strategy(5, 2)) == ([[0, 1], [2, 3, 4]], "mixed")  # figure 3c
+    assert [name_strategy(N, 2) for N in (2, 3, 4, 5)] == ["group", "ring", "group", "mixed"]
+    assert [list_holders(i, 5, 2) for i in range(5)] == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
+    assert round(compute_recovery_probability(16, 2, 2), 3) == 0.933
+    assert compute_recovery_probability(16, 2, 3) == 0.8
 
 
 @given(sizes)
 def test_every_shard_has_m_holders_and_every_node_keeps_m(size: tuple[int, int]) -> None:
     N, m = size
-    G = groups(N, m)
+    G = list_groups(N, m)
     assert [node for group in G for node in group] == list(range(N))
     assert len(G) == N // m
     assert all(len(group) == m for group in G[:-1])
     kept = dict.fromkeys(range(N), 0)
     for node in range(N):
-        found = holders(node, N, m)
-        assert found[0] == node == holds_for(node, N, m)[0]
+        found = list_holders(node, N, m)
+        assert found[0] == node == list_homes(node, N, m)[0]
         assert len(set(found)) == m
-        assert set(found) <= set(G[group_of(node, N, m)])
+        assert set(found) <= set(G[find_group(node, N, m)])
         for holder in found:
             kept[holder] += 1
-            assert node in holds_for(holder, N, m)
+            assert node in list_homes(holder, N, m)
     assert set(kept.values()) == {m}
 
 
@@ -57,8 +57,8 @@ def test_probability_is_what_counting_gives() -> None:
     for N in range(1, 9):
         for m in range(1, N + 1):
             for k in range(N + 1):
-                good = sum(survivable(N, m, set(lost)) for lost in combinations(range(N), k))
-                assert recovery_probability(N, m, k) == pytest.approx(good / comb(N, k), abs=1e-12), (N, m, k)
+                good = sum(can_survive(N, m, set(lost)) for lost in combinations(range(N), k))
+                assert compute_recovery_probability(N, m, k) == pytest.approx(good / comb(N, k), abs=1e-12), (N, m, k)
 
 
 @given(sizes, st.data())
@@ -66,23 +66,26 @@ def test_in_another_order_the_same_holds_under_other_names(size: tuple[int, int]
     N, m = size
     order = PlacementOrder(tuple(data.draw(st.permutations(range(N)))))
     for position in range(N):
-        node = order.rank(position)
-        assert order.position(node, N) == position
-        assert holders(node, N, m, order) == tuple(map(order.rank, holders(position, N, m)))
-        assert holds_for(node, N, m, order) == tuple(map(order.rank, holds_for(position, N, m)))
-        assert group_of(node, N, m, order) == group_of(position, N, m)
-        ring = placement.ring(node, N, m, order)
-        assert (ring[:m], (ring[0], *ring[:0:-1])[:m]) == (holders(node, N, m, order), holds_for(node, N, m, order))
-        others = beyond(position, N, m, range(N))
-        assert beyond(node, N, m, range(N), order=order) == tuple(map(order.rank, others))
+        node = order.find_rank(position)
+        assert order.find_position(node, N) == position
+        assert list_holders(node, N, m, order) == tuple(map(order.find_rank, list_holders(position, N, m)))
+        assert list_homes(node, N, m, order) == tuple(map(order.find_rank, list_homes(position, N, m)))
+        assert find_group(node, N, m, order) == find_group(position, N, m)
+        ring = placement.list_ring(node, N, m, order)
+        assert (ring[:m], (ring[0], *ring[:0:-1])[:m]) == (
+            list_holders(node, N, m, order),
+            list_homes(node, N, m, order),
+        )
+        others = choose_others(position, N, m, range(N))
+        assert choose_others(node, N, m, range(N), order=order) == tuple(map(order.find_rank, others))
 
 
 @given(sizes, st.data())
 def test_survivable_is_a_holder_left_for_each(size: tuple[int, int], data: st.DataObject) -> None:
     N, m = size
     failed = data.draw(st.sets(st.integers(0, N - 1)))
-    assert survivable(N, m, failed) == all(set(holders(node, N, m)) - failed for node in range(N))
-    assert survivable(N, m, set(list(failed)[: m - 1]))
+    assert can_survive(N, m, failed) == all(set(list_holders(node, N, m)) - failed for node in range(N))
+    assert can_survive(N, m, set(list(failed)[: m - 1]))
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.data())
@@ -91,9 +94,9 @@ def test_corollary_1(q: int, m: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, N))
     bound = 1.0 if k < m else max(0.0, 1 - N * comb(N - m, k - m) / (m * comb(N, k)))
     if k < 2 * m:
-        assert recovery_probability(N, m, k) == pytest.approx(bound)
+        assert compute_recovery_probability(N, m, k) == pytest.approx(bound)
     else:
-        assert recovery_probability(N, m, k) >= bound - 1e-12
+        assert compute_recovery_probability(N, m, k) >= bound - 1e-12
 
 
 def _fewest_fatal_sets(N: int, m: int) -> int:
@@ -114,7 +117,7 @@ def test_theorem_1_against_all_placements() -> None:
     for N in range(2, 8):
         for m in range(2, N + 1):
             best = 1 - _fewest_fatal_sets(N, m) / comb(N, m)
-            ours = recovery_probability(N, m, m)
+            ours = compute_recovery_probability(N, m, m)
             if N % m == 0:
                 assert ours == pytest.approx(best), (N, m)
             else:
@@ -128,46 +131,50 @@ def test_a_ring_is_what_counting_gives() -> None:
             for k in range(N + 1):
                 chosen = [set(c) for c in combinations(range(N), k)]
                 good = sum(not any(all((x + i) % N in c for i in range(m)) for x in range(N)) for c in chosen)
-                assert placement.ring_probability(N, m, k) == pytest.approx(good / len(chosen)), (N, m, k)
-                assert placement.ring_bound(N, m, k) <= placement.ring_probability(N, m, k) + 1e-12, (N, m, k)
+                assert placement.compute_ring_probability(N, m, k) == pytest.approx(good / len(chosen)), (N, m, k)
+                assert placement.compute_ring_bound(N, m, k) <= placement.compute_ring_probability(N, m, k) + 1e-12, (
+                    N,
+                    m,
+                    k,
+                )
 
 
 def test_large_jobs_are_counted_quickly() -> None:
-    placement.recovery_probability.cache_clear()
+    placement.compute_recovery_probability.cache_clear()
     start = time.perf_counter()
-    values = [recovery_probability(N, m, k) for N in (1000, 1001) for m in (2, 3) for k in (1, 2, 3)]
+    values = [compute_recovery_probability(N, m, k) for N in (1000, 1001) for m in (2, 3) for k in (1, 2, 3)]
     assert time.perf_counter() - start < 0.5
     assert values[:3] == [1.0, pytest.approx(1 - 1 / 999), pytest.approx(1 - 500 * 998 / comb(1000, 3))]
-    assert 0 <= recovery_probability(1000, 3, 500) <= 1
-    assert 0 < recovery_probability(100_000, 2, 1000) < recovery_probability(100_001, 3, 1000) < 1
-    assert placement.ring_probability(100_000, 2, 100) < recovery_probability(100_000, 2, 100)
+    assert 0 <= compute_recovery_probability(1000, 3, 500) <= 1
+    assert 0 < compute_recovery_probability(100_000, 2, 1000) < compute_recovery_probability(100_001, 3, 1000) < 1
+    assert placement.compute_ring_probability(100_000, 2, 100) < compute_recovery_probability(100_000, 2, 100)
 
 
 def test_impossible_replicas_are_told() -> None:
-    for function in (groups, strategy):
+    for function in (list_groups, name_strategy):
         for N, m, sentence in ((4, 0, "at least 1"), (2, 3, "3 replicas asked for on 2 nodes")):
             assert sentence in refusal(ValueError, function, N, m), (function, N, m)
 
 
 def test_ranks_and_losses_out_of_range_are_told() -> None:
     with pytest.raises(ValueError, match=r"node rank 4 is outside 0\.\.3"):
-        holders(4, 4, 2)
+        list_holders(4, 4, 2)
     with pytest.raises(ValueError, match=r"outside 0\.\.3"):
-        survivable(4, 2, {7})
+        can_survive(4, 2, {7})
     with pytest.raises(ValueError, match="5 lost nodes of 4"):
-        recovery_probability(4, 2, 5)
+        compute_recovery_probability(4, 2, 5)
 
 
 @given(st.integers(2, 40), st.data())
 def test_outlines_go_to_others_than_the_holders(N: int, data: st.DataObject) -> None:
     m, node = data.draw(st.integers(1, N)), data.draw(st.integers(0, N - 1))
     live = data.draw(st.sets(st.integers(-2, N + 2)))
-    found = beyond(node, N, m, live)
-    able = {c for c in live if 0 <= c < N} - set(holders(node, N, m))
+    found = choose_others(node, N, m, live)
+    able = {c for c in live if 0 <= c < N} - set(list_holders(node, N, m))
     assert set(found) <= able and len(set(found)) == len(found) == min(3, len(able))
 
 
 def test_outlines_do_not_go_to_neighbours_only() -> None:
-    assert beyond(2, 4, 2, range(4)) == (0, 1)
-    assert beyond(0, 6, 2, range(6)) == (2, 3, 4)
-    assert beyond(10, 1000, 2, range(1000)) == (12, 344, 677)
+    assert choose_others(2, 4, 2, range(4)) == (0, 1)
+    assert choose_others(0, 6, 2, range(6)) == (2, 3, 4)
+    assert choose_others(10, 1000, 2, range(1000)) == (12, 344, 677)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.placement import AS_RANKED, PlacementOrder, holders, survivable
+from gemini_hpc.core.placement import AS_RANKED, PlacementOrder, can_survive, list_holders
 from gemini_hpc.core.recovery_plan import Inventory, TrainingPlan, choose, first_epoch, inherited, plan
 from gemini_hpc.core.slots import Stamp
 
@@ -35,7 +35,7 @@ def job(
             host,
             noderanks,
             0,
-            tuple(copy(r, s, world=N) for r in range(N) if node in holders(r, N, m, order) for s in stamps),
+            tuple(copy(r, s, world=N) for r in range(N) if node in list_holders(r, N, m, order) for s in stamps),
             0,
             () if sealed is None else (("", sealed),),
             order.ranks,
@@ -264,9 +264,9 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
     if failed == set(range(N)):
         assert found is None  # nobody is left who knows that there was something
         return
-    assert made.survivable == survivable(N, m, failed)
+    assert made.survivable == can_survive(N, m, failed)
     assert found is not None
-    assert (found.outcome == "chosen") == survivable(N, m, failed)
+    assert (found.outcome == "chosen") == can_survive(N, m, failed)
     if found.chosen is None:
         assert found.lost and all(shard.reason for shard in found.lost)
         return
@@ -276,7 +276,7 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
         assert pull.sources and all(pull.shard.rank in held[source] for source in pull.sources)
         held.setdefault(pull.dest_host, set()).add(pull.shard.rank)
     by_rank = {rank: host for host, rank in made.noderanks.items()}
-    assert all(rank in held[by_rank[holder]] for rank in range(N) for holder in holders(rank, N, m))
+    assert all(rank in held[by_rank[holder]] for rank in range(N) for holder in list_holders(rank, N, m))
 
 
 @given(st.lists(st.builds(copy, st.integers(0, 3), st.sampled_from([FIVE, SIX, Stamp(1, 1)]))))
@@ -291,7 +291,7 @@ def test_copies_of_another_jobs_agents_are_pulled_even_where_they_are() -> None:
     found = made.training_plan("")
     assert found is not None and made.noderanks == {f"n{node}": node for node in range(4)}
     assert {(pull.dest_host, pull.shard.rank) for pull in found.pulls} == {
-        (f"n{holder}", rank) for rank in range(4) for holder in holders(rank, 4, 2)
+        (f"n{holder}", rank) for rank in range(4) for holder in list_holders(rank, 4, 2)
     }
     assert all(pull.sources[0] == pull.dest_host and len(pull.sources) == 2 for pull in found.pulls)
 
@@ -389,7 +389,7 @@ def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, se
     if not inventories:
         return
     found = made.training_plan("")
-    assert found is not None and made.survivable == survivable(N, m, failed, order)
+    assert found is not None and made.survivable == can_survive(N, m, failed, order)
     assert (found.outcome == "chosen") == made.survivable
     assert made.order == (order if len(hosts) == N else made.order)
     if made.survivable:
@@ -398,4 +398,4 @@ def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, se
             assert pull.dest_host.startswith("r"), "survivors have what they are to have"
             held.setdefault(pull.dest_host, set()).add(pull.shard.rank)
         by_rank = {rank: host for host, rank in made.noderanks.items()}
-        assert all(rank in held[by_rank[h]] for rank in range(N) for h in holders(rank, N, m, order))
+        assert all(rank in held[by_rank[h]] for rank in range(N) for h in list_holders(rank, N, m, order))

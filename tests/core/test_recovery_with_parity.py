@@ -27,12 +27,12 @@ def shard(rank: int, stamp: Stamp, N: int, digest: str = "") -> Copy:
 
 
 def parity_of(rank: int, stamp: Stamp, N: int, n: int, blocks: int = 1) -> Copy:
-    stripe = parity.stripes(range(N), placement.groups(N, n))[rank]
+    stripe = parity.build_stripes(range(N), placement.list_groups(N, n))[rank]
     of = tuple(
         Member(s.rank, s.home, s.bytes, s.used, s.digest) for r in stripe if r != rank for s in [shard(r, stamp, N)]
     )
-    room = max(parity.block_bytes(m.bytes, len(stripe), blocks) for m in of)
-    length = parity.parity_bytes(stripe, rank, {m.rank: m.used for m in of}, blocks, room)
+    room = max(parity.compute_block_bytes(m.bytes, len(stripe), blocks) for m in of)
+    length = parity.compute_parity_bytes(stripe, rank, {m.rank: m.used for m in of}, blocks, room)
     digest = f"p{rank}@{stamp}"
     return Copy("", rank, N, rank, blocks * room, length, stamp, digest, of=of, blocks=blocks, room=room)
 
@@ -76,7 +76,7 @@ def test_a_lost_nodes_shard_and_parity_are_made_by_its_replacement(N: int, data:
     assert [s.rank for s in found.shards] == list(range(N))
     again, new = found.made
     assert (again.dest_host, again.copy) == ("new", shard(lost, FIVE, N))
-    others = set(Redundancy(N, n, parity=1).receivers(lost))
+    others = set(Redundancy(N, n, parity=1).list_receivers(lost))
     assert {c.rank for _, c in again.parts if c.of} == others
     assert {c.rank for _, c in again.parts if not c.of} == (others if len(others) > 1 else set())
     assert all(host == f"n{c.rank}" for host, c in (*again.parts, *new.parts))
@@ -88,7 +88,7 @@ def test_a_lost_nodes_shard_and_parity_are_made_by_its_replacement(N: int, data:
 def test_as_many_lost_nodes_as_there_are_blocks_are_made_again(N: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(3, N))
     blocks = data.draw(st.integers(2, min(4, n - 1)))
-    group = data.draw(st.sampled_from(placement.groups(N, n)))
+    group = data.draw(st.sampled_from(placement.list_groups(N, n)))
     lost = sorted(data.draw(st.sets(st.sampled_from(group), min_size=1, max_size=blocks)))
     inventories = {host: i for host, i in job(N, n, blocks=blocks).items() if int(host[1:]) not in lost}
     new = [f"x{node}" for node in lost]

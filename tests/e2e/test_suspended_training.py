@@ -34,6 +34,6 @@ def test_a_rank_maps_only_what_it_fills(train: Train) -> None:
     job.wait("recovery", lambda: any(line["restart"] == 1 for line in job.steps()), 90)
     job.reach(max(line["step"] for line in job.steps()) + 4)
     found = {node: mapped(job.cluster, node) for node in job.hosts()}
-    by_holder = [set(placement.holds_for(r, 3, 2)) for r in range(3)]
+    by_holder = [set(placement.list_homes(r, 3, 2)) for r in range(3)]
     assert sorted(sorted(c) for c in found.values()) == sorted(sorted(s) for s in by_holder), found
     assert all(slots == 2 for c in found.values() for slots in c.values()), found

@@ -40,7 +40,7 @@ def test_a_slow_network_makes_versions_rarer() -> None:
 
 def test_survival_is_that_of_the_placement() -> None:
     one = protection(WISH, 2)
-    assert one.survival == {k: placement.recovery_probability(64, 2, k) for k in range(1, 6)}
+    assert one.survival == {k: placement.compute_recovery_probability(64, 2, k) for k in range(1, 6)}
     assert protection(replace(WISH, training=replace(WISH.training, nodes=2)), 2).survival == {1: 1.0, 2: 0.0}
 
 
@@ -54,7 +54,7 @@ def test_how_often_memory_does_not_serve_is_what_a_simulation_shows(m: int) -> N
     for failure in Faults(per_day).of(nodes, days, Random(1)):
         down = {node: at for node, at in down.items() if failure.at_s - at < window_s}
         down[failure.node] = failure.at_s
-        if not placement.survivable(nodes, m, down):
+        if not placement.can_survive(nodes, m, down):
             found += 1
             down.clear()
     expected = unserved_per_day(Redundancy(nodes, m), per_day, window_s) * days

@@ -324,7 +324,8 @@ class Campaign:
         gone = {nodes[name] for name in lost if name in nodes}
         order = next((a.membership.order for a in self._agents() if a.membership.nodes == n), placement.AS_RANKED)
         knowing = (
-            {*placement.holders(h, n, m, order), *placement.beyond(h, n, m, range(n), order=order)} for h in range(n)
+            {*placement.list_holders(h, n, m, order), *placement.choose_others(h, n, m, range(n), order=order)}
+            for h in range(n)
         )
         return all(known - gone for known in knowing)
 

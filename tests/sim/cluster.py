@@ -490,7 +490,7 @@ class Cluster:
         for node in self.nodes.values():
             mine = node.membership.noderanks[node.node]
             for rank in range(n):
-                if n > 1 and mine in placement.holders(rank, n, m, node.membership.order):
+                if n > 1 and mine in placement.list_holders(rank, n, m, node.membership.order):
                     copy = Copy("default", rank, n, rank, 64, 64, Stamp(node.membership.epoch, version), "0" * 32)
                     node.store.held = [c for c in node.store.held if c.rank != rank] + [copy]
 

@@ -130,7 +130,7 @@ class Truth:
                 shard = agent.store.get(training.name, rank)
                 home = homes.get(rank, rank) % hosts
                 here_too = mine.membership.redundancy
-                if node_rank not in here_too.holders(home):
+                if node_rank not in here_too.list_holders(home):
                     continue
                 if shard is None or stamp not in shard.pair.complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")

@@ -259,7 +259,7 @@ class Job:
         groups = {homes[r.rank]: r.group for r in launch.ranks.values() if r.rank in homes}
         return {
             home: tuple(
-                names[h] for h in groups[home][:count] or placement.holders(home, self.size, count) if h in names
+                names[h] for h in groups[home][:count] or placement.list_holders(home, self.size, count) if h in names
             )
             for home in names
         }

@@ -17,7 +17,7 @@ from typing import Any
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import LEAVES_S
 from gemini_hpc.core import parity, ranges
-from gemini_hpc.core.ranges import between
+from gemini_hpc.core.ranges import list_gaps
 from gemini_hpc.format import commit_record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
@@ -376,7 +376,7 @@ class Rank:
     def _parity(self, passed: int = 0) -> local.Register:
         others = self._receivers
         of = tuple((rank, home) for rank, home in sorted(self.barrier.homes.items()) if home in others)
-        size = self._blocks * parity.block_bytes(self._bytes, len(of) + 1, self._blocks)
+        size = self._blocks * parity.compute_block_bytes(self._bytes, len(of) + 1, self._blocks)
         return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of, passed=passed)
 
     def _protect_beside(self) -> None:
@@ -466,7 +466,7 @@ class Rank:
             present = reply.present if isinstance(reply, local.PresentRanges) else ()
             taken = reply is not None
             if taken:
-                self._grant(channel, self._grants[holder], ranges.size(between(present, len(payload))))
+                self._grant(channel, self._grants[holder], ranges.count_bytes(list_gaps(present, len(payload))))
             taken = taken and self._said(channel, local.PushDone()) is not None
         except OSError:
             taken = False

@@ -480,11 +480,11 @@ class Pool(DigestPool):
         over, loop, view = kernel.Joined(), current().loop, memory.view()
 
         def work() -> None:
-            for number, begin, end in pieces.bounds(first, last):
+            for number, begin, end in pieces.enumerate_bounds(first, last):
                 pieces.put(number, xxhash.xxh3_128_digest(view[start + begin : start + end]))
             view.release()
             if over.set_running_or_notify_cancel():
-                over.set_result(pieces.hexdigest())
+                over.set_result(pieces.compute_digest())
 
         loop.thread(current(), work, loop.rng.uniform(0.0, 0.002))
         return over

@@ -42,7 +42,7 @@ class Held:
             part = os.pread(self.fds[index], min(used - at, 1 << 22), at)
             stream.update(part)
             at += len(part)
-        return stream.hexdigest()
+        return stream.to_hex()
 
     def commit(self, index: int, committed: Committed | None) -> None:
         """Write the commit record, as the agent's memory does."""
@@ -195,7 +195,9 @@ class Node:
                 chosen_world=job.chosen_world,
                 lost=job.lost,
                 reached=job.reached,
-                group=placement.ring(self.rank, len(job.nodes), job.m, job.order) if job.m <= len(job.nodes) else (),
+                group=placement.list_ring(self.rank, len(job.nodes), job.m, job.order)
+                if job.m <= len(job.nodes)
+                else (),
             ), [self.page_fd]
         if isinstance(m, local.Register):
             if job.refuse_register and self.rank in (job.refuse_register_on or (self.rank,)):
@@ -370,7 +372,7 @@ class FakeJob:
         if not pairs or len(pairs) != pairs[0].world * self.m:
             return
         for held in pairs:
-            wanted = placement.holders(held.home, len(self.nodes), self.m, self.order)
+            wanted = placement.list_holders(held.home, len(self.nodes), self.m, self.order)
             assert all(held.rank in self.nodes[h].held for h in wanted), "a shard is not where placement wants it"
         common = frozenset.intersection(*(held.pair.complete_stamps() for held in pairs))
         common = frozenset(s for s in common if s.version <= self.seal_until)

@@ -66,4 +66,4 @@ def test_a_set_on_side_by_side_nodes_of_other_groups_is_refused(make_job: MakeJo
     ],
 )
 def test_where_the_holders_are(nodes: tuple[int, ...], N: int, m: int, lacking: tuple[int, int] | None) -> None:
-    assert placement.stranger({node: placement.holders(node, N, m) for node in nodes}) == lacking
+    assert placement.find_stranger({node: placement.list_holders(node, N, m) for node in nodes}) == lacking

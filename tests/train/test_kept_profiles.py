@@ -90,16 +90,16 @@ def test_an_agent_that_dies_gets_the_next_version_whole(make_agents: MakeJob, st
     ],
 )
 def test_ranges_are_merged(given: list[ranges.Range], gap: int, wanted: list[ranges.Range]) -> None:
-    assert ranges.merged(given, gap) == wanted
-    assert ranges.size(wanted) + ranges.size(ranges.between(wanted, 12)) == 12
+    assert ranges.merge_ranges(given, gap) == wanted
+    assert ranges.count_bytes(wanted) + ranges.count_bytes(ranges.list_gaps(wanted, 12)) == 12
 
 
 def test_only_the_largest_ranges_go_into_a_message() -> None:
     many = [(10 * n, 10 * n + 1 + n % 5) for n in range(100)]
-    found = ranges.largest(many)
+    found = ranges.choose_largest(many)
     assert len(found) == ranges.MOST and found == sorted(found)
-    assert min(b - a for a, b in found) >= 2 and not ranges.fault(found, 1000)
-    assert list(ranges.between([(0, 5), (7, 20)], 10)) == [(5, 7)]
+    assert min(b - a for a, b in found) >= 2 and not ranges.find_fault(found, 1000)
+    assert list(ranges.list_gaps([(0, 5), (7, 20)], 10)) == [(5, 7)]
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,4 @@ def test_only_the_largest_ranges_go_into_a_message() -> None:
     ],
 )
 def test_ranges_that_are_none_are_refused(odd: list[ranges.Range]) -> None:
-    assert ranges.fault(odd, 100)
+    assert ranges.find_fault(odd, 100)

@@ -620,7 +620,7 @@ class RecoveryRounds:
             ),
             stop=round_plan.merged_stop((r for r in records if r.host in self.hosts), plan.noderanks),
             order=plan.order.ranks,
-            domains=domains.separation(
+            domains=domains.measure_separation(
                 self._host.domains, plan.noderanks, min(self._host.replicas, len(plan.noderanks)), plan.order
             ),
         )

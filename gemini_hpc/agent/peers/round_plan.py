@@ -237,7 +237,7 @@ def take_over(
         plan,
         noderanks=made.noderanks,
         order=ranks,
-        domains=domains.separation(by_host, made.noderanks, min(m, len(made.noderanks)), made.order),
+        domains=domains.measure_separation(by_host, made.noderanks, min(m, len(made.noderanks)), made.order),
         map_hash=node_ranks.map_hash(made.noderanks, job, restart, ranks),
         trainings=tuple((own | taken).values()),
         pulls=tuple(

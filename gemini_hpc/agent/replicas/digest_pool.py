@@ -127,7 +127,7 @@ class DigestPool:
         while (task := self._next_pieces()) is not None:
             reading, first = task
             count = 0
-            for number, start, end in reading.pieces.bounds(first, min(reading.last, first + _BATCH)):
+            for number, start, end in reading.pieces.enumerate_bounds(first, min(reading.last, first + _BATCH)):
                 if not reading.over.cancelled():
                     with reading.view[reading.start + start : reading.start + end] as part:
                         hasher.update(part)
@@ -159,4 +159,4 @@ class DigestPool:
                 return
         reading.view.release()
         if reading.over.set_running_or_notify_cancel():
-            reading.over.set_result(reading.pieces.hexdigest())
+            reading.over.set_result(reading.pieces.compute_digest())

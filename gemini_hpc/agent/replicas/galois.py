@@ -46,7 +46,7 @@ def _tables(by: int) -> ctypes.Array[ctypes.c_char]:
 
 @cache
 def _table(by: int) -> bytes:
-    return gf256.table(by)
+    return gf256.build_table(by)
 
 
 def add(into: memoryview, data: memoryview, by: int = 1) -> None:

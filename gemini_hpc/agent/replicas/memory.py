@@ -126,7 +126,7 @@ class Memfd:
         with self.view() as view:
             for at in range(start, end, _DIGEST_STRIDE_BYTES):
                 hasher.update(view[at : min(end, at + _DIGEST_STRIDE_BYTES)])
-        return hasher.hexdigest()
+        return hasher.to_hex()
 
     def read_only_fd(self) -> int:
         """Return a new read-only descriptor of the same memory."""

@@ -102,10 +102,10 @@ class Outlines:
             return []
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         chosen = [
-            *placement.beyond(mine, here.nodes, here.replicas, nodes, order=here.order),
+            *placement.choose_others(mine, here.nodes, here.replicas, nodes, order=here.order),
             *(
                 rank
-                for rank in placement.holders(mine % here.nodes, here.nodes, here.replicas, here.order)[1:]
+                for rank in placement.list_holders(mine % here.nodes, here.nodes, here.replicas, here.order)[1:]
                 if rank in nodes
             ),
         ]
@@ -236,7 +236,7 @@ class Outlines:
 
     def _holders(self, kept: KeptOutline) -> tuple[int, ...]:
         here = self._membership
-        return placement.holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
+        return placement.list_holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards have an outline of this epoch here and are to have no copy here."""

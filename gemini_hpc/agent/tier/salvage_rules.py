@@ -382,7 +382,7 @@ class SalvageRules:
             for copy in lead.have[host].held:
                 if (copy.training, copy.stamp) == (name, wanted.stamp):
                     homes.setdefault(copy.home, set()).add(copy.rank)
-        writers, missing = salvage.writers(held, facts.noderanks, wanted.world)
+        writers, missing = salvage.assign_writers(held, facts.noderanks, wanted.world)
         if missing:
             shown = ", ".join(map(str, missing[:_SHOWN]))
             more = "" if len(missing) <= _SHOWN else f" and {len(missing) - _SHOWN} more"

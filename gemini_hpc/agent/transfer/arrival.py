@@ -37,9 +37,11 @@ class Arrival:
         self.pieces = Pieces(used)
         self._view = view
         self._lock = threading.Lock()
-        self._open = list(ranges.between(present, used))  # bytes that no chunk has named yet, in order
-        self._missing = ranges.size(self._open)
-        self._lacks = array("L", (end - start for _, start, end in self.pieces.bounds(0, self.pieces.count)))
+        self._open = list(ranges.list_gaps(present, used))  # bytes that no chunk has named yet, in order
+        self._missing = ranges.count_bytes(self._open)
+        self._lacks = array(
+            "L", (end - start for _, start, end in self.pieces.enumerate_bounds(0, self.pieces.count))
+        )
         for start, end in present:
             for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES)):
                 first, last = max(start, number * PIECE_BYTES), min(end, (number + 1) * PIECE_BYTES)
@@ -55,7 +57,7 @@ class Arrival:
 
         The caller hashes these pieces. Call before bytes arrive.
         """
-        return ranges.merged((number, number + 1) for number, lacks in enumerate(self._lacks) if not lacks)
+        return ranges.merge_ranges((number, number + 1) for number, lacks in enumerate(self._lacks) if not lacks)
 
     def claim(self, offset: int, length: int) -> memoryview:
         """Return the place of a chunk's bytes. No other chunk gets any of them.
@@ -76,7 +78,7 @@ class Arrival:
     def again(self, numbers: Sequence[int]) -> None:
         """Let these pieces come again, all bytes having arrived."""
         with self._lock:
-            for number, start, end in (next(self.pieces.bounds(n, n + 1)) for n in numbers):
+            for number, start, end in (next(self.pieces.enumerate_bounds(n, n + 1)) for n in numbers):
                 self._open.append((start, end))
                 self._lacks[number] = end - start
                 self._missing += end - start

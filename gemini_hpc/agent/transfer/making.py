@@ -98,9 +98,9 @@ def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.ParityTerm]:
     if len(stripe) > parity.MAX_MEMBERS:
         raise ValueError(f"a stripe of {len(stripe)} members")
     if copy.of:
-        return parity.encoding_without(stripe, copy.rank, used, whole, rooms, copy.blocks, copy.room)
+        return parity.derive_encoding_without(stripe, copy.rank, used, whole, rooms, copy.blocks, copy.room)
     blocks = beside[0].blocks if beside else 1
-    return parity.decoding(stripe, copy.rank, used | {copy.rank: copy.used}, whole, rooms, blocks)
+    return parity.derive_decoding(stripe, copy.rank, used | {copy.rank: copy.used}, whole, rooms, blocks)
 
 
 def _fold_in(

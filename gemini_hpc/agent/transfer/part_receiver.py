@@ -107,7 +107,7 @@ class PartReceiver:
             receipts.add(stop - start)
         receipts.wait()
         receipts.acknowledge()
-        return hasher.hexdigest()
+        return hasher.to_hex()
 
     # ---- on the loop -----------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class PartReceiver:
                 return reason
             stripe = sorted((shard.rank, *shard.parity.homes))
             blocks = shard.parity.blocks
-            if parity.block_bytes(head.used, len(stripe), blocks) > shard.bytes // blocks:
+            if parity.compute_block_bytes(head.used, len(stripe), blocks) > shard.bytes // blocks:
                 reason = await self._grow(training, shard, shard.parity, head)
                 break
             try:
@@ -142,8 +142,8 @@ class PartReceiver:
             fold.writing.add(ask.rank)
             shard.pair.slots[fold.index].busy = True
             fold.members[ask.rank] = Member(ask.rank, shard.parity.homes[ask.rank], head.bytes, head.used, "")
-            wanted = parity.part(stripe, ask.rank, shard.rank, head.used, blocks)
-            places = parity.share(stripe, ask.rank, shard.rank, head.used, blocks, fold.room)
+            wanted = parity.find_part(stripe, ask.rank, shard.rank, head.used, blocks)
+            places = parity.derive_share(stripe, ask.rank, shard.rank, head.used, blocks, fold.room)
             return Part(shard, fold, ask.rank, wanted, places)
         self._log("skipped", version=head.version, detail=f"parity of the shard of rank {ask.rank}: {reason}")
         return reason
@@ -155,7 +155,7 @@ class PartReceiver:
         members' bytes of this version are in the smaller parity.
         """
         number = self._membership.round
-        room = parity.block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
+        room = parity.compute_block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
         try:
             larger = await self._store.make_parity(
                 shard.training, shard.rank, shard.world, shard.home, of.blocks * room, of.homes.items(), of.blocks
@@ -282,7 +282,7 @@ class PartReceiver:
     async def _complete(self, shard: Shard, state: Parity, fold: ParityFold) -> None:
         stripe = sorted((shard.rank, *state.homes))
         lengths = {m.rank: m.used for m in fold.of}
-        used = parity.parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
+        used = parity.compute_parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
         slot = shard.pair.slots[fold.index]
         slot.busy = True
         digest = await self._store.pool.digest(shard.memory[fold.index], used, urgency=Urgency.ARRIVING)

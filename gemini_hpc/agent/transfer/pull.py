@@ -18,7 +18,7 @@ from typing import NamedTuple
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest, root
+from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest, combine_pieces
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
@@ -111,7 +111,7 @@ class _Fetch:
         """
         try:
             self._gather()
-            while root(self._found, self._copy.used) != self._copy.digest:
+            while combine_pieces(self._found, self._copy.used) != self._copy.digest:
                 self._right = self._right or self._list()
                 self._suspect()
                 self._gather()
@@ -159,7 +159,7 @@ class _Fetch:
                 with _dialled(source) as link:
                     _ask(link, self._copy, source, 0, self._copy.used, digests=True, bare=True)
                     pieces = _head(link, self._copy, PATIENCE_S).pieces
-                if root(pieces, self._copy.used) == self._copy.digest:
+                if combine_pieces(pieces, self._copy.used) == self._copy.digest:
                     return pieces
                 self._failures[index] = "the digest does not match: damaged copy"
             except _FAILURES as exc:

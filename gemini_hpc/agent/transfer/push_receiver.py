@@ -35,7 +35,7 @@ from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.rdma import Rdma, Window
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
-from gemini_hpc.core.digest import is_digest, root
+from gemini_hpc.core.digest import combine_pieces, is_digest
 from gemini_hpc.core.moments import UNKNOWN
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Slot, Stamp
@@ -326,9 +326,9 @@ class PushReceiver:
                 reading.result()
             except CancelledError:
                 raise LinkClosed("this agent ends") from None
-        bad = pieces.differing(done.pieces)
+        bad = pieces.find_differing(done.pieces)
         if (
-            pieces.hexdigest() != done.digest == root(done.pieces, used)
+            pieces.compute_digest() != done.digest == combine_pieces(done.pieces, used)
             and not taken.filled
             and len(bad) <= MAX_AGAIN
         ):
@@ -337,7 +337,7 @@ class PushReceiver:
             link.send(peer.PushAgain(tuple(bad)))
             if self._receive_chunks(lead, link).digest != done.digest:
                 raise LinkClosed("another digest")
-        return done.digest, pieces.hexdigest()
+        return done.digest, pieces.compute_digest()
 
     @staticmethod
     def _await_writes(
@@ -415,7 +415,7 @@ class PushReceiver:
         """
         ask = push.ask
         _check(head)
-        if reason := ranges.fault(head.kept, head.used):
+        if reason := ranges.find_fault(head.kept, head.used):
             raise LinkClosed(reason)
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
@@ -468,8 +468,8 @@ class PushReceiver:
 
     @staticmethod
     def _within(present: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
-        found = ranges.largest(ranges.merged(present))
-        return () if ranges.fault(found, head.used) else tuple(found)
+        found = ranges.choose_largest(ranges.merge_ranges(present))
+        return () if ranges.find_fault(found, head.used) else tuple(found)
 
     async def _grow(self, training: Training, shard: Shard, size_bytes: int) -> str:
         """Create larger slots here, because the shard has outgrown its slots at its home.
@@ -507,7 +507,7 @@ class PushReceiver:
         if claimed is None:
             self._filling.void(taken.shard, taken.index)
             return False
-        self.bytes += claimed.used_bytes - ranges.size(taken.present) + taken.again
+        self.bytes += claimed.used_bytes - ranges.count_bytes(taken.present) + taken.again
         counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
         if counts and taken.again:
             detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"

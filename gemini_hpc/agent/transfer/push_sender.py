@@ -342,7 +342,7 @@ class Channel:
         link.wait_acknowledged()
         digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
-        part = self._part.hexdigest() if self._part is not None else ""
+        part = self._part.to_hex() if self._part is not None else ""
         known = b"" if part or len(pieces.found) > _MOST_LIST_BYTES else pieces.found
         done = peer.PushDone(digest, part, mark, known)
         self._forget_writer()
@@ -370,7 +370,7 @@ class Channel:
         link = self._expect(peer.PushVerified)
         assert self._file is not None
         for number in numbers:
-            for _, start, end in pieces.bounds(number, number + 1):
+            for _, start, end in pieces.enumerate_bounds(number, number + 1):
                 link.send(self._file, start, end - start)
         link.wait_acknowledged()
 
@@ -444,7 +444,7 @@ class Channel:
         index = shard.pair.find(Stamp(epoch, m.version))
         if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
             raise PushLost(f"this node is not filling version {m.version} of {m.used} bytes")
-        if reason := ranges.fault(m.kept, m.used):
+        if reason := ranges.find_fault(m.kept, m.used):
             raise PushLost(reason)
         if self.host in incarnation.mesh.dead:
             raise PushLost("the node is dead")
@@ -575,7 +575,7 @@ class Channel:
         elif isinstance(message, peer.PushAnswer):
             with self._lock:
                 self._taken = True  # from here on the rank learns of a failure
-            if reason := ranges.fault(message.present, self._used):
+            if reason := ranges.find_fault(message.present, self._used):
                 raise PushLost(reason)
             if isinstance(message.window, peer.WriteWindow):
                 if self._writer is None:
@@ -585,7 +585,7 @@ class Channel:
             self._part = Digest() if message.part else None
             self._there.extend(message.present)
             with self._lock:
-                self._total = self._used - ranges.size(message.present)  # the sending thread waits for this
+                self._total = self._used - ranges.count_bytes(message.present)  # the sending thread waits for this
             self._reply(local.PresentRanges(message.present) if message.present or message.part else local.Ok())
 
     def _acknowledge(self, arrived: int) -> None:

@@ -49,7 +49,7 @@ class StripeParity:
             AgentRefused: The agent refuses, or answers with another message.
         """
         members = len(self._others) + 1
-        rooms = (parity.block_bytes(totals[rank], members, self._blocks) for rank, _ in self._others)
+        rooms = (parity.compute_block_bytes(totals[rank], members, self._blocks) for rank, _ in self._others)
         self._bytes = self._blocks * max(rooms)
         reply, _ = self._client.request(self._wish(), timeout_s=_RESERVE_S)
         if not isinstance(reply, local.Slots):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
-from gemini_hpc.core.ranges import Range, largest, merged
+from gemini_hpc.core.ranges import Range, choose_largest, merge_ranges
 from gemini_hpc.train.device.memory import TensorShard
 from gemini_hpc.train.replication import overlap
 from gemini_hpc.train.replication.overlap import Piece
@@ -170,7 +170,7 @@ class Replica:
                 self._shard, self._eager, self._pairs = shard, len(capture.eager_since), {}
                 here = overlap.pieces(manifest, layout, self._own)
                 self._pieces = [piece for piece in here if piece.key not in capture.eager_since]
-                self._places = largest(merged(((p.at, p.end) for p in self._pieces), overlap.GAP_BYTES))
+                self._places = choose_largest(merge_ranges(((p.at, p.end) for p in self._pieces), overlap.GAP_BYTES))
                 return bool(self._pieces)
         return False
 

@@ -13,8 +13,8 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.core.ranges import Range, largest, merged
-from gemini_hpc.core.ranges import size as size_of
+from gemini_hpc.core.ranges import Range, choose_largest, merge_ranges
+from gemini_hpc.core.ranges import count_bytes as size_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import SlotLayout, pack_header
 from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
@@ -218,7 +218,7 @@ class Replicator(TensorShardOwner):
         found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.ranges(stays)]
         if self._base:
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
-        self._kept = tuple(largest(merged(found)))
+        self._kept = tuple(choose_largest(merge_ranges(found)))
         # While ranks go on with different versions, a slot begun here would be missing for the home's version.
         together = not self._gate.degraded and self._gate.sealed >= (self._me.epoch, self._before)
         sharing = self._replicas if together else ()

@@ -36,7 +36,7 @@ from typing import Any, Literal
 from gemini_hpc import clock
 from gemini_hpc.client import stats_messages
 from gemini_hpc.core import schedule
-from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, late_seals
+from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, explain_late_seals
 from gemini_hpc.core.moments import Moment
 from gemini_hpc.core.pace import IterationPace
 from gemini_hpc.core.seal_latency import SealLatency
@@ -251,7 +251,7 @@ class IntervalController:
 
     def gate(self) -> None:
         """Record that the training has reached the optimizer."""
-        self._pace.gate(clock.monotonic() - self._begun_at)
+        self._pace.note_gate(clock.monotonic() - self._begun_at)
         self._monitor.gate()
         if self._driver is not None:
             self._driver.gate()
@@ -410,7 +410,7 @@ class IntervalController:
 
     def _follow_pace(self, version: int) -> None:
         """Choose j and s, where no traffic is planned, by the time to the seal and the cost of a version."""
-        due, agreed, collectives = self._pace.due(version - self._since), self._agreed, self._collectives
+        due, agreed, collectives = self._pace.is_due(version - self._since), self._agreed, self._collectives
         common = not self._sends and not self.problem
         if collectives is not None and collectives.sitting and common:
             words = collectives.words()
@@ -698,7 +698,7 @@ class IntervalController:
             why = f"the optimizer waits {self._cost.held_s:.2g} s for the copy of a version {whole}"
             return Reason(why, "fewer bytes a rank: the state sharded over more ranks")
         if not self._sends or self._planner.seals_late:
-            return late_seals(self._latency.whole_s, usual_s)
+            return explain_late_seals(self._latency.whole_s, usual_s)
         why = "the network has too little idle time for a copy in each iteration"
         return Reason(why, "a faster network between the agents, or parity in place of whole copies")
 

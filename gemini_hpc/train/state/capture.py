@@ -19,7 +19,7 @@ import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.core.moments import UNCOUNTED, Moment
-from gemini_hpc.core.ranges import Range, merged
+from gemini_hpc.core.ranges import Range, merge_ranges
 from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, ShardManifest
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
@@ -380,7 +380,7 @@ class Capture:
     def ranges(self, pieces: Iterable[int]) -> list[Range]:
         """Return the ranges of these pieces in the tensor area."""
         found = (self.manifest.pieces[number] for number in pieces)
-        return merged(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
+        return merge_ranges(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
 
     def copy(self, job: CaptureJob, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
         """Copy all tensors of the job into the tensor area of slot `index`.

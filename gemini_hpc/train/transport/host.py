@@ -63,7 +63,7 @@ class _HostOutbox(GrantOutbox):
         self._open.page.withdraw()
         reply = self._ask(offer)
         self.present = reply.present if isinstance(reply, local.PresentRanges) else ()
-        if reason := ranges.fault(self.present, offer.used):
+        if reason := ranges.find_fault(self.present, offer.used):
             raise self._lost(reason)
         return isinstance(reply, (local.Ok, local.PresentRanges))
 
