@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
         frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
     roles, slurm = sorted(_roles(facts)), _release(facts)
     d = report.document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
-    result = frame.Result(d, lambda d: report.text(d, columns.width()), status)
+    result = frame.Result(d, lambda d: report.text(d, columns.measure_width()), status)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         print(result.text(args.json), flush=True)
         os._exit(status)  # a hanging check would hold up the end of this process
@@ -123,7 +123,7 @@ def _cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result:
     here = facts.here
     rows = cluster.gather(nodes, partitions, facts.config_path, here.settings_sha256)
     d = cluster.document(rows, here.host, here.settings_sha256, clock.time())
-    text = cluster.text(rows, here.host, here.settings_sha256, columns.width())
+    text = cluster.text(rows, here.host, here.settings_sha256, columns.measure_width())
     return frame.Result(d, lambda _: text, d["status"])
 
 

@@ -11,7 +11,7 @@ from gemini_hpc import clock
 from gemini_hpc.cli import frame, live_view
 from gemini_hpc.config import Settings
 from gemini_hpc.report import columns, history, traffic_text
-from gemini_hpc.report.summary import age, share, summary
+from gemini_hpc.report.summary import format_age, format_share, format_summary
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     source = _AnswerSource(*frame.find_job(args))
 
     def look() -> frame.Result:
-        return frame.Result(source.document(), lambda d: render(sanitize(d), columns.width(), full=args.full))
+        return frame.Result(source.document(), lambda d: render(sanitize(d), columns.measure_width(), full=args.full))
 
     if args.watch is None:
         return look()
@@ -81,7 +81,7 @@ class _AnswerSource:
             answer = self._ask()
         except ask.NoControllerError as exc:
             self._line, asked = None, "agents"
-            answer = ask.agents(self._settings, self._job)
+            answer = ask.ask_agents(self._settings, self._job)
             if not answer.parts:
                 raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
         return ask.describe_answer(self._job, answer, asked, clock.time())
@@ -134,7 +134,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
         width: Columns of the terminal.
         full: Whether to list every node, every shard with its holders, and every event of a recovery.
     """
-    lines = summary(d, width) + history.ended(d, width)
+    lines = format_summary(d, width) + history.format_end(d, width)
     for note in d["notes"]:
         lines += columns.fold(note, width, "    ", "note: ")
     for s in d["trainings"]:
@@ -153,7 +153,9 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
     if d.get("after"):
         lines += columns.fold(_after(d["after"]), width, "    ", "")
     for r in d["recoveries"] if full else d["recoveries"][-MAX_RECOVERIES_SHOWN:]:
-        lines += history.recovery(r, width) if full else columns.fold(history.headline(r), width, "    ", "")
+        lines += (
+            history.format_recovery(r, width) if full else columns.fold(history.format_headline(r), width, "    ", "")
+        )
     return "\n".join(lines)
 
 
@@ -234,11 +236,11 @@ def _training_name(s: Document, *, full: bool) -> list[str]:
     lines += [f"  hangs: {s['stalled']['hung']}"] if s["stalled"] and s["stalled"].get("hung") else []
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
-    lines += [f"  {line}" for line in traffic_text.lines(s["traffic"])]
+    lines += [f"  {line}" for line in traffic_text.format_traffic(s["traffic"])]
     lines += _shards(s) if full else _counted_shards(s)
     lines += _survival(s["survival"], full=full)
     if live := s["survival"].get("live"):
-        shares = ", ".join(share(row["k"], row["probability"]) for row in live["survives"])
+        shares = ", ".join(format_share(row["k"], row["probability"]) for row in live["survives"])
         lines.append(f"  while all ranks run, their tensors count as copies: {shares}; not during optimizer.step()")
     return lines
 
@@ -251,12 +253,12 @@ def _shards(s: Document) -> list[str]:
             if h is None:
                 rows.append([*first, "nobody", "", "", "", ""])
             else:
-                times = [age(h["age_s"]), age(h["verified_age_s"])]
+                times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
                 rows.append([*first, h["host"], h["state"], _version(h["version"]), *times])
         if parity := shard.get("parity"):
             of = "+".join(map(str, parity["of"]))
             for h in parity["holders"]:
-                times = [age(h["age_s"]), age(h["verified_age_s"])]
+                times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
                 rows.append(
                     [f"^{of}", "", _bytes(parity["bytes"]), h["host"], h["state"], _version(h["version"]), *times]
                 )
@@ -274,16 +276,16 @@ def _counted_shards(s: Document) -> list[str]:
 
 
 def _stalled(s: Document | None) -> str:
-    return f": no step for {age(s['for_s'])} (usually {age(s['usual_s'])})" if s else ""
+    return f": no step for {format_age(s['for_s'])} (usually {format_age(s['usual_s'])})" if s else ""
 
 
 def _tier(t: Document | None) -> list[str]:
     if t is None:
         return []
-    kept = f"version {_version(t['version'])}, {age(t['age_s'])} old" if t["version"] else "nothing yet"
+    kept = f"version {_version(t['version'])}, {format_age(t['age_s'])} old" if t["version"] else "nothing yet"
     saving = f"; saving {_version(t['saving'])}, {_bytes(t['written_bytes'])} written" if t["saving"] else ""
     problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
-    every = [f"  tier: every {age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
+    every = [f"  tier: every {format_age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
     named = [f"{k['name']} (version {_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
     named += [f"{name} (on its way)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
     return [
@@ -299,7 +301,7 @@ def _survival(v: Document, *, full: bool) -> list[str]:
         return ["  may be lost: nothing yet"]
     lines = []
     if full:
-        shares = ", ".join(share(row["k"], row["probability"]) for row in v["survives"])
+        shares = ", ".join(format_share(row["k"], row["probability"]) for row in v["survives"])
         lines.append(f"  may be lost: {shares} (exact, for version {_version(v['counted_version'])})")
     fatal = ["+".join(f) for f in v["fatal"]]
     shown = fatal if full else fatal[:MAX_FATAL_SHOWN]

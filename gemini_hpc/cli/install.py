@@ -63,7 +63,7 @@ def _text(missing: list[Need], path: str) -> str:
     lines = []
     for need in missing:
         now = f" It says now: {need.found}." if need.found else ""
-        reason = columns.fold(f"Reason: {need.why}.{now}", columns.width(), "    ", "    ")
+        reason = columns.fold(f"Reason: {need.why}.{now}", columns.measure_width(), "    ", "    ")
         lines += [f"{need.file}: {need.line}", *reason]
     if missing:
         lines.append("Nothing was changed. Then: `scontrol reconfigure`; restart slurmd where PrologFlags is new.")

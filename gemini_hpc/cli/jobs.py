@@ -68,9 +68,9 @@ def collect(settings: Settings, *, since_s: float, now: float) -> Document:
 
     try:
         with closing(ask.ControllerLine(settings, 0)) as line:
-            answer = line.jobs(since_s > DAY_S)
+            answer = line.list_jobs(since_s > DAY_S)
             live = [row.job for row in answer.jobs if not row.ended][:MAX_LOOKED_AT]
-            documents = ask.documents(line, live, now)  # without jobs that ended since the list was made
+            documents = ask.fetch_documents(line, live, now)  # without jobs that ended since the list was made
     except ask.NoControllerError as exc:
         raise ask.QueryError(f"no controller ({exc}); {ask.WITHOUT_CONTROLLER}") from None
     shown = (row for row in answer.jobs if not row.ended or row.ended >= now - since_s)
@@ -79,22 +79,27 @@ def collect(settings: Settings, *, since_s: float, now: float) -> Document:
 
 
 def _row(row: JobRow, d: Document | None) -> Document:
-    from gemini_hpc.query.figures import sealed_age_s, sealed_version, survivable_nodes, user_name
-    from gemini_hpc.query.inspect_document import how_many
+    from gemini_hpc.query.figures import (
+        compute_sealed_age,
+        count_survivable_nodes,
+        find_sealed_version,
+        find_user_name,
+    )
+    from gemini_hpc.query.inspect_document import format_protected_count
 
     slurm = d["slurm"].get("state", row.slurm) if d else row.slurm
     return {
         "job": row.job,
         "id": (d["slurm"].get("id") if d else "") or row.id or str(row.job),
         "uid": row.uid,
-        "user": user_name(row.uid),
+        "user": find_user_name(row.uid),
         "state": d["state"] if d else "ended" if row.ended else "unknown",
-        "state_of": how_many(d) if d else "",
+        "state_of": format_protected_count(d) if d else "",
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
-        "sealed_age_s": sealed_age_s(d) if d else None,
-        "sealed_version": row.sealed or (sealed_version(d) if d else None),
-        "survives": survivable_nodes(d) if d else None,
+        "sealed_age_s": compute_sealed_age(d) if d else None,
+        "sealed_version": row.sealed or (find_sealed_version(d) if d else None),
+        "survives": count_survivable_nodes(d) if d else None,
         "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
         "restarts": row.restarts,
         "ended": row.ended or None,

@@ -86,7 +86,7 @@ def _documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Doc
         return {}
     try:
         with closing(ask.ControllerLine(settings, 0)) as line:
-            return ask.documents(line, jobs, now)
+            return ask.fetch_documents(line, jobs, now)
     except (ask.NoControllerError, ask.QueryError) as exc:
         raise ask.QueryError(f"no controller ({exc}); {ask.WITHOUT_CONTROLLER}") from None
 
@@ -109,20 +109,20 @@ def document(
         others: Number of jobs on the node that the caller may not see.
         now: The current Unix time.
     """
-    from gemini_hpc.query.drain import UNPROTECTED, outlook
-    from gemini_hpc.query.figures import user_name
+    from gemini_hpc.query.drain import UNPROTECTED, predict_outlook
+    from gemini_hpc.query.figures import find_user_name
 
     rows = []
     for uid, job in jobs:
         d = documents.get(job)
         known = d is not None and d["state"] not in ("unprotected", "ended")
-        seen = outlook(d, node) if d is not None and known else UNPROTECTED
+        seen = predict_outlook(d, node) if d is not None and known else UNPROTECTED
         rows.append(
             {
                 "job": job,
                 "id": (d["slurm"].get("id") if d else "") or str(job),
                 "uid": uid,
-                "user": user_name(uid),
+                "user": find_user_name(uid),
                 "state": d["state"] if d else "unprotected",
                 "drain": seen.drain,
                 "survives": seen.survives,

@@ -185,8 +185,8 @@ def table(
 
     `racks` holds the failure domain results of each plan, if domains are known.
     """
-    from gemini_hpc.report.columns import fold, width
-    from gemini_hpc.report.traffic_text import seconds, size
+    from gemini_hpc.report.columns import fold, measure_width
+    from gemini_hpc.report.traffic_text import format_seconds, format_size
 
     def percent(share: float) -> str:
         """Return a percentage with enough digits to distinguish it from 100 %."""
@@ -194,7 +194,7 @@ def table(
         return f"{100 * share:.{max(0, digits - 1)}f} %"
 
     def fits(one: Protection) -> str:
-        return f"{size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
+        return f"{format_size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
 
     def every(one: Protection) -> str:
         return "each" if one.every == 1 else f"1 in {one.every}"
@@ -208,8 +208,8 @@ def table(
     t = wish.training
     rows = [
         ("memory per node", [fits(p) for p in plans]),
-        ("network time per save", [seconds(p.transfer_s) for p in plans]),
-        ("CPU time for parity, per save", [seconds(p.fold_s) if p.parity else "-" for p in plans]),
+        ("network time per save", [format_seconds(p.transfer_s) for p in plans]),
+        ("CPU time for parity, per save", [format_seconds(p.fold_s) if p.parity else "-" for p in plans]),
         ("iterations saved", [every(p) for p in plans]),
         ("cost of saving", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
         ("iterations repeated, at most", [str(p.repeated) for p in plans]),
@@ -219,17 +219,18 @@ def table(
         ),
         *([("a whole domain lost: survived", [percent(r.survived) for r in racks])] if racks else []),
         *([('with failure_domains = "none"', [percent(r.as_listed) for r in racks])] if racks else []),
-        ("work lost per failure", [seconds(p.lost_s) for p in plans]),
-        ("time to resume, by requeue", [seconds(p.down_s[0]) for p in plans]),
-        ("time to resume, with a spare", [seconds(p.down_s[1]) for p in plans]),
+        ("work lost per failure", [format_seconds(p.lost_s) for p in plans]),
+        ("time to resume, by requeue", [format_seconds(p.down_s[0]) for p in plans]),
+        ("time to resume, with a spare", [format_seconds(p.down_s[1]) for p in plans]),
         ("useful time, by requeue", [percent(p.effective[0]) for p in plans]),
         ("useful time, with a spare", [percent(p.effective[1]) for p in plans]),
         ("memory cannot repair, once in", [days(p) for p in plans]),
         ("save to the tier every", [tier(p) for p in plans]),
     ]
     lines = [
-        f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",
-        *fold(sanitize(failures.text()), width()),
+        f"{t.nodes} nodes, {format_size(t.node_bytes)} of state on each, "
+        f"{format_size(wish.memory_bytes)} of memory for copies",
+        *fold(sanitize(failures.text()), measure_width()),
     ]
     cells = [("", [p.name for p in plans]), *rows]
     widths = [2 + max(len(texts[i]) for _, texts in cells) for i in range(len(plans))]

@@ -48,7 +48,7 @@ def _write(path: str, draw: Callable[[str], bytes]) -> None:
 
 def draw_outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
     """Draw a bar per scheme that shows the shares of its time. Raises `UsageError`."""
-    from gemini_hpc.report.charts import stacked_bars
+    from gemini_hpc.report.charts import draw_stacked_bars
 
     all_of = list(found.values())
     parts = {
@@ -57,7 +57,7 @@ def draw_outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
         "repeated": [o.repeated_s / o.total_s for o in all_of],
         "down": [o.down_s / o.total_s for o in all_of],
     }
-    _write(path, lambda form: stacked_bars(title, list(found), parts, form))
+    _write(path, lambda form: draw_stacked_bars(title, list(found), parts, form))
 
 
 def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) -> None:
@@ -66,7 +66,7 @@ def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) ->
     Raises `UsageError`.
     """
     from gemini_hpc.forecast.protection import protection
-    from gemini_hpc.report.charts import Curves, curves
+    from gemini_hpc.report.charts import Curves, draw_curves
 
     lost = sorted(found[0].survival)
     survived = Curves(
@@ -82,4 +82,4 @@ def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) ->
         for place, way in enumerate(("by requeue", "with a spare")):
             trains[f"{one.name}, {way}"] = [both[place] for both in at]
     time = Curves("time that trains", "failures of a node a day", rates, trains, logarithmic=True)
-    _write(path, lambda form: curves([survived, time], form))
+    _write(path, lambda form: draw_curves([survived, time], form))

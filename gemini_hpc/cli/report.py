@@ -55,26 +55,26 @@ def _rank(text: str) -> int:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """Draw the report, or with --json return what would be drawn."""
-    from gemini_hpc.report.drawing import require
-    from gemini_hpc.report.report_data import document
+    from gemini_hpc.report.drawing import require_matplotlib
+    from gemini_hpc.report.report_data import build_document
 
     settings, job = frame.find_job(args)
     if not args.json:
-        require()
+        require_matplotlib()
     trainings, now = _shown(settings, job, args.name, args.rank), clock.time()
     if args.json:
-        return frame.Result(document(job, now, trainings), str)
+        return frame.Result(build_document(job, now, trainings), str)
     return frame.Result(write(job, now, trainings, args.output or f"gemini-{job}"), "\n".join)
 
 
 def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> list[Shown]:
     from gemini_hpc.query import ask
-    from gemini_hpc.report.report_data import choose, shown
+    from gemini_hpc.report.report_data import choose_ranks, combine_answers
 
-    parts, recorded = ask.records(settings, job, lambda parts: choose(parts, name, rank))
+    parts, recorded = ask.fetch_records(settings, job, lambda parts: choose_ranks(parts, name, rank))
     if not parts:
         raise UserError(f"job {job}: no agent answers; only a running job with replicas can be drawn")
-    trainings = shown(parts, recorded)
+    trainings = combine_answers(parts, recorded)
     if not trainings:
         whose = "any rank" if rank is None else f"rank {rank}"
         which = "" if name is None else f" of training {name[:64]!r}"
@@ -90,9 +90,9 @@ def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str
 
     Raises `UserError` if a file cannot be written.
     """
-    from gemini_hpc.report.drawing import overhead_png, steps_png, timeline_png
-    from gemini_hpc.report.html_page import Pictures, render
-    from gemini_hpc.report.report_data import saved_steps
+    from gemini_hpc.report.drawing import draw_overhead, draw_steps, draw_timeline
+    from gemini_hpc.report.html_page import Pictures, render_page
+    from gemini_hpc.report.report_data import list_saved_steps
 
     prefix = os.path.join(output, f"gemini-{job}") if os.path.isdir(output) or output.endswith("/") else output
     files: dict[str, bytes] = {}
@@ -100,9 +100,9 @@ def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str
     for number, one in enumerate(trainings):
         pictures = Pictures(
             one,
-            timeline_png(one) if one.timeline is not None else None,
-            overhead_png(one) if one.series else None,
-            steps_png(one, now) if saved_steps(one) else None,
+            draw_timeline(one) if one.timeline is not None else None,
+            draw_overhead(one) if one.series else None,
+            draw_steps(one, now) if list_saved_steps(one) else None,
         )
         drawn.append(pictures)
         name = _file_name(one.training, number)
@@ -110,7 +110,7 @@ def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str
             png: bytes | None = getattr(pictures, what)
             if png is not None:
                 files[f"{prefix}-{name}-{what}.png"] = png
-    files = {f"{prefix}.html": render(job, now, drawn).encode(errors="replace"), **files}
+    files = {f"{prefix}.html": render_page(job, now, drawn).encode(errors="replace"), **files}
     for path, content in files.items():
         try:
             with open(path, "wb") as out:

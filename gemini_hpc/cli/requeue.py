@@ -53,11 +53,11 @@ async def _requeue(job: int) -> None:
         UserError: Slurm could never start the job again.
         SlurmError: Slurm refuses.
     """
-    from gemini_hpc.query.slurm_facts import never_requeued
+    from gemini_hpc.query.slurm_facts import explain_no_requeue
     from gemini_hpc.slurm import Slurm
 
     slurm = Slurm()
     found = await slurm.read_job(job)
-    if why := never_requeued(found):
+    if why := explain_no_requeue(found):
         raise frame.UserError(f"job {job} runs on: {why}")
     await slurm.requeue_job(found)

@@ -182,12 +182,12 @@ def _head(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> str:
 
 
 def _lines(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: str) -> str:
-    from gemini_hpc.report.columns import fold, width
+    from gemini_hpc.report.columns import fold, measure_width
 
     paid = args.nodes / (args.nodes + args.standby)
     lines = [
         _head(args, outcomes),
-        *fold(sanitize(failures), width()),
+        *fold(sanitize(failures), measure_width()),
         f"{'scheme':<12}{'training':>10}{'of all paid':>13}{'stalled':>9}{'repeated':>10}{'down':>8}"
         f"{'from storage':>14}",
     ]
@@ -203,7 +203,7 @@ def _lines(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: 
 
 def _goodput() -> frame.Result:
     from gemini_hpc.forecast import goodput
-    from gemini_hpc.report.columns import fold, width
+    from gemini_hpc.report.columns import fold, measure_width
 
     rows = list(goodput.rows())
     head = {"schema": SCHEMA, "figure": "goodput", "title": goodput.TITLE, "inputs": goodput.INPUTS}
@@ -211,7 +211,7 @@ def _goodput() -> frame.Result:
     document = {**head, "rows": [asdict(row) for row in rows], "published": published}
     lines = [
         goodput.TITLE,
-        *fold(goodput.INPUTS, width()),
+        *fold(goodput.INPUTS, measure_width()),
         "",
         f"{'GPUs':>7}  {'way':<34}{'lost, s':>8}{'goodput':>9}{'standby':>8}{'paid':>8}{'Llama':>8}",
     ]
@@ -220,19 +220,27 @@ def _goodput() -> frame.Result:
         lines.append(
             f"{row.gpus:>7}  {row.way:<34}{row.lost_s:>8.0f}{goodput_:>9}{row.standby:>8}{paid:>8}{gentle:>8}"
         )
-    lines += ["", *fold("Lost: with each failure. Paid: with the nodes that stand by as cost. In per cent.", width())]
+    lines += [
+        "",
+        *fold("Lost: with each failure. Paid: with the nodes that stand by as cost. In per cent.", measure_width()),
+    ]
     lines += ["", *(f"{one.gpus:>7}  {one.share}  {one.what} ({one.source})" for one in goodput.PUBLISHED)]
     return frame.Result(document, lambda _: "\n".join(lines))
 
 
 def table(figure: Figure) -> str:
     """Return the figure as text for a terminal."""
-    from gemini_hpc.report.columns import fold, width
+    from gemini_hpc.report.columns import fold, measure_width
 
     what, published = (max(len(getattr(row, of)) for row in figure.rows) for of in ("what", "published"))
     published = max(published, len("published"))
     ours = max(len(row.ours) for row in figure.rows)
-    lines = [figure.title, *fold(figure.inputs, width()), "", f"{'':<{what}}  {'published':<{published}}  computed"]
+    lines = [
+        figure.title,
+        *fold(figure.inputs, measure_width()),
+        "",
+        f"{'':<{what}}  {'published':<{published}}  computed",
+    ]
     for row in figure.rows:
         line = f"{row.what:<{what}}  {row.published:<{published}}  {row.ours:<{ours}}  {row.note}".rstrip()
         lines.append(line)

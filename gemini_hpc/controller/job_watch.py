@@ -21,9 +21,9 @@ from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.controller.requeue_rules import find_release_reason
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.query import past
-from gemini_hpc.query.slurm_facts import never_requeued
+from gemini_hpc.query.slurm_facts import explain_no_requeue
 from gemini_hpc.query.summary_line import PREFIX as LINE_PREFIX
-from gemini_hpc.query.summary_line import summary_line
+from gemini_hpc.query.summary_line import build_summary_line
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import LIVE, PENDING, RUNNING
@@ -143,7 +143,7 @@ class JobWatch:
     async def _note_end(self, track: Track) -> None:
         restart = max(track.stored.allocations, default=0)
         agents = [a for a in track.agents.values() if a.restart == restart]
-        line = summary_line(
+        line = build_summary_line(
             self._recoveries.read_events(track),
             max((a.replicas for a in agents), default=0),
             max((a.parity for a in agents), default=0),
@@ -197,7 +197,7 @@ class JobWatch:
         job, since = track.job, track.running_since
         if job is None or since is None:
             return
-        if (why := never_requeued(job)) and track.noticed != job.restarts:
+        if (why := explain_no_requeue(job)) and track.noticed != job.restarts:
             track.noticed = job.restarts
             self._recoveries.log_event(track.raw_id, job.restarts, "never_requeued", "", why)
         if track.looked == job.restarts or clock.monotonic() - since[1] < PARTLY_S:

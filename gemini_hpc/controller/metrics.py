@@ -18,7 +18,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.withheld import Withheld, count_verdicts
-from gemini_hpc.query.figures import sealed_age_s, sealed_version, survivable_nodes, user_name
+from gemini_hpc.query.figures import compute_sealed_age, count_survivable_nodes, find_sealed_version, find_user_name
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -205,8 +205,12 @@ def _of_jobs(jobs: list[tuple[Track, Document]]) -> Iterator[Metric]:
     memory = GaugeMetricFamily("gemini_hpc_job_memory_bytes", "Memory of the job's agents for copies.", labels=by_job)
     cores = GaugeMetricFamily("gemini_hpc_job_agent_cores", "Cores used by the job's agents.", labels=by_job)
     for track, d in jobs:
-        labels = [str(track.raw_id), user_name(track.user_id)]
-        for family, value in ((step, sealed_version(d)), (age, sealed_age_s(d)), (survives, survivable_nodes(d))):
+        labels = [str(track.raw_id), find_user_name(track.user_id)]
+        for family, value in (
+            (step, find_sealed_version(d)),
+            (age, compute_sealed_age(d)),
+            (survives, count_survivable_nodes(d)),
+        ):
             if value is not None:
                 family.add_metric(labels, value)
         memory.add_metric(labels, sum(n["memory_bytes"] for n in d["nodes"]))

@@ -13,8 +13,8 @@ from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.operators import Operators
 from gemini_hpc.query import past
-from gemini_hpc.query.inspect_document import Document, inspect_document, recoveries
-from gemini_hpc.query.slurm_facts import NOT_YOURS, slurm_facts
+from gemini_hpc.query.inspect_document import Document, build_inspect_document, list_recoveries
+from gemini_hpc.query.slurm_facts import NOT_YOURS, build_slurm_facts
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.slurm.fair_queue import PerUser
@@ -104,7 +104,7 @@ class Questions:
         parts = await self._ask_agents(track) if track else {}
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
-        facts = slurm_facts(job) if job is not None or not silent else dict(SILENT)
+        facts = build_slurm_facts(job) if job is not None or not silent else dict(SILENT)
         if silent and job is not None:
             facts["note"] = "; ".join(filter(None, (facts.get("note", ""), STALE)))
         if track is not None and track.running_s is not None:
@@ -126,8 +126,10 @@ class Questions:
         parts = await self._ask_agents(track)
         job = track.job
         missing = tuple(h for h in job.nodes if h not in parts) if job is not None else ()
-        facts = slurm_facts(job) if job is not None else dict(SILENT)
-        return inspect_document(track.raw_id, tuple(parts.values()), (), facts, missing, "controller", clock.time())
+        facts = build_slurm_facts(job) if job is not None else dict(SILENT)
+        return build_inspect_document(
+            track.raw_id, tuple(parts.values()), (), facts, missing, "controller", clock.time()
+        )
 
     async def _listed(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:
         operator = await self._operators.allows(uid)
@@ -147,11 +149,11 @@ class Questions:
         for job, owner in self._logs.list_newest(MAX_LOGS, since):
             if uid is None or owner == uid:
                 events = self._logs.read_events(job, owner)
-                how = past.ending(events, {"state": past.UNKNOWN})
+                how = past.derive_end(events, {"state": past.UNKNOWN})
                 last = max((e.t for e in events), default=0.0)
                 restart = max((e.restart for e in events), default=0)
                 ended, state = (how.t or last, how.state) if how else (last, past.UNKNOWN)
-                back = sum(r["completed"] for r in recoveries(events))
+                back = sum(r["completed"] for r in list_recoveries(events))
                 sealed = how.version if how else 0
                 rows.append(inspect_schema.JobRow(job, owner, state, 0, restart, back, ended, sealed))
         return rows

@@ -19,7 +19,7 @@ from gemini_hpc import clock
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX
 from gemini_hpc.controller.witnesses import Witnesses
 from gemini_hpc.files import replace_file
-from gemini_hpc.query.freed import freed_copies_note
+from gemini_hpc.query.freed import describe_freed_copies
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
@@ -143,7 +143,7 @@ class Track:
     def describe_freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
         """Return the text about freed copies of an incarnation. `read` is called once for the events."""
         if self._freed is None or self._freed[0] != restart:
-            self._freed = (restart, freed_copies_note(read(), restart))
+            self._freed = (restart, describe_freed_copies(read(), restart))
         return self._freed[1]
 
     def list_members(self, restart: int) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.controller.sick_nodes import SickNodeDrains
-from gemini_hpc.query.slurm_facts import never_requeued
+from gemini_hpc.query.slurm_facts import explain_no_requeue
 from gemini_hpc.settings import CANARY
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -325,7 +325,7 @@ class Controller:
         self._log_for_user(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
         if self.settings.mode == CANARY and not self.recoveries.gate.explain_job_refusal(job):
             link.send(controller.MayAct(raw_id))
-        notices = [f"{why}: the loss of a node ends the job"] if (why := never_requeued(job)) else []
+        notices = [f"{why}: the loss of a node ends the job"] if (why := explain_no_requeue(job)) else []
         if 0 < agent.restart == job.restarts:
             notices.append(track.describe_freed(agent.restart - 1, lambda: self.logs.read_events(raw_id, uid)))
         if text := "; ".join(filter(None, notices)):

@@ -15,7 +15,7 @@ from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, w
 from gemini_hpc.doctor.plugin import NAME
 from gemini_hpc.node import cgroup, ledger, mounts
 from gemini_hpc.query import ask
-from gemini_hpc.query.slurm_facts import slurm_facts
+from gemini_hpc.query.slurm_facts import build_slurm_facts
 from gemini_hpc.slurm.facts import RUNNING
 from gemini_hpc.wire.inspect_schema import JobAnswer
 
@@ -48,7 +48,7 @@ class _Asking:
                 self._without += 1
                 if self._without > MAX_WITHOUT_CONTROLLER:
                     return None
-                return ask.agents(self._settings, raw_id)
+                return ask.ask_agents(self._settings, raw_id)
         except ask.QueryError:
             return None
 
@@ -122,7 +122,7 @@ def check_requeue(facts: HostFacts) -> Outcome:
     notes = []
     for raw_id in sorted(known.sure)[:MAX_JOBS]:
         job = facts.job(raw_id)
-        note = slurm_facts(job).get("note") if job else None
+        note = build_slurm_facts(job).get("note") if job else None
         if job and note and not job.has_ended:
             notes.append(f"job {raw_id} of {job.user[:32]}: {note}")
     if notes:

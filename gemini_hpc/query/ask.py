@@ -41,7 +41,9 @@ class NoControllerError(Exception):
     """The error that no controller answers at its address."""
 
 
-def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> HandshakeClient:
+def _build_client(
+    settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query"
+) -> HandshakeClient:
     try:
         site_key.adopt(settings)
     except CredentialError as exc:
@@ -79,7 +81,7 @@ class ControllerLine:
             ) from None
         failed = []
         for host in hosts:
-            client = _client(settings, job, host, uid)
+            client = _build_client(settings, job, host, uid)
             where = f"{host}:{settings.controller_port}"
             try:
                 self._link = BlockingLink.connect(host, settings.controller_port, client, CONTROLLER_TIMEOUT_S)
@@ -106,7 +108,7 @@ class ControllerLine:
             raise QueryError(answer.error)
         return answer
 
-    def jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
+    def list_jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
         """Return the jobs that this user may see. Raises as `ask`."""
         try:
             self._link.send(inspect_schema.JobsAsk(everything))
@@ -124,7 +126,7 @@ class ControllerLine:
         self._link.close()
 
 
-def documents(line: ControllerLine, jobs: Iterable[int], now: float) -> dict[int, Document]:
+def fetch_documents(line: ControllerLine, jobs: Iterable[int], now: float) -> dict[int, Document]:
     """Return the inspect documents of those jobs that the controller shows to this user.
 
     Raises:
@@ -139,31 +141,31 @@ def documents(line: ControllerLine, jobs: Iterable[int], now: float) -> dict[int
 
 def describe_answer(job: int, answer: inspect_schema.JobAnswer, asked: str, now: float) -> Document:
     """Return the inspect document of an answer that came from `asked`: "controller" or "agents"."""
-    from gemini_hpc.query.inspect_document import inspect_document
+    from gemini_hpc.query.inspect_document import build_inspect_document
 
     told = (answer.parts, answer.events, answer.slurm, answer.missing)
-    return inspect_document(job, *told, asked, now, answer.lemons)
+    return build_inspect_document(job, *told, asked, now, answer.lemons)
 
 
-def agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
+def ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     """Return the same answer without a controller, from Slurm's node list and every agent on its deterministic ports.
 
     Raises `QueryError`.
     """
-    return asyncio.run(_agents(settings, raw_id))
+    return asyncio.run(_ask_agents(settings, raw_id))
 
 
-async def _agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
-    from gemini_hpc.query.slurm_facts import slurm_facts
+async def _ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
+    from gemini_hpc.query.slurm_facts import build_slurm_facts
     from gemini_hpc.slurm import SlurmError
 
     try:
-        job, nodes = await _allocation(settings, raw_id)
+        job, nodes = await _read_allocation(settings, raw_id)
     except SlurmError as exc:
         raise QueryError(f"neither the controller nor Slurm answers: {exc}") from None
-    parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    parts = await _collect_parts(settings, raw_id, job.user_id, nodes)
     missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
-    return inspect_schema.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
+    return inspect_schema.JobAnswer(parts=parts, slurm=build_slurm_facts(job), missing=missing)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Recorded:
 Choose = Callable[[tuple[inspect_schema.InspectPart, ...]], Sequence[tuple[str, inspect_schema.RecordAsk]]]
 
 
-def records(
+def fetch_records(
     settings: Settings, raw_id: int, choose: Choose
 ) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
     """Query all agents of a job for their parts, then the hosts that `choose` selects for the records of a rank.
@@ -190,24 +192,24 @@ def records(
 
     Raises `QueryError`.
     """
-    return asyncio.run(_records(settings, raw_id, choose))
+    return asyncio.run(_fetch_records(settings, raw_id, choose))
 
 
-async def _records(
+async def _fetch_records(
     settings: Settings, raw_id: int, choose: Choose
 ) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
     from gemini_hpc.slurm import SlurmError
 
     try:
-        job, nodes = await _allocation(settings, raw_id)
+        job, nodes = await _read_allocation(settings, raw_id)
     except SlurmError as exc:
         raise QueryError(f"Slurm does not answer: {exc}") from None
-    parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    parts = await _collect_parts(settings, raw_id, job.user_id, nodes)
     if not parts and job.has_ended:
-        raise QueryError(f"job {raw_id}: {_nobody(job)}")
+        raise QueryError(f"job {raw_id}: {_explain_silence(job)}")
     gate = asyncio.Semaphore(PARALLEL)
 
-    async def one(host: str, ask: inspect_schema.RecordAsk) -> Recorded:
+    async def fetch_record(host: str, ask: inspect_schema.RecordAsk) -> Recorded:
         async with gate:
             address = nodes[host].address
             part = await _ask_agent(
@@ -218,7 +220,7 @@ async def _records(
         return Recorded(host, ask, record if asked_for else None)
 
     wanted = [(host, ask) for host, ask in choose(parts) if host in nodes]
-    return parts, await asyncio.gather(*(one(host, ask) for host, ask in wanted))
+    return parts, await asyncio.gather(*(fetch_record(host, ask) for host, ask in wanted))
 
 
 Told = Callable[[Flushing], None]
@@ -240,8 +242,8 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
     from gemini_hpc.slurm import SlurmError
 
     try:
-        job, nodes = await _allocation(settings, raw_id)
-        nodes = nodes or await _kept_on(settings, raw_id)
+        job, nodes = await _read_allocation(settings, raw_id)
+        nodes = nodes or await _find_former_nodes(settings, raw_id)
     except SlurmError as exc:
         raise QueryError(f"Slurm does not answer: {exc}") from None
     left, silent, root = list(nodes), "", ""
@@ -254,10 +256,10 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
             return over
     if silent:
         raise QueryError(f"job {raw_id}: {silent} has to do it, but does not answer")
-    raise QueryError(f"job {raw_id}: {_nobody(job) if nodes else _NO_AGENTS}")
+    raise QueryError(f"job {raw_id}: {_explain_silence(job) if nodes else _NO_AGENTS}")
 
 
-def _nobody(job: Job) -> str:
+def _explain_silence(job: Job) -> str:
     """Return why no agent of a job with nodes answers."""
     if job.has_ended:
         return f"it has ended ({job.state}), and no agent holds copies of it: gemini-hpc inspect {job.raw_id}"
@@ -273,7 +275,7 @@ async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
     from gemini_hpc.slurm import SlurmError
 
     try:
-        job, nodes = await _allocation(settings, raw_id)
+        job, nodes = await _read_allocation(settings, raw_id)
     except SlurmError as exc:
         raise QueryError(f"Slurm does not answer: {exc}") from None
     if host not in nodes:
@@ -299,7 +301,7 @@ async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, addres
     try:
         ports = candidates(settings, job)
         link, _ = await connect_any(
-            address, ports, lambda: _client(settings, job, name, uid, "evacuate"), AGENT_TIMEOUT_S
+            address, ports, lambda: _build_client(settings, job, name, uid, "evacuate"), AGENT_TIMEOUT_S
         )
     except (OSError, LinkClosed):
         return None
@@ -316,7 +318,7 @@ async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, addres
         link.abort()
 
 
-async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
+async def _find_former_nodes(settings: Settings, raw_id: int) -> dict[str, Node]:
     """Return the nodes that held agents in the last incarnation of a waiting job, as the controller knows them.
 
     Raises `QueryError`, and SlurmError if Slurm does not answer.
@@ -346,7 +348,10 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
     begun: dict[str, Flushing] = {}
     try:
         link, _ = await connect_any(
-            address, candidates(settings, job), lambda: _client(settings, job, name, uid, "flush"), AGENT_TIMEOUT_S
+            address,
+            candidates(settings, job),
+            lambda: _build_client(settings, job, name, uid, "flush"),
+            AGENT_TIMEOUT_S,
         )
     except (OSError, LinkClosed):
         return []
@@ -373,7 +378,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
         link.abort()
 
 
-async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
+async def _read_allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
     """Return the job and its nodes by name. Raises `QueryError`, and SlurmError if Slurm does not answer."""
     from gemini_hpc.query.slurm_facts import NOT_YOURS
     from gemini_hpc.slurm import Slurm, UnknownJob
@@ -393,16 +398,16 @@ async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, N
     return job, await slurm.read_nodes(job.nodes) if job.nodes else {}
 
 
-async def _ask_all(
+async def _collect_parts(
     settings: Settings, raw_id: int, uid: int, nodes: dict[str, Node]
 ) -> tuple[inspect_schema.InspectPart, ...]:
     gate = asyncio.Semaphore(PARALLEL)
 
-    async def one(name: str, address: str) -> inspect_schema.InspectPart | None:
+    async def ask_one(name: str, address: str) -> inspect_schema.InspectPart | None:
         async with gate:
             return await _ask_agent(settings, raw_id, uid, name, address, inspect_schema.InspectAsk())
 
-    answers = await asyncio.gather(*(one(n.name, n.address) for n in nodes.values()))
+    answers = await asyncio.gather(*(ask_one(n.name, n.address) for n in nodes.values()))
     return tuple(a for a in answers if a is not None)
 
 
@@ -414,7 +419,9 @@ async def _ask_agent(
     ports = candidates(settings, job)
     try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
-            link, _ = await connect_any(address, ports, lambda: _client(settings, job, name, uid), AGENT_TIMEOUT_S)
+            link, _ = await connect_any(
+                address, ports, lambda: _build_client(settings, job, name, uid), AGENT_TIMEOUT_S
+            )
             try:
                 link.send(question)
                 while True:

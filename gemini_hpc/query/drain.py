@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemini_hpc.query.figures import sealed_version
+from gemini_hpc.query.figures import find_sealed_version
 from gemini_hpc.query.inspect_document import Document
 
 IDLE, LEAVES, STAYS = "idle", "leaves", "stays"
@@ -40,7 +40,7 @@ class Outlook:
 UNPROTECTED = Outlook(STAYS, "", 0, "not protected: no agent answers")
 
 
-def outlook(d: Document, node: str) -> Outlook:
+def predict_outlook(d: Document, node: str) -> Outlook:
     """Return the outlook of a job on this node.
 
     Args:
@@ -58,15 +58,15 @@ def outlook(d: Document, node: str) -> Outlook:
         return Outlook(drain, "", 0, d["slurm"]["note"])
     if not d["trainings"]:
         return Outlook(drain, "", 0, "nothing is saved yet")
-    if all(_in_memory(s, node) for s in d["trainings"]):
-        return Outlook(drain, MEMORY, sealed_version(d) or 0, why)
+    if all(_survives_in_memory(s, node) for s in d["trainings"]):
+        return Outlook(drain, MEMORY, find_sealed_version(d) or 0, why)
     stored = [s["tier"]["version"][1] if s["tier"] and s["tier"]["version"] else 0 for s in d["trainings"]]
     if all(stored):
         return Outlook(drain, TIER, min(stored), why or "memory has no other copy of what this node holds")
     return Outlook(drain, "", 0, "this node holds the only copy, and the tier has none")
 
 
-def _in_memory(training: Document, node: str) -> bool:
+def _survives_in_memory(training: Document, node: str) -> bool:
     """Return whether other nodes hold all that the training needs if this node is lost."""
     survival = training["survival"]
     return bool(training["sealed"]) and not survival["lost_already"] and [node] not in survival["fatal"]

@@ -7,7 +7,7 @@ import pwd
 from gemini_hpc.query.inspect_document import Document
 
 
-def sealed_age_s(d: Document) -> float | None:
+def compute_sealed_age(d: Document) -> float | None:
     """Return the age of the newest sealed version, for the training where it is oldest.
 
     The age is None if a training has no sealed version.
@@ -22,13 +22,13 @@ def sealed_age_s(d: Document) -> float | None:
     return max(ages, default=None)
 
 
-def sealed_version(d: Document) -> int | None:
+def find_sealed_version(d: Document) -> int | None:
     """Return the newest sealed version, for the training where it is oldest; None if there is none."""
     versions = [s["sealed"][1] if s["sealed"] else 0 for s in d["trainings"]]
     return min(versions, default=0) or None
 
 
-def survivable_nodes(d: Document) -> int | None:
+def count_survivable_nodes(d: Document) -> int | None:
     """Return how many nodes, whichever they are, may be lost without loss of a shard.
 
     The number is None if nothing is sealed yet.
@@ -42,7 +42,7 @@ def survivable_nodes(d: Document) -> int | None:
     return min(counts)
 
 
-def user_name(uid: int) -> str:
+def find_user_name(uid: int) -> str:
     """Return the name of a user, or the number if the user is unknown here."""
     try:
         return pwd.getpwuid(uid).pw_name

@@ -11,7 +11,7 @@ _SHOWN = 8
 _NO_LOSS = ("the training succeeded", "it holds nothing")  # reasons of `released` without interest for the user
 
 
-def freed_copies_note(events: Iterable[EventRecord], restart: int) -> str:
+def describe_freed_copies(events: Iterable[EventRecord], restart: int) -> str:
     """Return one sentence on the copies of this incarnation that its agents have freed, or "".
 
     An agent's event holds the version that was sealed (0 without one), and its reason before the first

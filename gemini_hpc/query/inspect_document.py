@@ -35,9 +35,9 @@ from gemini_hpc.core.redundancy import format_kind
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, survival
 from gemini_hpc.query import past
-from gemini_hpc.query.freed import freed_copies_note
+from gemini_hpc.query.freed import describe_freed_copies
 from gemini_hpc.query.losses import Losses, Slots
-from gemini_hpc.query.stall import Stall, stall
+from gemini_hpc.query.stall import Stall, detect_stall
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, LemonRow, TierState
 from gemini_hpc.wire.sanitize import bounded_event
 from gemini_hpc.wire.traffic import TrafficState
@@ -55,7 +55,7 @@ _SILENT = " is silent; "  # in an agent's report, behind the name of the silent 
 Document = dict[str, Any]
 
 
-def inspect_document(
+def build_inspect_document(
     job: int,
     parts: Sequence[InspectPart],
     events: Iterable[EventRecord],
@@ -78,14 +78,14 @@ def inspect_document(
     members = [h for h in slurm.get("nodes", "").split(",") if h] or list(leader.hosts if leader else ())
     ranks = dict(leader.noderanks) if leader else {}
     absent = sorted({h for h in members if h not in newest} | set(missing))
-    names = _shown(parts)
-    trainings = [_training_name(name, parts, members, now, slurm) for name in names]
+    names = _choose_trainings(parts)
+    trainings = [_build_training(name, parts, members, now, slurm) for name in names]
     document: Document = {
         "schema": SCHEMA,
         "job": job,
         "asked": asked,
         "t": now,
-        "state": _state(parts, absent, trainings, slurm),
+        "state": _derive_state(parts, absent, trainings, slurm),
         "ended": None,
         "replicas": leader.replicas if leader else 0,
         "redundancy": format_kind(leader.parity if leader else 0),
@@ -93,41 +93,41 @@ def inspect_document(
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,
         "slurm": dict(slurm),
-        "spares": _spares(leader),
-        "after": _after(leader),
-        "domains": _domains(leader),
+        "spares": _build_spares(leader),
+        "after": _build_predecessor(leader),
+        "domains": _build_domains(leader),
         "lemons": [
             {"host": row.host, "count": row.count, "last": row.last, "what": list(row.what)} for row in lemons
         ],
-        "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
+        "nodes": _build_nodes(parts, members, absent, ranks, _number_groups(parts, ranks)),
         "trainings": trainings,
         "missing": absent,
         "notes": [],
     }
     log = merge_events([*events, *(bounded_event(e, p.host) for p in parts for e in p.events)])
-    if (how := past.ending(log, slurm)) is not None:
-        document["state"], document["ended"] = past.ENDED, _ended(how)
+    if (how := past.derive_end(log, slurm)) is not None:
+        document["state"], document["ended"] = past.ENDED, _build_end(how)
         if not parts:  # its agents have ended with the job
             document["restart"] = max([restart, *(e.restart for e in log)])
             document["missing"], document["nodes"] = [], []
-    document["recoveries"] = recoveries(log)
-    document["events"] = [_event(e) for e in log]
+    document["recoveries"] = list_recoveries(log)
+    document["events"] = [_build_event(e) for e in log]
     document["kept_until"] = min((p.kept_until for p in parts if p.kept_until), default=None)
     if not document["kept_until"] and document["ended"] is None and slurm.get("state") != "RUNNING":
         # Slurm counts a requeue at once, so the freed copies are of the previous incarnation then.
         document["notes"] += [
-            lost for lost in (freed_copies_note(log, restart) or freed_copies_note(log, restart - 1),) if lost
+            lost for lost in (describe_freed_copies(log, restart) or describe_freed_copies(log, restart - 1),) if lost
         ]
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
     rdma = [f"{p.host} pushes over TCP instead of RDMA: {p.rdma[:500]}" for p in parts if "TCP" in p.rdma]
-    document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled, *rdma]
+    document["notes"] += [*_list_notes(document, document["missing"], slurm), *waiting, *troubled, *rdma]
     if unshown := len({s.name for p in parts for s in p.trainings}) - len(names):
         document["notes"].append(f"{unshown} trainings are not shown: the agents report more ranks than is possible")
     return document
 
 
-def _spares(leader: InspectPart | None) -> Document | None:
+def _build_spares(leader: InspectPart | None) -> Document | None:
     """Return the spares; None for a job without spares, and before its agents agree on the spares."""
     if leader is None or not leader.spares or not leader.noderanks:
         return None
@@ -135,7 +135,7 @@ def _spares(leader: InspectPart | None) -> Document | None:
     return {"wanted": leader.spares, "idle": idle, "without": list(leader.without)}
 
 
-def _after(leader: InspectPart | None) -> Document | None:
+def _build_predecessor(leader: InspectPart | None) -> Document | None:
     """Return the job from which this one continues, None if it was not submitted to continue one."""
     if leader is None or not leader.after:
         return None
@@ -143,7 +143,7 @@ def _after(leader: InspectPart | None) -> Document | None:
     return {"job": leader.after, "took_over": taken, "lost": leader.not_taken[:500]}
 
 
-def _domains(leader: InspectPart | None) -> Document | None:
+def _build_domains(leader: InspectPart | None) -> Document | None:
     """Return the shared failure domains, None if no failure domain is known."""
     if leader is None or leader.domains is None:
         return None
@@ -151,7 +151,7 @@ def _domains(leader: InspectPart | None) -> Document | None:
     return {"known": leader.domains.known, "shared": shared, "more": leader.domains.more}
 
 
-def _shown(parts: Sequence[InspectPart]) -> list[str]:
+def _choose_trainings(parts: Sequence[InspectPart]) -> list[str]:
     """Return the names of the trainings to show, limited to a size that an operator's terminal can display.
 
     The limit is necessary because agents belong to users, who could report anything.
@@ -181,7 +181,7 @@ def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
     return sorted(unique.values(), key=lambda e: e.t)
 
 
-def _ended(how: past.JobEnd) -> Document:
+def _build_end(how: past.JobEnd) -> Document:
     return {
         "state": how.state,
         "t": how.t or None,
@@ -191,11 +191,11 @@ def _ended(how: past.JobEnd) -> Document:
     }
 
 
-def _event(e: EventRecord) -> Document:
+def _build_event(e: EventRecord) -> Document:
     return {"t": e.t, "name": e.name, "host": e.host, "restart": e.restart, "version": e.version, "detail": e.detail}
 
 
-def _state(
+def _derive_state(
     parts: Sequence[InspectPart], absent: Sequence[str], trainings: Sequence[Document], slurm: dict[str, str]
 ) -> str:
     if not parts and slurm.get("state") in ("PENDING", "CONFIGURING") and slurm.get("restarts", "0") == "0":
@@ -203,7 +203,7 @@ def _state(
     if not parts or any(p.unprotected for p in parts):
         return "unprotected"
     states = {s["state"] for s in trainings}
-    some = 0 < protected(trainings) < len(trainings) and "recovering" not in states
+    some = 0 < count_protected(trainings) < len(trainings) and "recovering" not in states
     if some and slurm.get("state") == "RUNNING":
         return PARTLY
     if any(s["survival"]["lost_already"] for s in trainings) or not trainings:
@@ -216,18 +216,18 @@ def _state(
     return "protected"
 
 
-def protected(trainings: Iterable[Document]) -> int:
+def count_protected(trainings: Iterable[Document]) -> int:
     """Return how many trainings would come back after a failure."""
     return sum(s["protected"] for s in trainings)
 
 
-def how_many(d: Document) -> str:
+def format_protected_count(d: Document) -> str:
     """Return a text for the state of a job that holds for only some of its trainings, or ""."""
-    safe, every = protected(d["trainings"]), len(d["trainings"])
+    safe, every = count_protected(d["trainings"]), len(d["trainings"])
     return f"({safe} of {every} trainings)" if d["state"] == PARTLY and safe < every else ""
 
 
-def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, int]:
+def _number_groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, int]:
     """Return the group number of each node; nodes that hold copies for each other form a group.
 
     Groups are numbered in the order of their lowest node ranks.
@@ -235,7 +235,7 @@ def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, in
     home = {rank: host for host, rank in ranks.items()}
     group = {host: {host} for host in ranks}
     for part in parts:
-        for owner in (home.get(node) for slot in part.held for node in _homes(slot)):
+        for owner in (home.get(node) for slot in part.held for node in _list_homes(slot)):
             if owner is None or part.host not in group or group[owner] is group[part.host]:
                 continue
             merged = group[owner] | group[part.host]
@@ -245,14 +245,14 @@ def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, in
     return {host: order.index(min(ranks[h] for h in g)) for host, g in group.items()}
 
 
-def _homes(slot: HeldSlot) -> list[int]:
+def _list_homes(slot: HeldSlot) -> list[int]:
     """Return the node ranks whose shards are in a slot."""
     if slot.state == "empty":
         return []
     return [node for _, node in slot.of] if slot.of else [slot.home]
 
 
-def _nodes(
+def _build_nodes(
     parts: Sequence[InspectPart],
     members: Sequence[str],
     absent: Sequence[str],
@@ -291,7 +291,7 @@ def _nodes(
     return sorted(rows, key=lambda r: (r["node_rank"] is None, r["node_rank"] or 0, r["host"]))
 
 
-def _tier(t: TierState, now: float) -> Document:
+def _build_tier(t: TierState, now: float) -> Document:
     return {
         "directory": t.directory,
         "version": list(t.stored) if t.stored else None,
@@ -306,7 +306,7 @@ def _tier(t: TierState, now: float) -> Document:
     }
 
 
-def _running_s(slurm: dict[str, str]) -> float | None:
+def _read_running_s(slurm: dict[str, str]) -> float | None:
     """Return how many seconds the job has run without a pause.
 
     The result is None if that is unknown, and 0.0 if the job does not run.
@@ -317,7 +317,7 @@ def _running_s(slurm: dict[str, str]) -> float | None:
     return float(running_s) if running_s.isdigit() else None
 
 
-def _training_name(
+def _build_training(
     name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float, slurm: dict[str, str]
 ) -> Document:
     states = [s for p in parts for s in p.trainings if s.name == name]
@@ -330,21 +330,23 @@ def _training_name(
         by_rank.setdefault(slot.rank, []).append((host, slot))
     hosts = sorted(set(members) | {host for host, _ in every})
     losses = Losses(by_rank, parity)
-    counted = losses.counted()
-    found = survival(hosts, losses.fatal(counted))
+    counted = losses.choose_counted_version()
+    found = survival(hosts, losses.list_fatal_losses(counted))
     live = {
         rank: {p.host for p in parts for s in p.trainings if s.name == name and rank in s.live} for rank in by_rank
     }
     order = ("recovering", "degraded", "arming", "protected", "finished")
     state = next((w for w in order if any(s.state == w for s in states)), "arming")
-    told = traffic(name, parts)
+    told = collect_traffic(name, parts)
     paces = [s.pace for s in states if s.pace is not None]
     interval = max((state.j for _, state in told.values()), default=1)
     least_s = max((pace.stalled_s for pace in paces), default=0.0)
     if slurm.get("shrunk") and state in ("arming", "protected") and world > len(members):
         # Ranks of this launch were on nodes that the job has lost: no newer version will ever be sealed.
         state = "degraded"
-    still = stall(paces, interval, _running_s(slurm), least_s) if state in ("arming", "protected") else None
+    still = (
+        detect_stall(paces, interval, _read_running_s(slurm), least_s) if state in ("arming", "protected") else None
+    )
     # only the agent of the hanging rank knows the place of its stack
     hung = max((s.hung for s in states), key=len, default="") if state not in ("recovering", "finished") else ""
     if hung and still is None:
@@ -355,40 +357,42 @@ def _training_name(
         "sealed": list(sealed) if sealed else None,
         "state": "stalled" if still else state,
         "protected": not found.lost_already and state in ("protected", "finished"),
-        "stalled": _stalled(still, hung) if still else None,
+        "stalled": _build_stall(still, hung) if still else None,
         "notes": sorted({s.note for s in states if s.note}),
         "shards": [
-            _shard(rank, copies, [x for x in parity if x[1].rank == rank], sealed, now)
+            _build_shard(rank, copies, [x for x in parity if x[1].rank == rank], sealed, now)
             for rank, copies in sorted(by_rank.items())
         ],
         "survival": {
             "counted_version": list(counted) if counted else None,
-            **_survives(found),
+            **_build_survival(found),
             "exact": True,
             "lost_already": found.lost_already,
-            "live": _survives(survival(hosts, losses.fatal(counted, live))) if any(live.values()) else None,
+            "live": _build_survival(survival(hosts, losses.list_fatal_losses(counted, live)))
+            if any(live.values())
+            else None,
         },
-        "tier": next((_tier(s.tier, now) for s in states if s.tier is not None), None),
+        "tier": next((_build_tier(s.tier, now) for s in states if s.tier is not None), None),
         "traffic": [
-            {"rank": rank, "host": host, **fields(state)}
+            {"rank": rank, "host": host, **build_traffic_fields(state)}
             for rank, (host, state) in sorted(told.items())
             if rank < world
         ],
     }
 
 
-def _survives(found: Survival) -> Document:
+def _build_survival(found: Survival) -> Document:
     return {
         "survives": [{"k": k, "probability": p} for k, p in enumerate(found.probability, 1)],
         "fatal": [list(f) for f in found.fatal],
     }
 
 
-def _stalled(still: Stall, hung: str) -> Document:
+def _build_stall(still: Stall, hung: str) -> Document:
     return {"for_s": round(still.for_s, 1), "usual_s": round(still.usual_s, 3), "hung": hung or None}
 
 
-def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, TrafficState]]:
+def collect_traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, TrafficState]]:
     """Return each rank's traffic in a training, with its host; a rank that has moved counts at its last host."""
     found: dict[int, tuple[str, TrafficState]] = {}
     for part in sorted(parts, key=lambda p: (p.restart, p.epoch, p.round)):
@@ -398,12 +402,12 @@ def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, Tra
     return found
 
 
-def fields(state: TrafficState) -> Document:
+def build_traffic_fields(state: TrafficState) -> Document:
     """Return a traffic state in the form of the document."""
     return msgspec.structs.asdict(state) | {"chunks_per_span": list(state.chunks_per_span)}
 
 
-def _shard(rank: int, copies: Slots, parity: Slots, sealed: Stamp | None, now: float) -> Document:
+def _build_shard(rank: int, copies: Slots, parity: Slots, sealed: Stamp | None, now: float) -> Document:
     first = copies[0][1] if copies else None
     size = max((slot.used or slot.bytes for _, slot in copies), default=0)
     of = sorted({member for _, slot in parity for member, _ in slot.of})
@@ -411,18 +415,18 @@ def _shard(rank: int, copies: Slots, parity: Slots, sealed: Stamp | None, now: f
         "rank": rank,
         "home": first.home if first else None,
         "bytes": size,
-        "holders": _rows(copies, sealed, now),
+        "holders": _build_holders(copies, sealed, now),
         "parity": {
             "of": of,
             "bytes": max(slot.used or slot.bytes for _, slot in parity),
-            "holders": _rows(parity, sealed, now),
+            "holders": _build_holders(parity, sealed, now),
         }
         if of
         else None,
     }
 
 
-def _rows(copies: Slots, sealed: Stamp | None, now: float) -> list[Document]:
+def _build_holders(copies: Slots, sealed: Stamp | None, now: float) -> list[Document]:
     rows: list[Document] = []
     for host, slot in sorted(copies, key=lambda c: (c[0], c[1].stamp or (0, 0))):
         state = "sealed" if slot.state == "complete" and sealed and slot.stamp == sealed else slot.state
@@ -438,7 +442,7 @@ def _rows(copies: Slots, sealed: Stamp | None, now: float) -> list[Document]:
     return rows
 
 
-def _suspected(log: Iterable[EventRecord]) -> set[str]:
+def _list_suspects(log: Iterable[EventRecord]) -> set[str]:
     """Return the silent nodes; an agent's report carries the agent's host, and the silent node in its detail."""
     told = [e for e in log if e.name == "detected"]
     return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in told}
@@ -446,7 +450,7 @@ def _suspected(log: Iterable[EventRecord]) -> set[str]:
 
 def _was_nothing(log: Sequence[EventRecord]) -> bool:
     """Return whether all suspects turned out to live, and no action was taken."""
-    suspected, cleared = _suspected(log), {e.host for e in log if e.name == "dismissed"}
+    suspected, cleared = _list_suspects(log), {e.host for e in log if e.name == "dismissed"}
     return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
 
 
@@ -456,7 +460,7 @@ def _is_completed(log: Sequence[EventRecord]) -> bool:
     return any(e.name in _BACK for e in log[acted:])
 
 
-def recoveries(events: Sequence[EventRecord]) -> list[Document]:
+def list_recoveries(events: Sequence[EventRecord]) -> list[Document]:
     """Return the recoveries, each from the first report to the last event before the next recovery.
 
     `completed` means that the job came back. Dismissed suspicions are no recoveries.
@@ -485,16 +489,16 @@ def recoveries(events: Sequence[EventRecord]) -> list[Document]:
     return documents
 
 
-def _clock(t: float, now: float) -> str:
+def _format_clock(t: float, now: float) -> str:
     """Return the time of day, with the date if it is not today's."""
     same = time.localtime(t)[:3] == time.localtime(now)[:3]
     return time.strftime("%H:%M" if same else "%b %d %H:%M", time.localtime(t))
 
 
-def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> list[str]:
+def _list_notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> list[str]:
     notes = [slurm["note"]] if slurm.get("note") else []
     if document["kept_until"]:
-        notes.append(f"copies are kept until {_clock(document['kept_until'], document['t'])}")
+        notes.append(f"copies are kept until {_format_clock(document['kept_until'], document['t'])}")
     if absent and document["nodes"]:
         some = len(absent) < len([n for n in document["nodes"] if n["member"]])
         notes.append(f"{'partly protected: ' if some else ''}no agent on {', '.join(absent)}")

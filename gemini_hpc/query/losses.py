@@ -23,7 +23,7 @@ class Losses:
     def __init__(self, by_rank: Mapping[int, Slots], parity: Slots) -> None:
         self._by_rank, self._parity = by_rank, parity
 
-    def counted(self) -> Stamp | None:
+    def choose_counted_version(self) -> Stamp | None:
         """Return the version whose copies are counted.
 
         The version is the one that every shard has on the most nodes. A shard that parity can restore counts
@@ -34,33 +34,35 @@ class Losses:
         slots = [slot for copies in self._by_rank.values() for _, slot in copies]
         stamps = {slot.stamp for slot in slots if slot.stamp and slot.state == "complete"}
 
-        def score(stamp: Stamp) -> tuple[int, int, Stamp]:
-            again = self._again(stamp)
-            counts = [len(_hosts(copies, stamp)) + (rank in again) for rank, copies in self._by_rank.items()]
+        def weigh_stamp(stamp: Stamp) -> tuple[int, int, Stamp]:
+            again = self._find_parity_losses(stamp)
+            counts = [len(_find_holders(copies, stamp)) + (rank in again) for rank, copies in self._by_rank.items()]
             return (min(counts), sum(counts), stamp)
 
-        return max(stamps, key=score, default=None)
+        return max(stamps, key=weigh_stamp, default=None)
 
-    def fatal(self, stamp: Stamp | None, live: Mapping[int, Iterable[str]] | None = None) -> list[frozenset[str]]:
+    def list_fatal_losses(
+        self, stamp: Stamp | None, live: Mapping[int, Iterable[str]] | None = None
+    ) -> list[frozenset[str]]:
         """Return node losses each of which, like every larger loss, loses some shard.
 
         `live` holds, by rank, the nodes that have the rank's shard in their tensors as well.
         """
-        again, found = self._again(stamp), list[frozenset[str]]()
+        again, found = self._find_parity_losses(stamp), list[frozenset[str]]()
         for rank, copies in self._by_rank.items():
-            hosts = _hosts(copies, stamp)
+            hosts = _find_holders(copies, stamp)
             if hosts and live is not None:
                 hosts |= set(live.get(rank, ()))
             found += [hosts | others for others in again.get(rank, (_NOBODY,))]
         return found
 
-    def _again(self, stamp: Stamp | None) -> dict[int, list[frozenset[str]]]:
+    def _find_parity_losses(self, stamp: Stamp | None) -> dict[int, list[frozenset[str]]]:
         """Return, by rank, the losses of other nodes after which a restorable shard can no longer be restored."""
         beside: dict[int, tuple[str, frozenset[int], int]] = {}
         for host, slot in self._parity:
             if slot.state == "complete" and slot.stamp == stamp and slot.of:
                 beside[slot.rank] = host, frozenset(rank for rank, _ in slot.of), slot.blocks
-        copies = {rank: min(hosts) for rank, slots in self._by_rank.items() if (hosts := _hosts(slots, stamp))}
+        copies = {rank: min(hosts) for rank, slots in self._by_rank.items() if (hosts := _find_holders(slots, stamp))}
         found = {}
         for rank in self._by_rank:
             mine = {other: of for other, of in beside.items() if rank in of[1]}
@@ -68,12 +70,12 @@ class Losses:
             if len(stripes) == 1:
                 [(stripe, blocks)] = stripes
                 parities = {other: host for other, (host, _, _) in mine.items()}
-                if losses := _fatal(stripe, blocks, rank, copies, parities):
+                if losses := _list_stripe_losses(stripe, blocks, rank, copies, parities):
                     found[rank] = losses
         return found
 
 
-def _fatal(
+def _list_stripe_losses(
     stripe: tuple[int, ...], blocks: int, rank: int, copies: Mapping[int, str], parities: Mapping[int, str]
 ) -> list[frozenset[str]]:
     """Return the losses of nodes after which a lost shard cannot be restored from its stripe.
@@ -82,14 +84,14 @@ def _fatal(
     be restored even now. `copies` and `parities` give each rank's node.
     """
 
-    def can(lost: Iterable[str]) -> bool:
+    def can_restore(lost: Iterable[str]) -> bool:
         whole = {other for other in stripe if copies.get(other, "") not in ("", *lost)}
         beside = {other for other, host in parities.items() if host not in lost}
         return parity.can_decode(stripe, rank, whole, beside, blocks)
 
     others = [other for other in stripe if other != rank]
     nodes = sorted({host for other in others for host in (copies.get(other), parities.get(other)) if host})
-    if not can(()):
+    if not can_restore(()):
         return []
     if len(nodes) == len(others) and all(copies.get(other) == parities.get(other) for other in others):
         # the stripe is complete: any loss of that many is fatal
@@ -99,10 +101,10 @@ def _fatal(
     found: list[frozenset[str]] = []
     for size in sizes:
         for lost in map(frozenset, combinations(nodes, size)):
-            if not any(known <= lost for known in found) and (len(sizes) == 1 or not can(lost)):
+            if not any(known <= lost for known in found) and (len(sizes) == 1 or not can_restore(lost)):
                 found.append(lost)
     return found or [frozenset(nodes)]
 
 
-def _hosts(copies: Slots, stamp: Stamp | None) -> frozenset[str]:
+def _find_holders(copies: Slots, stamp: Stamp | None) -> frozenset[str]:
     return frozenset(host for host, slot in copies if slot.state == "complete" and slot.stamp == stamp)

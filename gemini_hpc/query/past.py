@@ -50,11 +50,11 @@ def has_ended(slurm: dict[str, str]) -> bool:
     return bool(slurm.get("state")) and slurm["state"] not in LIVE
 
 
-def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> JobEnd | None:
+def derive_end(events: Sequence[EventRecord], slurm: dict[str, str]) -> JobEnd | None:
     """Return how the job ended, None if it has not ended. `events` are in order of time."""
     if not has_ended(slurm):
         return None
-    state, t, exit_code = slurm["state"], _number(slurm.get("end_time", "")), slurm.get("exit_code", "")
+    state, t, exit_code = slurm["state"], _parse_number(slurm.get("end_time", "")), slurm.get("exit_code", "")
     last = next((e for e in reversed(events) if e.name == ENDED and not e.host), None)
     if last is not None and not any(e.t > last.t and e.name in _LIVES and not e.host for e in events):
         word = _WORD.fullmatch(last.detail)
@@ -68,5 +68,5 @@ def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> JobEnd | Non
     return JobEnd(state, t, exit_code, version, stored)
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text) else 0.0

@@ -7,7 +7,7 @@ from gemini_hpc.slurm.facts import Job
 NOT_YOURS = "unknown, or not yours"
 
 
-def never_requeued(job: Job) -> str:
+def explain_no_requeue(job: Job) -> str:
     """Return why Slurm can never requeue this job after a failure, "" if it can (requirement requeue)."""
     if job.is_het:
         return "this is a heterogeneous job: gemini-hpc never acts on one"
@@ -18,7 +18,7 @@ def never_requeued(job: Job) -> str:
     return ""
 
 
-def slurm_facts(job: Job | None) -> dict[str, str]:
+def build_slurm_facts(job: Job | None) -> dict[str, str]:
     """Return Slurm's facts on a job, for `inspect`."""
     if job is None:
         return {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
@@ -38,6 +38,6 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
     }
     if job.has_ended and job.end_time:
         facts["end_time"] = f"{job.end_time:.0f}"
-    if why := never_requeued(job):
+    if why := explain_no_requeue(job):
         facts["note"] = f"{why}: a lost node ends the job"
     return facts

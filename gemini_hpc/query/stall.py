@@ -26,7 +26,7 @@ class Stall:
     usual_s: float
 
 
-def stall(paces: Sequence[PaceState], every: int, running_s: float | None, least_s: float) -> Stall | None:
+def detect_stall(paces: Sequence[PaceState], every: int, running_s: float | None, least_s: float) -> Stall | None:
     """Return how a training stalls, None if it does not.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gemini_hpc.report.drawing import figure
+from gemini_hpc.report.drawing import draw_figure
 
 COLOURS = ("#4c72b0", "#dd8452", "#8172b3", "#c44e52", "#55a868", "#937860")
 
@@ -24,9 +24,11 @@ class Curves:
     logarithmic: bool = False
 
 
-def stacked_bars(title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], form: str = "png") -> bytes:
+def draw_stacked_bars(
+    title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], form: str = "png"
+) -> bytes:
     """Draw a bar for each name, from the top; its parts are shares, in their order. `form` is "png" or "svg"."""
-    with figure(1.6 + 0.4 * len(names), form) as (made, out):
+    with draw_figure(1.6 + 0.4 * len(names), form) as (made, out):
         axes = made.add_subplot()
         left = [0.0] * len(names)
         for (part, shares), colour in zip(parts.items(), COLOURS, strict=False):
@@ -42,9 +44,9 @@ def stacked_bars(title: str, names: Sequence[str], parts: Mapping[str, Sequence[
     return out.getvalue()
 
 
-def curves(panels: Sequence[Curves], form: str = "png") -> bytes:
+def draw_curves(panels: Sequence[Curves], form: str = "png") -> bytes:
     """Draw the panels side by side, with shares in per cent."""
-    with figure(3.6, form) as (made, out):
+    with draw_figure(3.6, form) as (made, out):
         for place, panel in enumerate(panels, 1):
             axes = made.add_subplot(1, len(panels), place)
             for (name, shares), colour in zip(panel.lines.items(), COLOURS, strict=False):

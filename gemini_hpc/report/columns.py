@@ -9,7 +9,7 @@ from collections.abc import Sequence
 NARROWEST, USUAL = 60, 80
 
 
-def width() -> int:
+def measure_width() -> int:
     """Return the number of columns of the terminal that stdout writes to."""
     return max(NARROWEST, shutil.get_terminal_size((USUAL, 24)).columns)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.report.report_data import LOSSES, RESUMES, Shown, idle, saved_steps
+from gemini_hpc.report.report_data import LOSSES, RESUMES, Shown, list_idle_spans, list_saved_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ class MissingError(Exception):
     """The error that matplotlib is missing; its text is one line for the user."""
 
 
-def _cache() -> None:
+def _ensure_cache() -> None:
     """Provide a temporary font cache if the user's cache directory is not writable.
 
     matplotlib would warn otherwise, and so would fontconfig, which it uses for fonts. The directory is
@@ -51,10 +51,10 @@ def _cache() -> None:
             atexit.register(shutil.rmtree, made, ignore_errors=True)
 
 
-def require() -> None:
+def require_matplotlib() -> None:
     """Check that drawing is possible. Raises `MissingError` if it is not."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    _cache()
+    _ensure_cache()
     try:
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
@@ -66,9 +66,9 @@ def require() -> None:
 
 
 @contextmanager
-def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.BytesIO]]:
+def draw_figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.BytesIO]]:
     """Yield a figure and its buffer; the figure is written into the buffer at the end, as "png" or "svg"."""
-    require()
+    require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -83,21 +83,23 @@ def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.Byt
         made.savefig(out, format=form)
 
 
-def steps_png(one: Shown, t: float) -> bytes:
+def draw_steps(one: Shown, t: float) -> bytes:
     """Draw the saved steps over time up to `t`, with lost nodes and resumes marked.
 
     Raises:
         ValueError: No saved step is known.
     """
-    steps = saved_steps(one)
+    steps = list_saved_steps(one)
     if not steps:
         raise ValueError("no saved step is known")
     began = min(steps[0][0], *(event.t for event in one.marks)) if one.marks else steps[0][0]
-    unit, name = _unit(t - began)
-    with figure(3.2) as (made, out):
+    unit, name = _choose_unit(t - began)
+    with draw_figure(3.2) as (made, out):
         axes = made.add_subplot()
         at = [(time_ - began) / unit for time_, _ in steps]
-        _steps(axes, [*at, max((t - began) / unit, at[-1])], [*(n for _, n in steps), steps[-1][1]], _TRAINING)
+        _draw_step_curve(
+            axes, [*at, max((t - began) / unit, at[-1])], [*(n for _, n in steps), steps[-1][1]], _TRAINING
+        )
         for names, colour, word in ((LOSSES, _WAIT, "lost"), (RESUMES, _RESUMED, "resumed")):
             for number, event in enumerate(event for event in one.marks if event.name in names):
                 label = word if number == 0 else None
@@ -106,13 +108,13 @@ def steps_png(one: Shown, t: float) -> bytes:
             axes.legend(fontsize=8, loc="lower right")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("newest saved step")
-        axes.set_xlabel(f"{name} since {_when(began)}")
+        axes.set_xlabel(f"{name} since {_format_time(began)}")
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_title(f"training {one.training[:64]}: saved steps over time", fontsize=9)
     return out.getvalue()
 
 
-def timeline_png(one: Shown) -> bytes:
+def draw_timeline(one: Shown) -> bytes:
     """Draw one iteration: the training's sends, the network's idle spans, and the checkpoint's traffic."""
     timeline = one.timeline
     if timeline is None:
@@ -120,7 +122,7 @@ def timeline_png(one: Shown) -> bytes:
     replicas = sorted({chunk.replica for chunk in timeline.chunks})[:8]
     lanes: list[tuple[str, str, list[tuple[float, float]]]] = [
         ("training's collectives", _TRAINING, [(op.start_s, op.end_s) for op in timeline.ops]),
-        ("idle", _IDLE, idle(timeline)),
+        ("idle", _IDLE, list_idle_spans(timeline)),
     ]
     if timeline.spans:
         lanes.append(("idle spans of the plan", _IDLE, [(s.start_s, s.end_s) for s in timeline.spans]))
@@ -129,11 +131,11 @@ def timeline_png(one: Shown) -> bytes:
         lanes.append((name, _CHUNK, [(c.start_s, c.end_s) for c in timeline.chunks if c.replica == replica]))
     lanes.append(("copies to the own slot", _COPY, [(c.start_s, c.end_s) for c in timeline.copies]))
     lanes.append(("waits at the optimizer", _WAIT, [(w.start_s, w.end_s) for w in timeline.waits]))
-    with figure(1.4 + 0.42 * len(lanes)) as (made, out):
+    with draw_figure(1.4 + 0.42 * len(lanes)) as (made, out):
         axes = made.add_subplot()
         length_s = max(timeline.iteration_s, 1e-6)
         for row, (_, colour, stretches) in enumerate(lanes):
-            _bars(axes, row, stretches, colour, length_s)
+            _draw_bars(axes, row, stretches, colour, length_s)
         axes.axvline(timeline.gate_s, color="#333333", linewidth=1.0, linestyle="--")
         axes.text(timeline.gate_s, -0.75, "optimizer ", ha="right", va="bottom", fontsize=8)
         axes.set_yticks(range(len(lanes)), [name for name, _, _ in lanes])
@@ -152,30 +154,30 @@ def timeline_png(one: Shown) -> bytes:
     return out.getvalue()
 
 
-def _bars(axes: Axes, row: int, stretches: Iterable[tuple[float, float]], colour: str, length_s: float) -> None:
+def _draw_bars(axes: Axes, row: int, stretches: Iterable[tuple[float, float]], colour: str, length_s: float) -> None:
     spans = [(start, max(end - start, _THIN * length_s)) for start, end in stretches]
     axes.broken_barh(spans, (row - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=0.2)
 
 
-def overhead_png(one: Shown) -> bytes:
+def draw_overhead(one: Shown) -> bytes:
     """Draw the checkpoints' overhead over time, and how often versions were saved."""
     if not one.series:
         raise ValueError("no overhead was measured")
     began = one.series[0].t
-    unit, name = _unit(one.series[-1].t - began)
-    require()
+    unit, name = _choose_unit(one.series[-1].t - began)
+    require_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
     at = [(point.t - began) / unit for point in one.series]
-    with figure(3.2) as (made, out):
+    with draw_figure(3.2) as (made, out):
         axes = made.add_subplot()
-        _steps(axes, at, [100 * point.overhead for point in one.series], _CHUNK)
+        _draw_step_curve(axes, at, [100 * point.overhead for point in one.series], _CHUNK)
         axes.set_ylabel("overhead, % of the time", color=_CHUNK)
         axes.axhline(0.0, color="#999999", linewidth=0.6)
-        axes.set_xlabel(f"{name} since {_when(began)}")
+        axes.set_xlabel(f"{name} since {_format_time(began)}")
         axes.grid(color="#dddddd", linewidth=0.6)
         other = axes.twinx()
-        _steps(other, at, [point.j for point in one.series], _TRAINING)
+        _draw_step_curve(other, at, [point.j for point in one.series], _TRAINING)
         other.set_ylim(0, max(2, 1.2 * max(point.j for point in one.series)))
         other.yaxis.set_major_locator(MaxNLocator(integer=True))
         other.set_ylabel("every j-th version is saved", color=_TRAINING)
@@ -183,16 +185,16 @@ def overhead_png(one: Shown) -> bytes:
     return out.getvalue()
 
 
-def _steps(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str) -> None:
+def _draw_step_curve(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str) -> None:
     axes.plot(at, values, drawstyle="steps-post", color=colour, linewidth=1.2, marker=".", markersize=3)
 
 
-def _unit(length_s: float) -> tuple[float, str]:
+def _choose_unit(length_s: float) -> tuple[float, str]:
     for seconds, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if length_s > 3 * seconds:
             return seconds, name
     return 1.0, "seconds"
 
 
-def _when(t: float) -> str:
+def _format_time(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(t, 4e9)))

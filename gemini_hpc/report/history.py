@@ -14,12 +14,12 @@ MAX_LAST = 12
 _MOMENTS = (("began", ""), ("fetched", "fetched"), ("loaded", "loaded"))
 
 
-def ended(d: Document, columns: int) -> list[str]:
+def format_end(d: Document, columns: int) -> list[str]:
     """Return how a job ended, the last sealed version, and its last events; [] for a job that has not ended."""
     how = d.get("ended")
     if how is None:
         return []
-    when = f" at {_clock(how['t'])}, {ago(d['t'] - how['t'])} ago" if how["t"] else ""
+    when = f" at {_format_time(how['t'])}, {format_span(d['t'] - how['t'])} ago" if how["t"] else ""
     code = f", exit code {how['exit_code']}" if how["exit_code"] else ""
     sealed = f"last sealed version: {how['version']}" if how["version"] else "no sealed version is known"
     if how["stored"]:
@@ -38,29 +38,31 @@ def ended(d: Document, columns: int) -> list[str]:
         lines.append(f"last events (--json has all {len(d['events'])})" if len(d["events"]) > MAX_LAST else "events")
     for e in last:
         host = f" {e['host']}" if e["host"] else ""
-        said = detail(e)
-        lines += fold(f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, f"  {_clock(e['t'])}  ")
+        said = format_detail(e)
+        lines += fold(
+            f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, f"  {_format_time(e['t'])}  "
+        )
     return lines
 
 
-def recovery(r: Document, columns: int) -> list[str]:
+def format_recovery(r: Document, columns: int) -> list[str]:
     """Return the timeline of one recovery."""
-    lines = [headline(r)]
+    lines = [format_headline(r)]
     for e in r["events"]:
         host = f" {e['host']}" if e["host"] else ""
-        said = detail(e)
+        said = format_detail(e)
         first = f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  "
         lines += fold(f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, first)
     return lines
 
 
-def headline(r: Document) -> str:
+def format_headline(r: Document) -> str:
     """Return a recovery in one line."""
     open_ = "" if r["completed"] else ", not completed"
-    return f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s{open_}"
+    return f"recovery of restart {r['restart']} at {_format_time(r['began'])}, {r['total_s']:.1f} s{open_}"
 
 
-def detail(e: Document) -> str:
+def format_detail(e: Document) -> str:
     """Return an event's detail for people.
 
     The detail of a rank's `resumed` is JSON, which the job's user may have written.
@@ -85,12 +87,12 @@ def detail(e: Document) -> str:
     return ", ".join(words)
 
 
-def ago(s: float) -> str:
+def format_span(s: float) -> str:
     """Return a time span, rounded."""
     if s < 120:
         return f"{max(0.0, s):.0f} s"
     return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} days"
 
 
-def _clock(t: float) -> str:
+def _format_time(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemini_hpc.query.inspect_document import fields
-from gemini_hpc.report.report_data import Shown, in_words
-from gemini_hpc.report.traffic_text import lines
+from gemini_hpc.query.inspect_document import build_traffic_fields
+from gemini_hpc.report.report_data import Shown, describe_saves
+from gemini_hpc.report.traffic_text import format_traffic
 from gemini_hpc.wire.sanitize import sanitize
 
 _STYLE = """
@@ -36,10 +36,10 @@ class Pictures:
     steps: bytes | None = None
 
 
-def render(job: int, t: float, trainings: Sequence[Pictures]) -> str:
+def render_page(job: int, t: float, trainings: Sequence[Pictures]) -> str:
     """Return the HTML page."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
-    body = "\n".join(_section(pictures, t) for pictures in trainings)
+    body = "\n".join(_render_section(pictures, t) for pictures in trainings)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
@@ -49,37 +49,37 @@ def render(job: int, t: float, trainings: Sequence[Pictures]) -> str:
     )
 
 
-def _section(pictures: Pictures, t: float) -> str:
+def _render_section(pictures: Pictures, t: float) -> str:
     one = pictures.one
-    row = sanitize({"rank": one.rank, "host": one.host, **fields(one.state)})
-    text = "\n".join(_safe(line) for line in lines([row]))
+    row = sanitize({"rank": one.rank, "host": one.host, **build_traffic_fields(one.state)})
+    text = "\n".join(_escape_value(line) for line in format_traffic([row]))
     parts = [
-        f"<h2>Training {_safe(one.training)}</h2>",
-        f"<p>{_safe(in_words(one, t))}</p>",
-        _image(pictures.steps, "saved steps over time", "No saved step is known."),
-        f"<h3>What the copies cost, on rank {one.rank} on {_safe(one.host)}</h3>",
+        f"<h2>Training {_escape_value(one.training)}</h2>",
+        f"<p>{_escape_value(describe_saves(one, t))}</p>",
+        _render_image(pictures.steps, "saved steps over time", "No saved step is known."),
+        f"<h3>What the copies cost, on rank {one.rank} on {_escape_value(one.host)}</h3>",
         f"<pre>{text}</pre>",
         "<h3>One iteration</h3>",
-        _image(pictures.timeline, "one iteration", "No iteration has been recorded."),
+        _render_image(pictures.timeline, "one iteration", "No iteration has been recorded."),
         "<h3>Overhead over time</h3>",
-        _image(pictures.overhead, "overhead over time", "No overhead has been measured."),
+        _render_image(pictures.overhead, "overhead over time", "No overhead has been measured."),
         "<details><summary>All numbers</summary>",
-        _table(row.items()),
+        _render_table(row.items()),
         "</details>",
     ]
     return "\n".join(parts)
 
 
-def _image(png: bytes | None, what: str, nothing: str) -> str:
+def _render_image(png: bytes | None, what: str, nothing: str) -> str:
     if png is None:
         return f"<p>{nothing}</p>"
     return f'<p><img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
 
 
-def _table(rows: Iterable[tuple[str, Any]]) -> str:
-    shown = [f"<tr><th>{_safe(key)}</th><td>{_safe(value)}</td></tr>" for key, value in rows]
+def _render_table(rows: Iterable[tuple[str, Any]]) -> str:
+    shown = [f"<tr><th>{_escape_value(key)}</th><td>{_escape_value(value)}</td></tr>" for key, value in rows]
     return "\n".join(["<table>", *shown, "</table>"])
 
 
-def _safe(value: object) -> str:
+def _escape_value(value: object) -> str:
     return html.escape(sanitize("" if value is None else str(value)))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.query.ask import Recorded
-from gemini_hpc.query.inspect_document import fields, traffic
+from gemini_hpc.query.inspect_document import build_traffic_fields, collect_traffic
 from gemini_hpc.report import history
 from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, RecordAsk
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
@@ -44,7 +44,7 @@ class Shown:
     marks: tuple[EventRecord, ...] = ()
 
 
-def choose(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> list[tuple[str, RecordAsk]]:
+def choose_ranks(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> list[tuple[str, RecordAsk]]:
     """Return the hosts to query, and the rank and training to ask each for.
 
     The rank is the one with the largest overhead of each training, unless `rank` or `name` selects another.
@@ -52,36 +52,36 @@ def choose(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> 
     names = sorted({s.name for p in parts for s in p.trainings if name is None or s.name == name})
     wanted = []
     for found in names:
-        ranks = traffic(found, parts)
+        ranks = collect_traffic(found, parts)
         if rank is not None:
             ranks = {r: told for r, told in ranks.items() if r == rank}
         if ranks:
-            worst = max(sorted(ranks), key=lambda r: _overhead(ranks[r][1]))
+            worst = max(sorted(ranks), key=lambda r: _read_overhead(ranks[r][1]))
             wanted.append((ranks[worst][0], RecordAsk(found, worst)))
     return wanted[:MAX_TRAININGS]
 
 
-def _overhead(state: TrafficState) -> float:
+def _read_overhead(state: TrafficState) -> float:
     return -2.0 if state.overhead is None else state.overhead
 
 
-def shown(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Shown]:
+def combine_answers(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Shown]:
     """Return the recorded answers, combined with the states that were reported before them."""
     found = []
     for answer in recorded:
-        told = traffic(answer.ask.training, parts).get(answer.ask.rank)
+        told = collect_traffic(answer.ask.training, parts).get(answer.ask.rank)
         if told is None:
             continue
         record = answer.record
         timeline, series = (record.timeline, record.series) if record is not None else (None, ())
         series = tuple(sorted(series, key=lambda point: point.t))
         name = answer.ask.training
-        saved = _newest_save(name, parts)
-        found.append(Shown(name, answer.ask.rank, answer.host, told[1], timeline, series, *saved, _marks(parts)))
+        saved = _find_newest_save(name, parts)
+        found.append(Shown(name, answer.ask.rank, answer.host, told[1], timeline, series, *saved, _list_marks(parts)))
     return found
 
 
-def _newest_save(name: str, parts: Sequence[InspectPart]) -> tuple[int, float | None]:
+def _find_newest_save(name: str, parts: Sequence[InspectPart]) -> tuple[int, float | None]:
     """Return a training's newest sealed version, and the time at which its last copy was complete."""
     stamps = [state.sealed for part in parts for state in part.trainings if state.name == name and state.sealed]
     if not stamps:
@@ -91,7 +91,7 @@ def _newest_save(name: str, parts: Sequence[InspectPart]) -> tuple[int, float | 
     return newest.version, max((slot.since for slot in slots if slot.state == "complete"), default=None)
 
 
-def _marks(parts: Sequence[InspectPart]) -> tuple[EventRecord, ...]:
+def _list_marks(parts: Sequence[InspectPart]) -> tuple[EventRecord, ...]:
     found: dict[tuple[str, int, int], EventRecord] = {}
     for event in sorted((event for part in parts for event in part.events), key=lambda event: event.t):
         if event.name in LOSSES or event.name in RESUMES:
@@ -99,7 +99,7 @@ def _marks(parts: Sequence[InspectPart]) -> tuple[EventRecord, ...]:
     return tuple(found.values())[-_MOST_MARKS:]
 
 
-def saved_steps(one: Shown) -> list[tuple[float, int]]:
+def list_saved_steps(one: Shown) -> list[tuple[float, int]]:
     """Return (time, newest saved step), in the order of time, from samples and resumes."""
     steps = [(point.t, point.saved) for point in one.series if point.saved]
     steps += [(event.t, event.version) for event in one.marks if event.name in RESUMES and event.version]
@@ -108,11 +108,11 @@ def saved_steps(one: Shown) -> list[tuple[float, int]]:
     return sorted(steps)
 
 
-def in_words(one: Shown, t: float) -> str:
+def describe_saves(one: Shown, t: float) -> str:
     """Return the sentence under the first picture: the newest save, its age, and what happened so far."""
     if not one.saved:
         return "No step is saved yet: a failure now begins the training anew."
-    age = "" if one.saved_at is None else f", {history.ago(t - one.saved_at)} ago"
+    age = "" if one.saved_at is None else f", {history.format_span(t - one.saved_at)} ago"
     lost, resumed = (sum(event.name in names for event in one.marks) for names in (LOSSES, RESUMES))
     return (
         f"The newest save is step {one.saved}{age}. So far: {lost or 'no'} loss{'es' * (lost != 1)}, "
@@ -120,7 +120,7 @@ def in_words(one: Shown, t: float) -> str:
     )
 
 
-def document(job: int, t: float, trainings: Iterable[Shown]) -> dict[str, Any]:
+def build_document(job: int, t: float, trainings: Iterable[Shown]) -> dict[str, Any]:
     """Return the data of the drawings as JSON (see docs/json.md)."""
     return {
         "schema": SCHEMA,
@@ -131,8 +131,8 @@ def document(job: int, t: float, trainings: Iterable[Shown]) -> dict[str, Any]:
                 "training": one.training,
                 "rank": one.rank,
                 "host": one.host,
-                "traffic": fields(one.state),
-                "timeline": None if one.timeline is None else _timeline(one.timeline),
+                "traffic": build_traffic_fields(one.state),
+                "timeline": None if one.timeline is None else _build_timeline(one.timeline),
                 "saved": one.saved,
                 "saved_age_s": None if one.saved_at is None else max(0.0, t - one.saved_at),
                 "marks": [{"t": event.t, "name": event.name, "version": event.version} for event in one.marks],
@@ -143,7 +143,7 @@ def document(job: int, t: float, trainings: Iterable[Shown]) -> dict[str, Any]:
     }
 
 
-def _timeline(timeline: TimelineState) -> dict[str, Any]:
+def _build_timeline(timeline: TimelineState) -> dict[str, Any]:
     plain = msgspec.structs.asdict(timeline)
     return {
         key: [msgspec.structs.asdict(item) for item in value] if isinstance(value, tuple) else value
@@ -151,7 +151,7 @@ def _timeline(timeline: TimelineState) -> dict[str, Any]:
     }
 
 
-def idle(timeline: TimelineState) -> list[tuple[float, float]]:
+def list_idle_spans(timeline: TimelineState) -> list[tuple[float, float]]:
     """Return the time spans in which no collective of the training was running."""
     gaps, busy_until = [], 0.0
     for op in sorted(timeline.ops, key=lambda op: op.start_s):

@@ -12,25 +12,25 @@ MAX_HOSTS_SHOWN = 4
 _WAITING = ("PENDING", "CONFIGURING", "COMPLETING")
 
 
-def summary(d: Document, width: int) -> list[str]:
+def format_summary(d: Document, width: int) -> list[str]:
     """Return the lines for a document of `inspect`, folded to `width` columns."""
-    from gemini_hpc.query.inspect_document import how_many
+    from gemini_hpc.query.inspect_document import format_protected_count
 
     slurm = d["slurm"]
     reason = f" ({slurm['reason']})" if slurm.get("reason") and slurm["reason"] != "None" else ""
-    state = f"{d['state']} {how_many(d)}".rstrip()
+    state = f"{d['state']} {format_protected_count(d)}".rstrip()
     head = f"job {d['job']}: {state}   slurm {slurm.get('state') or '?'}{reason}"
-    facts = [f"restarts {slurm.get('restarts', d['restart'])}", *_copies(d)]
+    facts = [f"restarts {slurm.get('restarts', d['restart'])}", *_describe_copies(d)]
     if d["asked"] == "agents":
         facts.append("(asked: agents)")
     whole = "   ".join([head, *facts])
     lines = [whole] if len(whole) <= width else [*fold(head, width, "    ", ""), "    " + "   ".join(facts)]
     if d["ended"] is None:
-        lines += fold(may_be_lost(d), width, "    ", "may be lost: ")
-    return lines + fold(advice(d), width, "    ", "to do: ")
+        lines += fold(describe_possible_losses(d), width, "    ", "may be lost: ")
+    return lines + fold(choose_advice(d), width, "    ", "to do: ")
 
 
-def _copies(d: Document) -> list[str]:
+def _describe_copies(d: Document) -> list[str]:
     if not d["replicas"]:
         return []
     if not (lost := d.get("parity")):
@@ -38,29 +38,29 @@ def _copies(d: Document) -> list[str]:
     return [f"parity over {d['replicas']} nodes{f', any {lost} of which may be lost' * (lost > 1)}"]
 
 
-def may_be_lost(d: Document) -> str:
+def describe_possible_losses(d: Document) -> str:
     """Return how many nodes the job may lose now, and the step at which it would resume.
 
     A job of several trainings survives what each of them survives: the line is of the least protected one.
     """
     if not d["trainings"]:
         return "nothing yet"
-    worst = min(d["trainings"], key=_safety)
+    worst = min(d["trainings"], key=_measure_safety)
     of = f" (training {worst['name']})" if len(d["trainings"]) > 1 else ""
     v = worst["survival"]
     if v["lost_already"]:
         return f"nothing yet{of}"
-    shares = [share(row["k"], row["probability"]) for row in v["survives"]]
+    shares = [format_share(row["k"], row["probability"]) for row in v["survives"]]
     sure = sum(row["probability"] >= 1.0 for row in v["survives"])
-    return f"{shares[max(0, sure - 1)]}{of}{_newest(worst)}"
+    return f"{shares[max(0, sure - 1)]}{of}{_describe_newest(worst)}"
 
 
-def _safety(s: Document) -> tuple[bool, list[float]]:
+def _measure_safety(s: Document) -> tuple[bool, list[float]]:
     """Return a key by which the least protected training comes first."""
     return not s["survival"]["lost_already"], [row["probability"] for row in s["survival"]["survives"]]
 
 
-def _newest(s: Document) -> str:
+def _describe_newest(s: Document) -> str:
     if not (counted := s["survival"]["counted_version"]):
         return ""
     ages = [
@@ -69,10 +69,10 @@ def _newest(s: Document) -> str:
         for holder in shard["holders"]
         if holder["version"] == counted and holder["age_s"] is not None
     ]
-    return f"; step {counted[1]} is safe{f', {age(min(ages))} old' if ages else ''}"
+    return f"; step {counted[1]} is safe{f', {format_age(min(ages))} old' if ages else ''}"
 
 
-def share(k: int, probability: float) -> str:
+def format_share(k: int, probability: float) -> str:
     """Return how likely the loss of `k` nodes is survived."""
     what = f"{k} node{'s' * (k > 1)}"
     if probability in (0.0, 1.0):
@@ -80,7 +80,7 @@ def share(k: int, probability: float) -> str:
     return f"{what} in {100 * probability:.3g} % of cases"
 
 
-def age(s: float | None) -> str:
+def format_age(s: float | None) -> str:
     """Return a time span of one or two significant parts."""
     if s is None:
         return "-"
@@ -89,16 +89,16 @@ def age(s: float | None) -> str:
     return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
 
 
-def advice(d: Document) -> str:
+def choose_advice(d: Document) -> str:
     """Return what the owner or the administrator should do, most urgent first; "nothing" where all is well."""
     job, state = d["job"], d["state"]
     if d["ended"] is not None:
-        return _advice_ended(d)
+        return _choose_end_advice(d)
     if not d["trainings"] and d["slurm"].get("state") in _WAITING:
         return "nothing; the job waits for Slurm"
     silent = [n["host"] for n in d["nodes"] if not n["agent"] and n["member"]] or list(d["missing"])
     if silent and d["slurm"].get("state") == "RUNNING" and state != "recovering":
-        return f"run gemini-hpc doctor on {named(silent)}: no agent answers there"
+        return f"run gemini-hpc doctor on {join_names(silent)}: no agent answers there"
     if state == "unprotected":
         return "see the note; the training runs on, and its copies wait for that"
     if state == "waiting":
@@ -122,11 +122,11 @@ def advice(d: Document) -> str:
         return "nothing, if the training is still starting; else see whether it makes a gemini_hpc.Checkpointer"
     arming = [s["name"] for s in d["trainings"] if s["state"] == "arming"]
     if arming:
-        return f"nothing; training {named(arming)} seals its first version within its first steps"
+        return f"nothing; training {join_names(arming)} seals its first version within its first steps"
     return f"nothing (gemini-hpc inspect {job} --full lists nodes, shards and events)"
 
 
-def _advice_ended(d: Document) -> str:
+def _choose_end_advice(d: Document) -> str:
     how = d["ended"]
     if how["state"] == "COMPLETED":
         return "nothing"
@@ -137,7 +137,7 @@ def _advice_ended(d: Document) -> str:
     return "see the events below"
 
 
-def named(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Return the names, some of them left out if they are many."""
     shown = list(names[:MAX_HOSTS_SHOWN])
     rest = len(names) - len(shown)

@@ -13,7 +13,7 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
-from gemini_hpc.query.inspect_document import inspect_document
+from gemini_hpc.query.inspect_document import build_inspect_document
 from gemini_hpc.wire import control_page, local
 from gemini_hpc.wire.inspect_schema import InspectPart, TrainingState
 
@@ -59,7 +59,7 @@ def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
         assert state(training).state == "protected"
         training.record_trouble("rank 0: version 13 cannot be sealed without rank 1's copy")
         assert (state(training).state, "without rank 1's copy" in state(training).note) == ("degraded", True)
-        document = inspect_document(
+        document = build_inspect_document(
             JOB, [part(training)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time()
         )
         assert any("without rank 1's copy" in note for note in document["trainings"][0]["notes"])
@@ -80,7 +80,7 @@ def test_a_round_that_does_not_end_is_the_state_of_the_job() -> None:
     training = Training("default")
     try:
         why = "recovery round 3 waits for the acknowledgement of n2"
-        document = inspect_document(
+        document = build_inspect_document(
             JOB, [part(training, unprotected=why)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time()
         )
         assert document["state"] == "unprotected" and f"unprotected, because n1's {why}" in document["notes"]

@@ -44,7 +44,7 @@ def test_without_matplotlib_that_is_said(
     def missing() -> None:
         raise drawing.MissingError("drawing needs matplotlib")
 
-    monkeypatch.setattr(drawing, "require", missing)
+    monkeypatch.setattr(drawing, "require_matplotlib", missing)
     assert main([*SIMULATE, "--plot", str(tmp_path / "a.png")]) == 2
     assert capsys.readouterr().err == "gemini-hpc simulate: drawing needs matplotlib\n"
     assert not (tmp_path / "a.png").exists()

@@ -21,7 +21,7 @@ from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry
-from gemini_hpc.query.summary_line import PREFIX, summary_line
+from gemini_hpc.query.summary_line import PREFIX, build_summary_line
 from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable
 from gemini_hpc.slurm import client as slurm_client
 from gemini_hpc.slurm.facts import Job, WatchedJob
@@ -70,7 +70,7 @@ LOST = [
     ],
 )
 def test_the_line(events: list[EventRecord], how: tuple[int, int, int], line: str) -> None:
-    assert summary_line(events, *how) == PREFIX + line
+    assert build_summary_line(events, *how) == PREFIX + line
 
 
 def test_nothing_of_a_users_text_gets_in_and_the_line_is_short() -> None:
@@ -83,7 +83,7 @@ def test_nothing_of_a_users_text_gets_in_and_the_line_is_short() -> None:
         *(event(2, "confirmed", f"x{number}\n", number) for number in range(5000)),
         *(event(3, "relaunch", "$(reboot)") for _ in range(5000)),
     ]
-    line = summary_line(bad, 1 << 20, 0, 1 << 20)
+    line = build_summary_line(bad, 1 << 20, 0, 1 << 20)
     assert len(line) < 200 and slurm_client._SAFE_LINE.fullmatch(line), line
 
 

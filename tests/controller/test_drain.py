@@ -14,8 +14,8 @@ import pytest
 from gemini_hpc.cli import main, node
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
-from gemini_hpc.query.drain import UNPROTECTED, Outlook, outlook
-from gemini_hpc.query.inspect_document import Document, inspect_document
+from gemini_hpc.query.drain import UNPROTECTED, Outlook, predict_outlook
+from gemini_hpc.query.inspect_document import Document, build_inspect_document
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.wire import own_key
@@ -29,7 +29,7 @@ from .test_inspect_document import NOW, SLURM, pairs
 def document(change: Callable[[InspectPart], InspectPart] = lambda part: part, **slurm: str) -> Document:
     """A job on n1 to n4; n1+n2 and n3+n4 hold each other's shards of version 5."""
     parts = [change(part) for part in pairs({})]
-    return inspect_document(7, parts, [], SLURM | slurm, (), "controller", NOW)
+    return build_inspect_document(7, parts, [], SLURM | slurm, (), "controller", NOW)
 
 
 def with_tier(part: InspectPart) -> InspectPart:
@@ -78,7 +78,7 @@ ALL_FIVE = {"nodes": "n1,n2,n3,n4,n5"}
     ],
 )
 def test_the_outlook(d: Document, host: str, wanted: Outlook) -> None:
-    found = outlook(d, host)
+    found = predict_outlook(d, host)
     assert found == wanted
     assert found.survives == (bool(wanted.source) or wanted.drain == "idle")
 

@@ -48,7 +48,7 @@ class World:
 
 
 def flushed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Flushing]:
-    monkeypatch.setattr(ask, "_allocation", world.allocation)
+    monkeypatch.setattr(ask, "_read_allocation", world.allocation)
     monkeypatch.setattr(ask, "_flush_at", world.flush_at)
     monkeypatch.setattr(ask, "ControllerLine", world.line)
     monkeypatch.setattr(slurm.Slurm, "read_nodes", lambda _, hosts: world.addresses(hosts))

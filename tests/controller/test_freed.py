@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.query.freed import freed_copies_note
+from gemini_hpc.query.freed import describe_freed_copies
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 WHY = "the retention time of 4 s is over; sealed default 7"
@@ -15,13 +15,13 @@ def event(host: str, name: str = "released", version: int = 7, restart: int = 1,
 
 
 def test_a_loss_is_one_sentence_for_all_its_nodes() -> None:
-    said = freed_copies_note([event(f"n{i}") for i in range(1, 4)], restart=1)
+    said = describe_freed_copies([event(f"n{i}") for i in range(1, 4)], restart=1)
     assert said.startswith("lost: the copies of version 7 on n1, n2, n3 were freed at ")
     assert said.endswith(": the retention time of 4 s is over"), said
 
 
 def test_of_many_nodes_some_are_named() -> None:
-    said = freed_copies_note([event(f"n{i:03}") for i in range(500)], restart=1)
+    said = describe_freed_copies([event(f"n{i:03}") for i in range(500)], restart=1)
     assert "n000" in said and " more were freed" in said and len(said) < 400, said
 
 
@@ -34,4 +34,4 @@ def test_of_many_nodes_some_are_named() -> None:
     ],
 )
 def test_no_loss_is_not_told(other: EventRecord) -> None:
-    assert freed_copies_note([other], restart=1) == freed_copies_note([], restart=1) == ""
+    assert describe_freed_copies([other], restart=1) == describe_freed_copies([], restart=1) == ""

@@ -22,7 +22,7 @@ from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.placement import compute_recovery_probability, list_holders
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
-from gemini_hpc.query.inspect_document import inspect_document, recoveries
+from gemini_hpc.query.inspect_document import build_inspect_document, list_recoveries
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState, TrainingState
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 from gemini_hpc.wire.sanitize import sanitize as printable
@@ -104,7 +104,7 @@ SLURM = {"state": "RUNNING", "nodes": "n1,n2,n3,n4", "restarts": "0"}
 
 
 def test_two_groups() -> None:
-    d = inspect_document(7, pairs({}), [], SLURM, (), "controller", NOW)
+    d = build_inspect_document(7, pairs({}), [], SLURM, (), "controller", NOW)
     assert d["state"] == "protected" and [n["group"] for n in d["nodes"]] == [0, 0, 1, 1]
     v = d["trainings"][0]["survival"]
     assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["counted_version"] == [1, 5]
@@ -119,7 +119,7 @@ def tiered(told: TierState | None) -> tuple[dict[str, Any], str]:
     parts[2] = msgspec.structs.replace(
         parts[2], trainings=(msgspec.structs.replace(parts[2].trainings[0], tier=told),)
     )
-    d = inspect_document(7, parts, [], SLURM, (), "controller", NOW)
+    d = build_inspect_document(7, parts, [], SLURM, (), "controller", NOW)
     return d["trainings"][0]["tier"], "\n".join(
         line for line in render(d).splitlines() if "tier" in line or "kept:" in line
     )
@@ -156,7 +156,7 @@ def test_the_tier() -> None:
 
 
 def test_a_missing_agent_shows_at_once() -> None:
-    d = inspect_document(7, pairs({})[:3], [], SLURM, ("n4",), "controller", NOW)
+    d = build_inspect_document(7, pairs({})[:3], [], SLURM, ("n4",), "controller", NOW)
     assert d["state"] == "partly protected" and d["missing"] == ["n4"]
     v = d["trainings"][0]["survival"]
     assert ["n3"] in v["fatal"] and v["survives"][0]["probability"] == 0.75
@@ -170,24 +170,26 @@ def test_one_training_of_two_is_protected() -> None:
         parts = [
             msgspec.structs.replace(p, trainings=(*p.trainings, other), held=(*p.held, *held)) for p in pairs({})
         ]
-        d = inspect_document(7, parts, [], SLURM, (), "controller", NOW)
+        d = build_inspect_document(7, parts, [], SLURM, (), "controller", NOW)
         if state == "protected":
             assert d["state"] == "protected" and "trainings)" not in render(d)
             continue
         assert [s["protected"] for s in d["trainings"]] == [False, True]
         assert d["state"] == "partly protected" and "job 7: partly protected (1 of 2 trainings)  " in render(d), state
-        waits = inspect_document(7, parts, [], {**SLURM, "state": "PENDING"}, (), "controller", NOW)
+        waits = build_inspect_document(7, parts, [], {**SLURM, "state": "PENDING"}, (), "controller", NOW)
         assert waits["state"] == ("waiting" if state == "arming" else "degraded")
 
 
 def test_what_lives_in_ranks_is_told_beside_the_copies() -> None:
     """n1 and n2 hold each other's shards, and could make copies of the others'; n3 and n4 likewise."""
     parts = pairs({})
-    assert inspect_document(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]["live"] is None
+    assert (
+        build_inspect_document(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]["live"] is None
+    )
     for number, one in enumerate(parts):
         state = msgspec.structs.replace(one.trainings[0], live=(2, 3) if number < 2 else (0, 1))
         parts[number] = msgspec.structs.replace(one, trainings=(state,))
-    d = inspect_document(7, parts, [], SLURM, (), "controller", NOW)
+    d = build_inspect_document(7, parts, [], SLURM, (), "controller", NOW)
     v = d["trainings"][0]["survival"]
     assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["survives"][1]["probability"] < 1
     assert v["live"]["fatal"] == [] and [row["probability"] for row in v["live"]["survives"]] == [1.0, 1.0, 1.0]
@@ -197,7 +199,7 @@ def test_what_lives_in_ranks_is_told_beside_the_copies() -> None:
 def test_a_copy_that_is_not_complete_does_not_count() -> None:
     parts = pairs({})
     parts[1] = part("n2", [slot(0, 5, "filling"), slot(1, 5)])
-    v = inspect_document(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]
+    v = build_inspect_document(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]
     assert v["fatal"] == [["n1"], ["n3", "n4"]]
 
 
@@ -205,16 +207,16 @@ def test_parts_taken_while_versions_change_hands() -> None:
     # n1 has recycled version 4 already (5 complete, 6 filling); n2 still has 4 and 5: both have 5.
     parts = pairs({})
     parts[1] = part("n2", [slot(0, 4), slot(0, 5, number=1), slot(1, 4), slot(1, 5, number=1)])
-    v = inspect_document(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]
+    v = build_inspect_document(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]
     assert v["counted_version"] == [1, 5] and v["survives"][0]["probability"] == 1.0
 
 
 def test_nothing_yet_and_nobody() -> None:
     empty = [part(h, []) for h in ("n1", "n2", "n3", "n4")]
-    d = inspect_document(7, empty, [], SLURM, (), "agents", NOW)
+    d = build_inspect_document(7, empty, [], SLURM, (), "agents", NOW)
     assert d["state"] == "arming" and d["trainings"][0]["survival"]["lost_already"]
     assert "nothing yet" in render(d)
-    nobody = inspect_document(7, [], [], SLURM, ("n1",), "controller", NOW)
+    nobody = build_inspect_document(7, [], [], SLURM, ("n1",), "controller", NOW)
     assert nobody["state"] == "unprotected"
     assert render(nobody)
 
@@ -224,7 +226,7 @@ def test_recoveries() -> None:
     names += ["first_iteration", "saved"]
     log = [EventRecord(100.0 + i, name, "n2" if name == "detected" else "", 0) for i, name in enumerate(names)]
     log += [EventRecord(500.0, "detected", "n3", 1), EventRecord(501.5, "confirmed", "n3", 1)]
-    found = inspect_document(7, pairs({}), [*log, log[1]], SLURM, (), "controller", NOW)["recoveries"]
+    found = build_inspect_document(7, pairs({}), [*log, log[1]], SLURM, (), "controller", NOW)["recoveries"]
     assert [r["restart"] for r in found] == [0, 1]
     assert [e["name"] for e in found[0]["events"]] == names[1:8]
     assert found[0]["total_s"] == 6.0 and found[1]["events"][1]["after_s"] == 1.5
@@ -232,7 +234,7 @@ def test_recoveries() -> None:
 
 def told(*events: tuple[float, str, str]) -> list[tuple[float, list[str]]]:
     log = [EventRecord(t, name, host, 0) for t, name, host in events]
-    found = inspect_document(7, pairs({}), log, SLURM, (), "controller", NOW)["recoveries"]
+    found = build_inspect_document(7, pairs({}), log, SLURM, (), "controller", NOW)["recoveries"]
     return [(r["began"], [e["name"] for e in r["events"]]) for r in found]
 
 
@@ -259,15 +261,15 @@ def test_an_agents_word_of_a_suspicion_has_its_own_host() -> None:
     controllers = [EventRecord(3.0, "detected", "n2", 0, 0, "reported by n1,n3")]
     cleared = [EventRecord(9.0, "dismissed", "n2", 0, 0, "its agent answers")]
     relaunched = [EventRecord(8.0, name, "n3", 0, 5) for name in ("relaunch", "resumed", "first_iteration")]
-    assert recoveries([*agents, *controllers, *cleared]) == []
-    assert recoveries([*agents, *controllers, *relaunched, *cleared]) == []
+    assert list_recoveries([*agents, *controllers, *cleared]) == []
+    assert list_recoveries([*agents, *controllers, *relaunched, *cleared]) == []
 
 
 def test_a_recovery_is_completed_when_the_job_is_back() -> None:
     def completed(*names: str, restart: int = 0) -> list[bool]:
         log = [EventRecord(1.0, "detected", "n1", 0, 0, "n2 is silent; witnesses n1, n3")]
         log += [EventRecord(2.0 + i, name, "", restart) for i, name in enumerate(names)]
-        return [r["completed"] for r in recoveries(log)]
+        return [r["completed"] for r in list_recoveries(log)]
 
     assert completed("detected", "confirmed", "down", "requeued") == [False], "it waits for a node"
     assert completed("detected", "confirmed", "down", "requeued", "running") == [True]
@@ -354,7 +356,7 @@ def test_agents_that_tell_of_millions_of_ranks_cost_an_operator_nothing() -> Non
     many = tuple(TrainingState(f"t{n}", 1, None, "arming", (0,)) for n in range(20_000))
     part = msgspec.structs.replace(pairs({})[0], trainings=(one, *huge, *many))
     began = time.monotonic()
-    found = inspect_document(7, [part], [], SLURM, (), "controller", NOW)
+    found = build_inspect_document(7, [part], [], SLURM, (), "controller", NOW)
     assert time.monotonic() - began < 10
     assert found["trainings"][0]["name"] == "default" and len(found["trainings"]) == 256
     assert any("trainings are not shown" in note for note in found["notes"])
@@ -368,7 +370,9 @@ def test_what_agents_say_is_one_line_of_text_in_inspect() -> None:
         pairs({})[0], trainings=(state,), state=evil, address=evil, interface=evil, dead=(evil,)
     )
     log = [EventRecord(NOW, "detected", evil, 0, 0, evil), EventRecord(NOW, evil, "n1", 0, 0, evil)]
-    text = render(printable(inspect_document(7, [part], log, SLURM | {"reason": evil}, (evil,), "controller", NOW)))
+    text = render(
+        printable(build_inspect_document(7, [part], log, SLURM | {"reason": evil}, (evil,), "controller", NOW))
+    )
     assert all(line.isprintable() for line in text.split("\n"))
     assert not [line for line in text.split("\n") if line.startswith("recovery of restart 9")]
 
@@ -383,27 +387,29 @@ def test_what_agents_say_is_one_line_of_text_in_inspect() -> None:
 def test_spares_are_shown(hosts: tuple[str, ...], ranks: dict[str, int], lost: tuple[str, ...], said: str) -> None:
     one = part("n1", [])
     one = msgspec.structs.replace(one, hosts=hosts, noderanks=ranks, spares=1, without=lost)
-    document = inspect_document(7, [one], [], {"state": "RUNNING", "nodes": ",".join(hosts)}, (), "controller", NOW)
+    document = build_inspect_document(
+        7, [one], [], {"state": "RUNNING", "nodes": ",".join(hosts)}, (), "controller", NOW
+    )
     assert document["spares"]["wanted"] == 1 and said in render(document).splitlines()
-    assert inspect_document(7, [part("n1", [])], [], {}, (), "controller", NOW)["spares"] is None
+    assert build_inspect_document(7, [part("n1", [])], [], {}, (), "controller", NOW)["spares"] is None
 
 
 def test_from_which_job_it_goes_on() -> None:
-    assert inspect_document(7, [part("n1", [])], [], {}, (), "controller", NOW)["after"] is None
+    assert build_inspect_document(7, [part("n1", [])], [], {}, (), "controller", NOW)["after"] is None
     parts = [msgspec.structs.replace(part("n1", []), after=6, taken=(("default", Stamp(3, 9)),))]
-    document = inspect_document(7, parts, [], {}, (), "controller", NOW)
+    document = build_inspect_document(7, parts, [], {}, (), "controller", NOW)
     assert document["after"] == {"job": 6, "took_over": [{"name": "default", "version": [3, 9]}], "lost": ""}
     assert "goes on from job 6: default version 3:9" in render(document)
     parts = [msgspec.structs.replace(part("n1", []), after=6, not_taken="nobody keeps anything")]
-    said = render(inspect_document(7, parts, [], {}, (), "controller", NOW))
+    said = render(build_inspect_document(7, parts, [], {}, (), "controller", NOW))
     assert "goes on from job 6: nobody keeps anything" in said
 
 
 def test_groups_that_share_a_failure_domain_are_named() -> None:
-    assert inspect_document(7, [part("n1", [])], [], {}, (), "controller", NOW)["domains"] is None
+    assert build_inspect_document(7, [part("n1", [])], [], {}, (), "controller", NOW)["domains"] is None
 
     def said(found: Separation) -> str:
-        document = inspect_document(
+        document = build_inspect_document(
             7, [msgspec.structs.replace(part("n1", []), domains=found)], [], {}, (), "agents", NOW
         )
         assert document["domains"]["known"] == found.known

@@ -15,7 +15,7 @@ from gemini_hpc.cli.inspect import render
 from gemini_hpc.controller import lemons
 from gemini_hpc.controller.lemons import FILE, MOST_NODES, MOST_VISITS, Lemons
 from gemini_hpc.controller.reservation import Held
-from gemini_hpc.query.inspect_document import inspect_document
+from gemini_hpc.query.inspect_document import build_inspect_document
 
 from .test_requeue import PENDING, ScriptedSlurm, nothing
 
@@ -113,7 +113,7 @@ def test_inspect_shows_those_of_the_job(kept: Lemons) -> None:
     kept.add_visit("n2", "fenced", 7, "of another job")
     kept.add_visit("n2", "failed", 8, "of another job")
     slurm = {"state": "RUNNING", "nodes": "n1,n2"}
-    document = inspect_document(9, [], [], slurm, (), "controller", time.time(), kept.list_rows(("n1", "n2")))
+    document = build_inspect_document(9, [], [], slurm, (), "controller", time.time(), kept.list_rows(("n1", "n2")))
     [row] = document["lemons"]
     assert (row["host"], row["count"], row["what"]) == ("n2", 2, ["fenced", "failed"])
     assert "n2 had 2 incidents lately: failed, fenced" in render(document)

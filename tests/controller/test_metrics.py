@@ -19,7 +19,7 @@ from gemini_hpc.config import ConfigError, Settings, parse
 from gemini_hpc.controller import metrics
 from gemini_hpc.controller.metrics import EVENTS, Metrics
 from gemini_hpc.controller.withheld import Withheld
-from gemini_hpc.query.inspect_document import inspect_document
+from gemini_hpc.query.inspect_document import build_inspect_document
 
 from .test_inspect_document import SLURM, pairs
 
@@ -34,7 +34,7 @@ def track(raw_id: int, ended: float = 0.0) -> Any:
 async def ask(of: Any) -> dict[str, Any]:
     if of.raw_id == 9:
         raise OSError("its agents are gone")
-    return inspect_document(of.raw_id, pairs({}), (), SLURM, (), "controller", 1000.0)
+    return build_inspect_document(of.raw_id, pairs({}), (), SLURM, (), "controller", 1000.0)
 
 
 def made(tmp_path: Path, **settings: Any) -> Metrics:

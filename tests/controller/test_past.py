@@ -13,7 +13,7 @@ from gemini_hpc.cli import amounts, jobs
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.config import Settings
 from gemini_hpc.query import ask, figures, past
-from gemini_hpc.query.inspect_document import inspect_document
+from gemini_hpc.query.inspect_document import build_inspect_document
 from gemini_hpc.wire import inspect_schema
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import MAX_DETAIL, sanitize
@@ -43,7 +43,7 @@ NIGHT = [
 
 
 def shown(events: list[EventRecord], slurm: dict[str, str]) -> tuple[dict[str, Any], str]:
-    d = inspect_document(7, [], events, slurm, ("n1",), "controller", NOW)
+    d = build_inspect_document(7, [], events, slurm, ("n1",), "controller", NOW)
     return d, render(sanitize(d), 80)
 
 
@@ -75,7 +75,7 @@ def test_a_job_that_lives_has_not_ended() -> None:
 
 
 def test_copies_that_are_still_kept_are_shown() -> None:
-    d = inspect_document(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
+    d = build_inspect_document(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
     assert d["state"] == "ended" and len(d["nodes"]) == 4 and d["trainings"]
 
 
@@ -152,19 +152,19 @@ def test_the_table() -> None:
 
 
 def test_a_row_of_a_living_job() -> None:
-    d = inspect_document(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
-    assert figures.survivable_nodes(d) == 1 and figures.sealed_age_s(d) is not None
-    nothing = inspect_document(
+    d = build_inspect_document(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
+    assert figures.count_survivable_nodes(d) == 1 and figures.compute_sealed_age(d) is not None
+    nothing = build_inspect_document(
         7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW
     )
-    assert figures.survivable_nodes(nothing) is None
+    assert figures.count_survivable_nodes(nothing) is None
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "UNKNOWN"])
 def test_what_the_controller_writes_is_what_is_read(state: str) -> None:
     for code in ("1:0", "", "x", "0:15"):
         events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.describe_end(state, code))]
-        how = past.ending(events, FORGOTTEN)
+        how = past.derive_end(events, FORGOTTEN)
         assert how is not None and how.state == state and how.exit_code == (code if ":" in code else "")
 
 
@@ -185,7 +185,7 @@ def test_an_agents_events_are_its_owners_word() -> None:
     large = EventRecord(NOW - 2, "resumed", "n1", 1, 3, '{"rank": ' + "9" * 200 + "}")
     long = EventRecord(NOW - 3, "degraded", "n1", 1, 3, "x" * 1000)
     parts[0] = msgspec.structs.replace(parts[0], events=(forged, large, long))
-    d = inspect_document(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
+    d = build_inspect_document(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
     assert d["ended"]["state"] == "FAILED"
     assert max(len(e["detail"]) for e in d["events"]) <= MAX_DETAIL
     assert render(sanitize(d), 80)
@@ -197,7 +197,7 @@ class Answers:
     def __init__(self, *_: object) -> None:
         """Forget the arguments."""
 
-    def jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
+    def list_jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
         ended = (NOW - 3600, *((NOW - 86400 * 2,) if everything else ()))
         rows = tuple(inspect_schema.JobRow(i, 5001, "FAILED", 2, 0, 0, t) for i, t in enumerate(ended, 1))
         return inspect_schema.JobsAnswer(rows, 0)

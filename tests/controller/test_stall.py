@@ -7,8 +7,8 @@ import msgspec
 from gemini_hpc.agent.replicas.pace import VersionGaps
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import Document, inspect_document
-from gemini_hpc.query.stall import Stall, stall
+from gemini_hpc.query.inspect_document import Document, build_inspect_document
+from gemini_hpc.query.stall import Stall, detect_stall
 from gemini_hpc.wire.inspect_schema import InspectPart, PaceState, TrainingState
 
 NOW = 1000.0
@@ -54,7 +54,7 @@ def test_what_is_a_stall() -> None:
     ]
     for case in cases:
         paces, every, running_s, wanted = case
-        assert stall(paces, every, running_s, 120.0) == wanted, case
+        assert detect_stall(paces, every, running_s, 120.0) == wanted, case
 
 
 def shown(
@@ -83,7 +83,7 @@ def shown(
         dead=(),
     )
     parts = [part, msgspec.structs.replace(part, host="n2")]
-    return inspect_document(7, parts, [], SLURM | (slurm or {}), (), "controller", NOW)
+    return build_inspect_document(7, parts, [], SLURM | (slurm or {}), (), "controller", NOW)
 
 
 def test_a_stalled_training_in_the_picture() -> None:

@@ -14,7 +14,7 @@ from gemini_hpc.cli.main import main
 from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.forecast import goodput
-from gemini_hpc.query.inspect_document import inspect_document
+from gemini_hpc.query.inspect_document import build_inspect_document
 from gemini_hpc.wire.inspect_schema import CpuState, EventRecord, HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.traffic import TrafficState
 
@@ -109,7 +109,7 @@ def test_inspect() -> None:
         domains=Separation(1, (Shared("rack1", ("n1", "n2")),)),
         cpu=CpuState(0.1, 0.5, 0.3, 0.2),
     )
-    found = inspect_document(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
+    found = build_inspect_document(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
     assert found["schema"] == 1
     training = found["trainings"][0]
     for heading, one in (
@@ -122,7 +122,7 @@ def test_inspect() -> None:
     ):
         assert sorted(keys("inspect", heading)) == sorted(one), heading
     assert ["rank", "host", *keys("inspect", "traffic")] == list(training["traffic"][0])
-    over = inspect_document(
+    over = build_inspect_document(
         7, [], [EventRecord(3.0, "ended", "", 0, 5, "FAILED 1:0")], {"state": "FAILED"}, (), "agents", 4.0
     )
     assert sorted(keys("inspect", "ended")) == sorted(over["ended"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.query.summary_line import summary_line
+from gemini_hpc.query.summary_line import build_summary_line
 from gemini_hpc.wire import local
 from gemini_hpc.wire.inspect_schema import EventRecord
 from tests.train.fake_agent import FakeJob
@@ -88,7 +88,7 @@ def test_every_version_is_sealed_and_a_requeued_run_ends_alike(
     assert [(d["rank"], d["shards"], d["repeated"]) for d in found] == [(0, 1, 2), (1, 1, 2)]
     assert all(d["began"] <= d["fetched"] <= d["loaded"] for d in found)
     assert [e.version for e in log if e.name == "first_iteration"] == [18, 18]
-    assert summary_line(log, 2, 0, 2).endswith("; last saved step 17; 2 steps repeated")
+    assert build_summary_line(log, 2, 0, 2).endswith("; last saved step 17; 2 steps repeated")
 
 
 def test_parts_are_loaded_by_another_number_of_ranks(

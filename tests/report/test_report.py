@@ -25,8 +25,16 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
 from gemini_hpc.query.ask import Recorded
 from gemini_hpc.report import drawing
-from gemini_hpc.report.html_page import Pictures, render
-from gemini_hpc.report.report_data import Shown, choose, document, idle, in_words, saved_steps, shown
+from gemini_hpc.report.html_page import Pictures, render_page
+from gemini_hpc.report.report_data import (
+    Shown,
+    build_document,
+    choose_ranks,
+    combine_answers,
+    describe_saves,
+    list_idle_spans,
+    list_saved_steps,
+)
 from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, Record, RecordAsk, TrainingState
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
@@ -61,11 +69,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Agents in place of those of a job."""
 
     def of(parts: list[InspectPart], told: dict[tuple[str, int], Record]) -> None:
-        def records(_settings: Any, _job: int, choose: ask.Choose) -> tuple[tuple[InspectPart, ...], list[Recorded]]:
+        def fetch_records(
+            _settings: Any, _job: int, choose: ask.Choose
+        ) -> tuple[tuple[InspectPart, ...], list[Recorded]]:
             wanted = choose(tuple(parts))
             return tuple(parts), [Recorded(host, q, told.get((q.training, q.rank))) for host, q in wanted]
 
-        monkeypatch.setattr(ask, "records", records)
+        monkeypatch.setattr(ask, "fetch_records", fetch_records)
 
     return of
 
@@ -83,25 +93,29 @@ def test_the_worst_rank_of_each_set_is_asked_for() -> None:
         "other", 2, None, "arming", (0, 1), traffic=((0, but(overhead=0.2)), (1, but(overhead=0.1)))
     )
     parts[0] = msgspec.structs.replace(parts[0], trainings=(*parts[0].trainings, other))
-    assert choose(parts, None, None) == [("n2", RecordAsk("default", 1)), ("n1", RecordAsk("other", 0))]
-    assert choose(parts, "other", 1) == [("n1", RecordAsk("other", 1))]
-    assert choose(parts, None, 5) == [] == choose(parts, "nothing", None)
-    assert choose([], None, None) == []
+    assert choose_ranks(parts, None, None) == [("n2", RecordAsk("default", 1)), ("n1", RecordAsk("other", 0))]
+    assert choose_ranks(parts, "other", 1) == [("n1", RecordAsk("other", 1))]
+    assert choose_ranks(parts, None, 5) == [] == choose_ranks(parts, "nothing", None)
+    assert choose_ranks([], None, None) == []
 
 
 def test_a_rank_that_has_moved_is_asked_for_where_it_was_last() -> None:
     old, new = part("n1", 0, STEADY, restart=0), part("n2", 0, STEADY, restart=1, epoch=3)
-    assert choose([new, old], None, None) == choose([old, new], None, None) == [("n2", RecordAsk("default", 0))]
+    assert (
+        choose_ranks([new, old], None, None)
+        == choose_ranks([old, new], None, None)
+        == [("n2", RecordAsk("default", 0))]
+    )
 
 
 def test_a_job_of_very_many_sets_is_cut() -> None:
     many = tuple(TrainingState(f"s{n:04}", 1, None, "arming", (0,), traffic=((0, STEADY),)) for n in range(64))
-    assert len(choose([msgspec.structs.replace(part("n1", 0, None), trainings=many)], None, None)) == 16
+    assert len(choose_ranks([msgspec.structs.replace(part("n1", 0, None), trainings=many)], None, None)) == 16
 
 
 def test_an_agent_that_tells_no_record_leaves_the_summary() -> None:
     parts = [part("n1", 0, STEADY)]
-    (one,) = shown(parts, [Recorded("n1", RecordAsk("default", 0), None)])
+    (one,) = combine_answers(parts, [Recorded("n1", RecordAsk("default", 0), None)])
     assert one == Shown("default", 0, "n1", STEADY, None, (), saved=5, saved_at=1.0)
 
 
@@ -109,8 +123,8 @@ def test_idle_is_what_lies_between_the_collectives() -> None:
     timeline = stats_messages.timeline(
         version=1, iteration_s=1.0, gate_s=0.9, ops=[("a", 0.1, 0.5, 1), ("b", 0.2, 0.3, 1), ("c", 0.6, 0.7, 1)]
     )
-    assert idle(timeline) == [(0.0, 0.1), (0.5, 0.6), (0.7, 1.0)]
-    assert idle(TimelineState(1, 1.0, 1.0)) == [(0.0, 1.0)]
+    assert list_idle_spans(timeline) == [(0.0, 0.1), (0.5, 0.6), (0.7, 1.0)]
+    assert list_idle_spans(TimelineState(1, 1.0, 1.0)) == [(0.0, 1.0)]
 
 
 def test_every_key_of_the_document_is_documented() -> None:
@@ -121,7 +135,7 @@ def test_every_key_of_the_document_is_documented() -> None:
             return set(value) | {key for inner in value.values() for key in keys(inner)}
         return {key for inner in value for key in keys(inner)} if isinstance(value, list) else set()
 
-    found = keys(document(7, 1.0, [ONE]))
+    found = keys(build_document(7, 1.0, [ONE]))
     found -= set(TrafficState.__struct_fields__) - {"t", "j", "overhead"}  # the section on inspect has them
     missing = {key for key in found if not re.search(rf"`(?:[^`]*\W)?{key}(?:\W[^`]*)?`", text)}
     assert not missing
@@ -131,9 +145,9 @@ def test_every_key_of_the_document_is_documented() -> None:
 
 
 def test_pictures() -> None:
-    width, height = size_of(drawing.timeline_png(ONE))
+    width, height = size_of(drawing.draw_timeline(ONE))
     assert width == drawing.WIDTH_IN * drawing.DPI and 200 < height < 800
-    assert size_of(drawing.overhead_png(ONE))[0] == width
+    assert size_of(drawing.draw_overhead(ONE))[0] == width
 
 
 def test_the_first_picture_shows_saved_steps_losses_and_resumes() -> None:
@@ -144,22 +158,22 @@ def test_the_first_picture_shows_saved_steps_losses_and_resumes() -> None:
     state = msgspec.structs.replace(parts[0].trainings[0], sealed=Stamp(1, 80))
     slot = msgspec.structs.replace(parts[0].held[0], stamp=Stamp(1, 80), since=1008.0)
     parts[0] = msgspec.structs.replace(parts[0], trainings=(state,), held=(slot,))
-    (one,) = shown(parts, [Recorded("n1", RecordAsk("default", 0), Record("default", 0, None, saved))])
+    (one,) = combine_answers(parts, [Recorded("n1", RecordAsk("default", 0), Record("default", 0, None, saved))])
     assert [event.name for event in one.marks] == ["detected", "resumed"]
-    assert in_words(one, 1010.0) == "The newest save is step 80, 2 s ago. So far: 1 loss, 1 resume."
-    assert saved_steps(one)[-1] == (1008.0, 80) and (1006.0, 40) in saved_steps(one)
-    drawn = colours(drawing.steps_png(one, 1010.0))
+    assert describe_saves(one, 1010.0) == "The newest save is step 80, 2 s ago. So far: 1 loss, 1 resume."
+    assert list_saved_steps(one)[-1] == (1008.0, 80) and (1006.0, 40) in list_saved_steps(one)
+    drawn = colours(drawing.draw_steps(one, 1010.0))
     assert {rgb(c) for c in (drawing._TRAINING, drawing._WAIT, drawing._RESUMED)} <= drawn
-    (told,) = document(7, 1010.0, [one])["trainings"]
+    (told,) = build_document(7, 1010.0, [one])["trainings"]
     assert (told["saved"], told["saved_age_s"], len(told["marks"])) == (80, 2.0, 2)
-    page = render(7, 1010.0, [Pictures(one, None, None, drawing.steps_png(one, 1010.0))])
+    page = render_page(7, 1010.0, [Pictures(one, None, None, drawing.draw_steps(one, 1010.0))])
     assert page.index("The newest save is step 80") < page.index("What the copies cost")
 
 
 def test_without_a_save_the_page_says_so() -> None:
-    assert in_words(ONE, 2e9).startswith("No step is saved yet")
+    assert describe_saves(ONE, 2e9).startswith("No step is saved yet")
     with pytest.raises(ValueError, match="no saved step"):
-        drawing.steps_png(ONE, 2e9)
+        drawing.draw_steps(ONE, 2e9)
 
 
 def test_each_lane_is_drawn() -> None:
@@ -167,7 +181,7 @@ def test_each_lane_is_drawn() -> None:
     lanes = {"ops": drawing._TRAINING, "chunks": drawing._CHUNK, "copies": drawing._COPY, "waits": drawing._WAIT}
     for lane, colour in lanes.items():
         alone = msgspec.structs.replace(TIMELINE, **{name: () for name in lanes if name != lane})
-        drawn = colours(drawing.timeline_png(Shown("default", 0, "n1", STEADY, alone, ())))
+        drawn = colours(drawing.draw_timeline(Shown("default", 0, "n1", STEADY, alone, ())))
         assert {c for c in lanes.values() if rgb(c) in drawn} == {colour}, lane
 
 
@@ -186,7 +200,7 @@ def test_strange_timelines() -> None:
         holders,
         msgspec.msgpack.decode(backwards, type=TimelineState),
     ):
-        size_of(drawing.timeline_png(Shown(EVIL, 0, EVIL, STEADY, timeline, ())))
+        size_of(drawing.draw_timeline(Shown(EVIL, 0, EVIL, STEADY, timeline, ())))
 
 
 def test_strange_series() -> None:
@@ -195,7 +209,7 @@ def test_strange_series() -> None:
         (Point(0.0, -1.0, 1), Point(1e11, 1e6, 1 << 20)),
         (Point(5.0, 0.1, 1), Point(5.0, 0.2, 2)),
     ):
-        size_of(drawing.overhead_png(Shown(EVIL, 0, "n1", STEADY, None, series)))
+        size_of(drawing.draw_overhead(Shown(EVIL, 0, "n1", STEADY, None, series)))
 
 
 # ---- the page ------------------------------------------------------------------------------------------
@@ -218,7 +232,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_needs_nothing_else() -> None:
-    page = render(7, 1.7e9, [Pictures(ONE, drawing.timeline_png(ONE), drawing.overhead_png(ONE))])
+    page = render_page(7, 1.7e9, [Pictures(ONE, drawing.draw_timeline(ONE), drawing.draw_overhead(ONE))])
     found = Elements(page)
     assert "http:" not in page and "https:" not in page and "//" not in re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
     assert not found.tags & {"script", "link", "iframe", "object", "embed", "base", "form", "a"}
@@ -230,8 +244,8 @@ def test_the_page_needs_nothing_else() -> None:
 def test_what_agents_say_is_text_in_the_page() -> None:
     hostile = but(scheme="<b>x</b>", transport="'\"><i>", stage="</td>", problem=EVIL)
     one = Shown(EVIL, 0, EVIL, hostile, None, ())
-    page = render(7, 1.7e9, [Pictures(one, None, None)])
-    honest = Elements(render(7, 1.7e9, [Pictures(Shown("default", 0, "n1", STEADY, None, ()), None, None)]))
+    page = render_page(7, 1.7e9, [Pictures(one, None, None)])
+    honest = Elements(render_page(7, 1.7e9, [Pictures(Shown("default", 0, "n1", STEADY, None, ()), None, None)]))
     found = Elements(page)
     assert found.tags == honest.tags and not [v for n, v in found.attributes if n == "src"]
     assert "\x1b" not in page and "\u202e" not in page and "<script" not in page

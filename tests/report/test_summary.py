@@ -8,8 +8,8 @@ import pytest
 
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.query.inspect_document import inspect_document
-from gemini_hpc.report.summary import advice, summary
+from gemini_hpc.query.inspect_document import build_inspect_document
+from gemini_hpc.report.summary import choose_advice, format_summary
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
 
 NOW = 1000.0
@@ -41,7 +41,7 @@ def job(nodes: int, ranks: int, **changes: Any) -> list[InspectPart]:
 def document(nodes: int = 4, ranks: int = 4, absent: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
     parts = [part for part in job(nodes, ranks, **changes) if part.host not in absent]
     slurm = RUNNING | {"nodes": ",".join(f"n{i}" for i in range(nodes))}
-    return inspect_document(7, parts, changes.get("events", ()), slurm, absent, "controller", NOW)
+    return build_inspect_document(7, parts, changes.get("events", ()), slurm, absent, "controller", NOW)
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (8, 64), (64, 512)])
@@ -83,7 +83,7 @@ def test_nodes_in_trouble_come_first() -> None:
     ],
 )
 def test_the_three_lines(changes: dict[str, Any], state: str, lost: str, to_do: str) -> None:
-    first, second, third = summary(document(**changes), 200)
+    first, second, third = format_summary(document(**changes), 200)
     assert first.startswith(f"job 7: {state}   slurm RUNNING   restarts 0   2 copies")
     assert second.startswith(f"may be lost: {lost}") and third.startswith(f"to do: {to_do}")
 
@@ -91,7 +91,7 @@ def test_the_three_lines(changes: dict[str, Any], state: str, lost: str, to_do: 
 def test_jobs_that_wait() -> None:
     def lines(state: str, restarts: int) -> list[str]:
         slurm = {"state": state, "reason": "Resources", "restarts": str(restarts)}
-        return summary(inspect_document(7, [], [], slurm, (), "controller", NOW), 80)
+        return format_summary(build_inspect_document(7, [], [], slurm, (), "controller", NOW), 80)
 
     assert lines("PENDING", 0)[0] == "job 7: pending   slurm PENDING (Resources)   restarts 0"
     assert lines("PENDING", 0)[2] == lines("PENDING", 1)[2] == "to do: nothing; the job waits for Slurm"
@@ -100,7 +100,7 @@ def test_jobs_that_wait() -> None:
 
 def test_advice_after_the_end() -> None:
     d = document() | {"ended": {"state": "TIMEOUT", "t": NOW, "exit_code": "", "version": 41, "stored": None}}
-    assert advice(d) == "see the events below"
-    assert "--gemini-after=7" in advice(d | {"kept_until": NOW + 60})
-    assert "step 40 on the tier" in advice(d | {"ended": d["ended"] | {"stored": 40}})
-    assert advice(d | {"ended": d["ended"] | {"state": "COMPLETED"}}) == "nothing"
+    assert choose_advice(d) == "see the events below"
+    assert "--gemini-after=7" in choose_advice(d | {"kept_until": NOW + 60})
+    assert "step 40 on the tier" in choose_advice(d | {"ended": d["ended"] | {"stored": 40}})
+    assert choose_advice(d | {"ended": d["ended"] | {"state": "COMPLETED"}}) == "nothing"
