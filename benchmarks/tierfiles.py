@@ -143,7 +143,7 @@ class _Place:
 
     @property
     def version(self) -> Path:
-        return self.path / "gemini-1" / "default" / version.name(STAMP)
+        return self.path / "gemini-1" / "default" / version.format_name(STAMP)
 
     def write_bare(self) -> float:
         self.bare.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
     deaths = 0
     while True:
         started = clock.monotonic()
-        mine = workers.Workers(workers.tier, score.fork)
+        mine = workers.Workers(workers.run_tier_worker, score.fork)
         pid = score.fork()
         if pid == 0:
             status = 1
@@ -98,7 +98,7 @@ def _attend(agent: int, mine: workers.Workers) -> int:
     try:
         listens = True
         while True:
-            wanted = [process, *mine.pidfds(), *([mine.sock.fileno()] if listens else [])]
+            wanted = [process, *mine.list_pidfds(), *([mine.sock.fileno()] if listens else [])]
             poll = select.poll()
             for each in wanted:
                 poll.register(each, select.POLLIN)
@@ -106,7 +106,7 @@ def _attend(agent: int, mine: workers.Workers) -> int:
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
                 if child[0] == agent:
                     return child[1]
-                mine.ended(child[0])
+                mine.close_pidfd(child[0])
             if listens and mine.sock.fileno() in ready:
                 listens = mine.serve()
     finally:

@@ -520,7 +520,7 @@ class Agent:
         if self._good_end.ended(m.exit_code):
             return local.Ok("released", check=self._sick.suspects_this_node)
         if first:
-            self.saver.detached(dead=dead)
+            self.saver.on_detached(dead=dead)
         return local.Ok("hold" if hold else "detached", here.restart, self._sick.suspects_this_node)
 
     # ---- peers -----------------------------------------------------------------------------------------
@@ -580,7 +580,7 @@ class Agent:
         self._predecessor.sealed(self.trainings)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
-            self.saver.sealed(training, stamp)
+            self.saver.on_sealed(training, stamp)
 
     # ---- the controller --------------------------------------------------------------------------------
 
@@ -590,11 +590,11 @@ class Agent:
 
     def ends_in(self, left_s: int | None) -> None:
         """Note that Slurm ends the job in so many seconds. None means that no time is set."""
-        self.saver.ends_in(left_s)
+        self.saver.record_time_left(left_s)
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
         """Note that these nodes, or the partition, are being drained."""
-        self.saver.leaving(hosts, partition)
+        self.saver.on_draining(hosts, partition)
         if (incarnation := self.membership.incarnation) is not None and incarnation.view.spares:
             for host in hosts:
                 if host != self.identity.node:

@@ -74,10 +74,12 @@ class GoodEnd:
 
         Versions to keep by name must first reach the tier.
         """
-        kept = any(self._keeps.of_training(t.name) and t.sealed is not None for t in self._trainings if t.greeted)
+        kept = any(
+            self._keeps.list_wished_names(t.name) and t.sealed is not None for t in self._trainings if t.greeted
+        )
         if kept and self._saver.tier:
             return False
         self._saver.succeeded = True
-        self._saver.ended()
+        self._saver.stop_waiting()
         self._retention.release("the training succeeded")
         return True

@@ -77,7 +77,7 @@ class InspectView:
             ranks=tuple(sorted(training.greeted)),
             note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
             traffic=self._stats.states(training.name, training.greeted),
-            tier=self._saver.state(training.name),
+            tier=self._saver.describe_saves(training.name),
             pace=pace,
             hung=training.hung[:500],
             live=self._live(training.name),

@@ -180,7 +180,7 @@ class RecoveryMember:
 
     def choose(self, tier: Tier) -> bool:
         """Take the tier that a program has chosen. Return whether this changes anything."""
-        heeded = self._tier.heeds(tier)
+        heeded = self._tier.accepts(tier)
         if heeded:
             self._tier.chosen = tier
             self._spawn(self._saver.check_once())
@@ -202,7 +202,7 @@ class RecoveryMember:
         within_s = (
             _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._identity.settings.attach_timeout_s)
         )
-        return await self._saver.stored(without, within_s, self.after if before else 0)
+        return await self._saver.find_stored(without, within_s, self.after if before else 0)
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Add rejected versions to those known, and return all of them."""

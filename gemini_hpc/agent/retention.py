@@ -152,7 +152,7 @@ class Retention:
     def check_memory(self, now: float) -> None:
         """Decide about the memory. Called a few times a second while the job does not run here."""
         # a salvage that is due counts as saving only from its start on
-        saving = self._saving(now) and not self._salvage.due(now, last=True)
+        saving = self._saving(now) and not self._salvage.is_due(now, last=True)
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
             MemoryFacts(
@@ -164,7 +164,7 @@ class Retention:
                 holds=holds,
                 short=holds and self._budget.below_floor(_SPILL_FLOOR if saving else 1.0),
                 saving=saving,
-                unsaved=self._salvage.due(now),
+                unsaved=self._salvage.is_due(now),
             )
         )
         if action == "save":
@@ -184,7 +184,7 @@ class Retention:
         """Begin to save unsaved versions, for the last time: the memory is about to be freed."""
         if self._unwanted_since is None:
             self._unwanted_since = now
-        if self._salvage.due(now, last=True):
+        if self._salvage.is_due(now, last=True):
             self._salvage.begin_try(last=True)
 
     # ---- the end ---------------------------------------------------------------------------------------

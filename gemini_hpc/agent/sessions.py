@@ -309,7 +309,7 @@ class Sessions:
         await rounds.wait_live(None)
         training = self._trainings.get(self._training_name(m))
         again = training is not None and m.rank in training.greeted
-        chooses = self._tier.heeds(m.tier)
+        chooses = self._tier.accepts(m.tier)
         if rounds.step == m.step and not again and not rounds.unseen and not chooses:
             return
         deadline = clock.monotonic() + _OTHER_LAUNCH_S

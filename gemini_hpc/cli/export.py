@@ -107,12 +107,12 @@ def find_directory(what: str, tier: str, config: str) -> str:
         return what
     number = frame.raw_id(job)
     where = tier or _site_tier(config, job)
-    names = job_directory.names(where, number) if os.path.isdir(where) else []
+    names = job_directory.list_names(where, number) if os.path.isdir(where) else []
     if len(names) > 1:
         raise UserError(
             f"{where}: several jobs have had the number {number}; name the one you want: {', '.join(names)}"
         )
-    return f"{where}/{(names or [job_directory.plain_name(number)])[0]}{at}{name}"
+    return f"{where}/{(names or [job_directory.format_plain_name(number)])[0]}{at}{name}"
 
 
 def _report_skipped(said: str) -> None:
@@ -120,9 +120,9 @@ def _report_skipped(said: str) -> None:
 
 
 def _site_tier(config: str, job: str) -> str:
-    from gemini_hpc.agent.tier.choice import site_tier
+    from gemini_hpc.agent.tier.choice import resolve_site_tier
 
-    found = site_tier(load(config).tier, os.getuid())
+    found = resolve_site_tier(load(config).tier, os.getuid())
     if not found:
         raise UserError(f"job {job}: its tier is not known: give --tier DIR, or the directory itself")
     return found
@@ -147,7 +147,7 @@ def _made(output: str) -> Iterator[str]:
     try:
         inside = tempfile.mkdtemp(prefix=".gemini-export.", suffix=".tmp", dir=parent)
     except OSError as error:
-        raise UserError(f"{output} cannot be made in {parent}: {publish.why(error)}") from None
+        raise UserError(f"{output} cannot be made in {parent}: {publish.explain_error(error)}") from None
     try:
         temporary = f"{inside}/{name}"
         yield temporary
@@ -189,7 +189,7 @@ def _as_user_error(output: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{output} cannot be written: {publish.why(_first(error))}") from None
+        raise UserError(f"{output} cannot be written: {publish.explain_error(_first(error))}") from None
 
 
 def _first(error: Exception) -> Exception:

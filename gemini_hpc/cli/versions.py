@@ -51,9 +51,9 @@ def collect(path: str) -> list[dict[str, Any]]:
         raise ValueError(f"{path}: no such directory")
     below = [f"{path}/{entry}" for entry in sorted(os.listdir(path)) if TRAINING_NAME.fullmatch(entry)]
     found = []
-    for directory in [path] if version.stamps(path) else below:
-        for manifest in version.whole(directory) if os.path.isdir(directory) else ():
-            where = f"{directory}/{version.name(manifest.stamp)}"
+    for directory in [path] if version.list_stamps(path) else below:
+        for manifest in version.list_whole(directory) if os.path.isdir(directory) else ():
+            where = f"{directory}/{version.format_name(manifest.stamp)}"
             found.append(
                 {
                     "training": manifest.training,
@@ -63,7 +63,7 @@ def collect(path: str) -> list[dict[str, Any]]:
                     "time": manifest.time,
                     "kept": os.path.lexists(f"{where}/{version.KEPT}"),
                     "rejected": os.path.lexists(f"{where}/{version.REJECTED}"),
-                    "names": sorted(names.of_version(where)),
+                    "names": sorted(names.read_version_names(where)),
                     "where": where,
                 }
             )

@@ -24,7 +24,7 @@ from gemini_hpc import clock
 from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
 from gemini_hpc.mpi.arrays import Array, Arrays, Shape
 from gemini_hpc.mpi.collectives import MpiRanks
-from gemini_hpc.tier.publish import publish, why
+from gemini_hpc.tier.publish import explain_error, publish
 
 Box = tuple[Shape, Shape]  # offset, size
 
@@ -133,7 +133,7 @@ def _make(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, 
             file.attrs.update(attributes)
             for dataset in datasets:
                 above, _, last = dataset.name.rpartition("/")
-                made = hdf5.dataset(file.require_group(above), last, dataset.row.shape, dataset.row.dtype)
+                made = hdf5.create_dataset(file.require_group(above), last, dataset.row.shape, dataset.row.dtype)
                 hdf5.label(made, dataset.row)
         to = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -236,7 +236,7 @@ def _problem(path: str, what: Callable[[], object]) -> str:
     try:
         what()
     except (OSError, RuntimeError, ValueError) as error:
-        return f"{path}: {why(error) or type(error).__name__}"
+        return f"{path}: {explain_error(error) or type(error).__name__}"
     return ""
 
 

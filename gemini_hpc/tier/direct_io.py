@@ -18,7 +18,7 @@ PAGE_BYTES = 4096
 PART_BYTES = 2 << 20
 
 
-def buffers(count: int) -> list[memoryview]:
+def allocate_buffers(count: int) -> list[memoryview]:
     """Return `count` page-aligned buffers of `PART_BYTES` each."""
     memory = mmap.mmap(-1, count * PART_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
@@ -27,7 +27,7 @@ def buffers(count: int) -> list[memoryview]:
     return [view[at : at + PART_BYTES] for at in range(0, len(view), PART_BYTES)]
 
 
-def started(count: int, run: Callable[[], None], name: str) -> list[threading.Thread]:
+def start_threads(count: int, run: Callable[[], None], name: str) -> list[threading.Thread]:
     """Start up to `count` daemon threads that run `run`, and return them.
 
     Daemon threads do not hold up the end of the process. Fewer threads are returned if the system refuses to
@@ -67,7 +67,7 @@ class File:
 
     def read(self, into: memoryview, at: int) -> int:
         """Read bytes at offset `at` into `into`; return their number, 0 at the end of the file."""
-        if self._may(into, at):
+        if self._can_write_directly(into, at):
             try:
                 return os.preadv(self._direct, [into], at)
             except OSError as error:
@@ -81,7 +81,7 @@ class File:
         Raises OSError. EINVAL means that the file system does not support direct writes after all. No
         fallback happens here, because direct and buffered writes must not be mixed then.
         """
-        may = self._may(data, at)
+        may = self._can_write_directly(data, at)
         fd = self._direct if may else self.fd
         while len(data):
             sent = os.pwrite(fd, data, at)
@@ -92,5 +92,5 @@ class File:
                 os.posix_fadvise(fd, at, sent, os.POSIX_FADV_DONTNEED)
             data, at = data[sent:], at + sent
 
-    def _may(self, data: memoryview, at: int) -> bool:
+    def _can_write_directly(self, data: memoryview, at: int) -> bool:
         return self._direct != -1 and at % PAGE_BYTES == 0 == len(data) % PAGE_BYTES

@@ -38,25 +38,25 @@ def find(
     path = os.path.normpath(path)
     if not os.path.isdir(path):
         raise ValueError(f"{path}: not a directory" if os.path.lexists(path) else f"{path}: no such directory")
-    stamp = version.stamp_of(os.path.basename(os.path.abspath(path)))
+    stamp = version.parse_name(os.path.basename(os.path.abspath(path)))
     if stamp is None and name:
-        path = _down(path, training_name)
-        found = names.of_training(path)
+        path = _walk_down(path, training_name)
+        found = names.find_training_names(path)
         if name not in found:
             there = ", ".join(sorted(found)[:10]) or "none"
             raise ValueError(f"{path}: no version has the name {name}; the names there: {there}")
         stamp = found[name][1]
-        path = f"{path}/{version.name(stamp)}"
+        path = f"{path}/{version.format_name(stamp)}"
     if stamp is not None:
         manifest = _read(os.path.dirname(os.path.abspath(path)), stamp)
         if manifest is None:
             raise ValueError(f"{path}: is not whole (it has no {version.MANIFEST})")
         return path, manifest
-    path = _down(path, training_name)
+    path = _walk_down(path, training_name)
     damaged: list[str] = []
-    for stamp in version.stamps(path):
-        if not number and version.rejected(path, stamp):
-            damaged.append(f"{path}/{version.name(stamp)} was rejected by a training")
+    for stamp in version.list_stamps(path):
+        if not number and version.is_rejected(path, stamp):
+            damaged.append(f"{path}/{version.format_name(stamp)} was rejected by a training")
             continue
         try:
             manifest = _read(path, stamp) if not number or stamp.version == number else None
@@ -66,7 +66,7 @@ def find(
         if manifest is not None:
             for said in damaged:
                 passed_over(said)
-            return f"{path}/{version.name(stamp)}", manifest
+            return f"{path}/{version.format_name(stamp)}", manifest
     more = "".join(f"; {said}" for said in damaged[:3])
     raise ValueError(f"{path}: has no whole version{f' {number}' if number else ''}{more}")
 
@@ -86,13 +86,13 @@ def _read(directory: str, stamp: Stamp) -> VersionManifest | None:
     try:
         return version.read(directory, stamp)
     except ValueError as error:  # the error's text begins with the manifest's name
-        raise ValueError(f"{directory}/{version.name(stamp)}/{error}") from None
+        raise ValueError(f"{directory}/{version.format_name(stamp)}/{error}") from None
 
 
-def _down(path: str, training_name: str) -> str:
+def _walk_down(path: str, training_name: str) -> str:
     """Descend from the tier to a job's directory, then to a training's: the named one, or the only one."""
     for kind in ("gemini-", ""):
-        if version.stamps(path):
+        if version.list_stamps(path):
             return path
         inside = sorted(e for e in os.listdir(path) if e.startswith(kind) and os.path.isdir(f"{path}/{e}"))
         if kind and not inside:

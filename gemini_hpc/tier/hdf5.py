@@ -33,7 +33,7 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-def type_of(dtype: str) -> Any:
+def choose_type(dtype: str) -> Any:
     """Return the HDF5 type for elements of this dtype (torch's name), of the same size in bytes."""
     if dtype in _PLAIN:
         return _PLAIN[dtype]
@@ -47,13 +47,13 @@ def type_of(dtype: str) -> Any:
     if dtype == "bool":
         return h5t.py_create(np.dtype(bool), logical=True)
     if dtype == "complex32":
-        return _complex(h5t.IEEE_F16LE)
+        return _build_complex(h5t.IEEE_F16LE)
     if dtype in ("complex64", "complex128"):
         return h5t.py_create(np.dtype(dtype), logical=True)
     return h5t.STD_U16LE if dtype == "bits16" else h5t.STD_U8LE
 
 
-def _complex(part: Any) -> Any:
+def _build_complex(part: Any) -> Any:
     found = h5t.create(h5t.COMPOUND, 2 * part.get_size())
     found.insert(b"r", 0, part)
     found.insert(b"i", part.get_size(), part)
@@ -76,7 +76,7 @@ def create(where: str | BinaryIO) -> h5py.File:
 
 
 @contextmanager
-def created(path: str) -> Iterator[h5py.File]:
+def open_new(path: str) -> Iterator[h5py.File]:
     """Create a file that is open during the `with` block, and close it afterwards.
 
     Raises OSError, or RuntimeError where HDF5 raises it. The first failure is raised. Later errors from
@@ -105,7 +105,9 @@ def open_together(path: str, comm: Any, info: Any = None) -> h5py.File:
     return h5py.File(h5f.open(path.encode(), h5f.ACC_RDWR, fapl=access))
 
 
-def dataset(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, *, chunk: tuple[int, ...] = ()) -> Any:
+def create_dataset(
+    parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, *, chunk: tuple[int, ...] = ()
+) -> Any:
     """Create a dataset and return its low-level object.
 
     Without `chunk` the dataset is contiguous. Its place in the file is allocated at once (`get_offset`), so
@@ -121,7 +123,7 @@ def dataset(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, *
         made.set_layout(h5d.CONTIGUOUS)
         made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
-    return h5d.create(parent.id, name.encode(), type_of(dtype), space, dcpl=made)
+    return h5d.create(parent.id, name.encode(), choose_type(dtype), space, dcpl=made)
 
 
 def link_name(key: str) -> str:
@@ -139,14 +141,14 @@ def label(made: Any, row: TensorRow) -> None:
 Source = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
-def virtual(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, sources: list[Source]) -> Any:
+def create_virtual(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, sources: list[Source]) -> Any:
     """Create a virtual dataset that presents other datasets as one; `shape` has at least one dimension."""
     made = h5p.create(h5p.DATASET_CREATE)
     for file, path, offset, size in sources:
         place = h5s.create_simple(shape)
         place.select_hyperslab(offset, size)
         made.set_virtual(place, file.encode(), path.encode(), h5s.create_simple(size))
-    return h5d.create(parent.id, name.encode(), type_of(dtype), h5s.create_simple(shape), dcpl=made)
+    return h5d.create(parent.id, name.encode(), choose_type(dtype), h5s.create_simple(shape), dcpl=made)
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
@@ -154,15 +156,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
 
 def put(made: Any, data: bytes | memoryview, box: Box | None = None) -> None:
     """Write all bytes of a small dataset, or of one box of a dataset, as they are in memory."""
-    made.write(*_selected(made, box), np.frombuffer(data, dtype=np.uint8), mtype=made.get_type())
+    made.write(*_select_box(made, box), np.frombuffer(data, dtype=np.uint8), mtype=made.get_type())
 
 
 def get(found: Any, into: Any, box: Box | None = None) -> None:
     """Read a dataset, or one box of it, into a writable array of equal size in bytes."""
-    found.read(*_selected(found, box), np.frombuffer(into, dtype=np.uint8), mtype=found.get_type())
+    found.read(*_select_box(found, box), np.frombuffer(into, dtype=np.uint8), mtype=found.get_type())
 
 
-def _selected(found: Any, box: Box | None) -> tuple[Any, Any]:
+def _select_box(found: Any, box: Box | None) -> tuple[Any, Any]:
     """Return the selections in memory and in the dataset."""
     if box is None:
         return h5s.ALL, h5s.ALL

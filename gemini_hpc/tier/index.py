@@ -40,7 +40,7 @@ def write(where: str, manifest: VersionManifest, paced: Paced) -> None:
     OSError, ValueError.
     """
     tensors, links = _gather(where, manifest, paced)
-    with publish.replaced(where, INDEX) as path, hdf5.created(path) as index:
+    with publish.replace_file(where, INDEX) as path, hdf5.open_new(path) as index:
         index.attrs["job"], index.attrs["training"] = manifest.job, manifest.training
         index.attrs["epoch"], index.attrs["version"] = manifest.stamp
         index.attrs["world"], index.attrs["time"] = manifest.world, manifest.time
@@ -60,36 +60,36 @@ def _gather(where: str, manifest: VersionManifest, paced: Paced) -> tuple[dict[s
     for file in manifest.files:
         with nodefile.NodeFileReader(f"{where}/{file.name}") as reader:
             for stored in file.shards:
-                found = reader.manifest(stored.rank)
-                names = {row.key: _name(stored.rank, row) for row in found.rows}
+                found = reader.read_manifest(stored.rank)
+                names = {row.key: _format_path(stored.rank, row) for row in found.rows}
                 for row in found.rows:
                     tensors.setdefault(names[row.key], _Tensor(row))
                 for piece in found.pieces:
                     paced(0)
                     tensor = tensors[names[found.rows[piece.row].key]]
-                    path = nodefile.tensor_path(stored.rank, found, piece)
+                    path = nodefile.format_tensor_path(stored.rank, found, piece)
                     if tensor.row.shape:
                         tensor.sources.setdefault(piece.offset, (file.name, path, piece.offset, piece.size))
                     elif not tensor.value:
-                        tensor.value = reader.raw(path)
+                        tensor.value = reader.read_bytes(path)
                 for alias, known in found.aliases.items():
                     if known in names:
                         links[f"{names[known].rpartition('/')[0]}/{hdf5.link_name(alias)}"] = names[known]
                 if stored.rank == 0:
-                    for row, value in _buffers(reader):
-                        tensors.setdefault(_name(0, row), _Tensor(row, value=value))
+                    for row, value in _read_buffers(reader):
+                        tensors.setdefault(_format_path(0, row), _Tensor(row, value=value))
     return tensors, links
 
 
-def _buffers(reader: nodefile.NodeFileReader) -> list[tuple[TensorRow, memoryview]]:
+def _read_buffers(reader: nodefile.NodeFileReader) -> list[tuple[TensorRow, memoryview]]:
     """Return rank 0's buffers; [] if the small state is not a training's, which is then kept as it is."""
-    small = reader.raw(f"{nodefile.group_of(0)}/small")
+    small = reader.read_bytes(f"{nodefile.format_group_path(0)}/small")
     with suppress(ValueError):
         return small_state.buffers(small)
     return []
 
 
-def _name(rank: int, row: TensorRow) -> str:
+def _format_path(rank: int, row: TensorRow) -> str:
     name = hdf5.link_name(row.key)
     return f"tensors/{name}" if row.shared else f"ranks/{rank}/{name}"
 
@@ -97,9 +97,9 @@ def _name(rank: int, row: TensorRow) -> str:
 def _show(group: h5py.Group, name: str, tensor: _Tensor) -> None:
     row = tensor.row
     if tensor.sources:
-        made: Any = hdf5.virtual(group, name, row.shape, row.dtype, list(tensor.sources.values()))
+        made: Any = hdf5.create_virtual(group, name, row.shape, row.dtype, list(tensor.sources.values()))
     else:
-        made = hdf5.dataset(group, name, row.shape, row.dtype)
+        made = hdf5.create_dataset(group, name, row.shape, row.dtype)
         if tensor.value:
             hdf5.put(made, tensor.value)
     hdf5.label(made, row)

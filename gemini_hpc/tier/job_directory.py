@@ -42,22 +42,22 @@ class Mark(msgspec.Struct, frozen=True):
 _decoder = Strict(msgspec.json.Decoder(Mark))
 
 
-def plain_name(job: int) -> str:
+def format_plain_name(job: int) -> str:
     """Return a job's directory name without a key, used unless another job of this number has it."""
     return f"gemini-{job}"
 
 
-def names(tier: str, job: int) -> list[str]:
+def list_names(tier: str, job: int) -> list[str]:
     """Return the sorted names of the directories that jobs of this number have. Raises OSError."""
-    wanted = re.compile(rf"{plain_name(job)}(-[0-9a-f]{{16}})?")
+    wanted = re.compile(rf"{format_plain_name(job)}(-[0-9a-f]{{16}})?")
     return sorted(name for name in os.listdir(tier) if wanted.fullmatch(name))
 
 
 def find(tier: Directory, mark: Mark) -> Directory | None:
     """Return the directory of exactly this job, None if it has none yet. Raises OSError."""
-    plain = plain_name(mark.job)
+    plain = format_plain_name(mark.job)
     for name in [f"{plain}-{mark.key}", plain] if mark.key else [plain]:
-        found = _of(tier, name, mark.job)
+        found = _open_marked(tier, name, mark.job)
         if found is not None and found[1].key == mark.key:
             return found[0]
         if found is not None:
@@ -65,9 +65,9 @@ def find(tier: Directory, mark: Mark) -> Directory | None:
     return None
 
 
-def beside(tier: Directory, mark: Mark) -> str:
+def explain_clash(tier: Directory, mark: Mark) -> str:
     """Return one sentence if another job has this job's plain directory name, else "". Raises OSError."""
-    plain = plain_name(mark.job)
+    plain = format_plain_name(mark.job)
     found = find(tier, mark)
     name = os.path.basename(found.where) if found is not None else ""
     if found is not None:
@@ -79,13 +79,13 @@ def beside(tier: Directory, mark: Mark) -> str:
     return f"{tier.where}/{plain} is another job's: this job's versions are in {plain}-{mark.key} there"
 
 
-def former(tier: Directory, job: int, cluster: str) -> Iterator[Directory]:
+def open_former(tier: Directory, job: int, cluster: str) -> Iterator[Directory]:
     """Yield the directories that this user's jobs of this number have had on this cluster.
 
     Each directory stays open until the next one is requested. Raises OSError.
     """
-    for name in names(tier.path, job):
-        found = _of(tier, name, job)
+    for name in list_names(tier.path, job):
+        found = _open_marked(tier, name, job)
         if found is not None:
             with found[0]:
                 if found[1].cluster in ("", cluster):
@@ -101,7 +101,7 @@ def make(tier: Directory, mark: Mark) -> Directory:
     """
     if (there := find(tier, mark)) is not None:
         return there
-    plain = plain_name(mark.job)
+    plain = format_plain_name(mark.job)
     made = scratch.make(tier.path, plain)
     try:
         _write(made, mark)
@@ -116,7 +116,7 @@ def make(tier: Directory, mark: Mark) -> Directory:
                 continue
             with suppress(PermissionError):  # a tier may permit making directories but not listing them
                 sync(tier.path)
-            return tier.below(name)
+            return tier.open_below(name)
     finally:
         scratch.remove(made, ignore_errors=True)
     raise NotOurs(f"{tier.where}/{plain}", f"{plain} is another job's")
@@ -124,10 +124,10 @@ def make(tier: Directory, mark: Mark) -> Directory:
 
 def clean(tier: Directory, job: int) -> None:
     """Remove directories of this job that never got their final name, as far as the tier can be listed."""
-    begun = re.compile(rf"\.{plain_name(job)}\..{{1,40}}\.tmp")
+    begun = re.compile(rf"\.{format_plain_name(job)}\..{{1,40}}\.tmp")
     with suppress(OSError):
         for name in filter(begun.fullmatch, os.listdir(tier.path)):
-            with suppress(OSError), tier.below(name):
+            with suppress(OSError), tier.open_below(name):
                 scratch.remove(f"{tier.path}/{name}")
 
 
@@ -140,10 +140,10 @@ def sync(path: str) -> None:
         os.close(fd)
 
 
-def _of(tier: Directory, name: str, job: int) -> tuple[Directory, Mark] | None:
+def _open_marked(tier: Directory, name: str, job: int) -> tuple[Directory, Mark] | None:
     """Return the named directory with its mark, None if absent or not this job's and user's. Raises OSError."""
     try:
-        found = tier.below(name)
+        found = tier.open_below(name)
     except (FileNotFoundError, NotOurs):
         return None
     try:
@@ -163,7 +163,7 @@ def _read(directory: Directory, job: int) -> Mark | None:
     A directory without a mark belongs to a job without a key.
     """
     try:
-        with os.fdopen(directory.file(MARK), "rb") as file:
+        with os.fdopen(directory.open_file(MARK), "rb") as file:
             found = _decoder.decode(file.read(_MOST_BYTES))
     except FileNotFoundError:
         return Mark(job)

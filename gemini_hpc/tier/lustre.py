@@ -32,7 +32,7 @@ def is_lustre(path: str) -> bool:
     return ctypes.c_long.from_buffer(answer).value == MAGIC
 
 
-def stripes(size_bytes: int) -> int:
+def choose_stripe_count(size_bytes: int) -> int:
     """Return the number of servers over which to stripe a file of that size.
 
     The number is one per begun 8 GiB, from 1 to 16. A version has one file per node, so files with one stripe
@@ -55,7 +55,7 @@ def lay_out(directory: str, size_bytes: int, lfs: str) -> bool:
     counts = [int(count) for count in _COUNT.findall(known)]
     if any(count not in (0, 1) for count in counts):
         return False
-    wanted = ("setstripe", "-c", str(stripes(size_bytes)), "-S", _STRIPE, directory)
+    wanted = ("setstripe", "-c", str(choose_stripe_count(size_bytes)), "-S", _STRIPE, directory)
     return _ask(lfs, *wanted) is not None
 
 

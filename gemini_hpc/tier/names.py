@@ -27,7 +27,7 @@ Names = Annotated[dict[TrainingName, Version], msgspec.Meta(max_length=MAX_NAMES
 _decoder = Strict(msgspec.json.Decoder(Names))
 
 
-def checked(name: object) -> str:
+def check_name(name: object) -> str:
     """Return `name` if a version may have it. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"a version's name is a str, not a {type(name).__name__}")
@@ -39,7 +39,7 @@ def checked(name: object) -> str:
     return name
 
 
-def of_version(where: str) -> dict[str, int]:
+def read_version_names(where: str) -> dict[str, int]:
     """Return the names of the version in this directory, each with the version number that was asked for.
 
     An absent, foreign or invalid file yields no names. Raises OSError if the file system fails, since the
@@ -58,17 +58,17 @@ def of_version(where: str) -> dict[str, int]:
         raise
 
 
-def of_training(directory: str) -> dict[str, tuple[int, Stamp]]:
+def find_training_names(directory: str) -> dict[str, tuple[int, Stamp]]:
     """Return each name in a training's directory, with the number asked for and the whole version that has it.
 
     If several versions have a name, the newest version that no training has rejected is returned. Raises
     OSError.
     """
     found: dict[str, tuple[int, Stamp]] = {}
-    for stamp in sorted(version.stamps(directory), key=lambda stamp: version.rejected(directory, stamp)):
-        where = f"{directory}/{version.name(stamp)}"
-        if version.there(f"{where}/{version.MANIFEST}"):
-            for name, asked in of_version(where).items():
+    for stamp in sorted(version.list_stamps(directory), key=lambda stamp: version.is_rejected(directory, stamp)):
+        where = f"{directory}/{version.format_name(stamp)}"
+        if version.is_present(f"{where}/{version.MANIFEST}"):
+            for name, asked in read_version_names(where).items():
                 found.setdefault(name, (asked, stamp))
     return found
 
@@ -78,8 +78,8 @@ def keep_version(where: str, names: Mapping[str, int]) -> None:
 
     Raises OSError, and ValueError if the version would have too many names.
     """
-    wanted = {**of_version(where), **names}
+    wanted = {**read_version_names(where), **names}
     if len(wanted) > MAX_NAMES:
         raise ValueError(f"{where}: a version has at most {MAX_NAMES} names")
-    with publish.replaced(where, version.KEPT) as path, open(path, "xb") as file:
+    with publish.replace_file(where, version.KEPT) as path, open(path, "xb") as file:
         file.write(msgspec.json.encode(wanted) if wanted else b"")

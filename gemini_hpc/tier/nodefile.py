@@ -42,21 +42,21 @@ _OWN = ("header", "directory", "small")
 Paced = Callable[[int], None]
 
 
-def group_of(rank: int) -> str:
+def format_group_path(rank: int) -> str:
     """Return the path of a rank's shard in the file."""
     return f"/rank{rank}"
 
 
-def piece_name(manifest: ShardManifest, piece: Piece) -> str:
+def format_piece_name(manifest: ShardManifest, piece: Piece) -> str:
     """Return the name of a piece's dataset."""
     row = manifest.rows[piece.row]
     name = hdf5.link_name(row.key)
     return name if piece.size == row.shape else f"{name}@{','.join(map(str, piece.offset))}"
 
 
-def tensor_path(rank: int, manifest: ShardManifest, piece: Piece) -> str:
+def format_tensor_path(rank: int, manifest: ShardManifest, piece: Piece) -> str:
     """Return the path of a piece's dataset in the file."""
-    return f"{group_of(rank)}/tensors/{piece_name(manifest, piece)}"
+    return f"{format_group_path(rank)}/tensors/{format_piece_name(manifest, piece)}"
 
 
 class Overwritten(ValueError):
@@ -74,7 +74,7 @@ class _Place:
     made: Any
     offset: int | None
 
-    def parts(self) -> Iterator[tuple[int, hdf5.Box | None]]:
+    def list_parts(self) -> Iterator[tuple[int, hdf5.Box | None]]:
         """Yield each part's size in bytes and its box of the dataset.
 
         The box is None unless HDF5 writes the part; for HDF5, None means the whole dataset.
@@ -84,7 +84,7 @@ class _Place:
             for at in range(0, length, PART_BYTES):
                 yield min(PART_BYTES, length - at), None
         elif length:
-            yield from _boxes(self.made.shape, length)
+            yield from _list_boxes(self.made.shape, length)
 
 
 def write(
@@ -124,8 +124,8 @@ def _write(
     direct: bool,
 ) -> NodeFile:
     stored = []
-    with publish.replaced(where, name) as path:
-        with hdf5.created(path) as file:
+    with publish.replace_file(where, name) as path:
+        with hdf5.open_new(path) as file:
             laid_out = [_lay_out(file, shard, paced, compress=compress) for shard, _, _ in shards]
             file.flush()
             digests: list[tuple[Any, str]] = []
@@ -147,22 +147,24 @@ def _write(
 def _lay_out(file: h5py.File, shard: ParsedSlot, paced: Paced, *, compress: bool) -> list[_Place]:
     """Create the datasets of a shard, in the order of its areas."""
     header, manifest = shard.header, shard.manifest
-    group = file.create_group(group_of(header.rank))
+    group = file.create_group(format_group_path(header.rank))
     group.attrs["slot_bytes"], group.attrs["used_bytes"] = header.layout.total, header.used_bytes
     group.attrs["world"], group.attrs["version"], group.attrs["epoch"] = header.world, *reversed(header.stamp)
     tensors = group.create_group("tensors")
     places = []
     own = iter(_OWN)
-    for area in shard.areas():
+    for area in shard.list_areas():
         paced(0)  # shows progress, since there may be very many datasets
         size_bytes = area.end - area.begin
         if area.piece is None:
-            made = hdf5.dataset(group, next(own), (size_bytes,), "uint8")
+            made = hdf5.create_dataset(group, next(own), (size_bytes,), "uint8")
             places.append(_Place(area, made, made.get_offset()))
         else:
             row, shape = manifest.rows[area.piece.row], area.piece.size
-            chunk = _chunk(shape, size_bytes) if compress else ()
-            made = hdf5.dataset(tensors, piece_name(manifest, area.piece), shape, row.dtype, chunk=chunk)
+            chunk = _choose_chunk(shape, size_bytes) if compress else ()
+            made = hdf5.create_dataset(
+                tensors, format_piece_name(manifest, area.piece), shape, row.dtype, chunk=chunk
+            )
             attributes = h5py.Dataset(made).attrs
             attributes["tensor"], attributes["dtype"] = row.key, row.dtype
             attributes["global_shape"] = np.array(row.shape, dtype=np.int64)
@@ -192,7 +194,7 @@ def _fill(
         if kept is not there:
             kept.update(bytes(len(between)))
         own, at = xxhash.xxh3_128(), area.begin
-        for size_bytes, box in spot.parts():
+        for size_bytes, box in spot.list_parts():
             data = shard.view[at : at + size_bytes]
             if spot.offset is not None:
                 data = disk.put(data, spot.offset + at - area.begin)
@@ -201,7 +203,7 @@ def _fill(
             own.update(data)
             for hasher in hashers:
                 hasher.update(data)
-            disk.through(size_bytes)
+            disk.count_written(size_bytes)
             at += size_bytes
         digests.append((spot.made, own.hexdigest()))
     if there.to_hex() != wanted:
@@ -216,7 +218,7 @@ class _Disk:
         self.put = behind.put
         self._behind, self._paced, self._unsynced_bytes = behind, paced, 0
 
-    def through(self, count: int) -> None:
+    def count_written(self, count: int) -> None:
         """Count bytes written here or through HDF5, and sync when many are unsynced."""
         self._paced(count)
         self._unsynced_bytes += count
@@ -226,7 +228,7 @@ class _Disk:
             self._paced(0)
 
 
-def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
+def _choose_chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
     """Return a chunk shape of about `_CHUNK_BYTES`, () if the dataset is too small to be compressed.
 
     The chunk is narrow in the first dimensions and whole in the last ones, so its bytes are contiguous in
@@ -242,13 +244,13 @@ def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.Box | None]]:
+def _list_boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.Box | None]]:
     """Yield the size in bytes and box of each chunk of a dataset, in their order in memory.
 
     The worker reports nothing while HDF5 compresses, so a large dataset is passed to HDF5 in parts. A box of
     None means the whole dataset.
     """
-    chunk = _chunk(shape, size_bytes)
+    chunk = _choose_chunk(shape, size_bytes)
     if not chunk:
         yield size_bytes, None
         return
@@ -287,7 +289,7 @@ class NodeFileReader:
         `paced` is called with the number of bytes of each part. Raises ValueError if anything differs from
         what was stored.
         """
-        group = self._group(stored.rank)
+        group = self._find_group(stored.rank)
         self._read(group, "header", into[:HEADER_BYTES], paced)
         header = parse_header(into[:HEADER_BYTES], stored.bytes)
         layout = header.layout
@@ -296,66 +298,66 @@ class NodeFileReader:
         end = layout.manifest_offset + layout.manifest_bytes
         self._read(group, "directory", into[layout.manifest_offset : end], paced)
         shard = ParsedSlot.parse(into[: stored.used], stored.bytes)
-        shard.blank()
+        shard.clear_gaps()
         tensors = group.get("tensors")
         hasher, hashed = Digest(), 0
 
-        def through(end: int) -> None:
+        def hash_through(end: int) -> None:
             nonlocal hashed
             for at in range(hashed, end, PART_BYTES):
                 hasher.update(into[at : min(end, at + PART_BYTES)])
             hashed = end
 
         # Digest each part when it has arrived, while the file system reads the next ones.
-        for area in shard.areas():
+        for area in shard.list_areas():
             if area.piece is not None:
-                name, begin = piece_name(shard.manifest, area.piece), area.begin
-                for at in self._area(tensors, name, into[begin : area.end], paced):
-                    through(begin + at)
+                name, begin = format_piece_name(shard.manifest, area.piece), area.begin
+                for at in self._read_area(tensors, name, into[begin : area.end], paced):
+                    hash_through(begin + at)
         self._read(group, "small", into[layout.small_offset : stored.used], paced)
-        through(stored.used)
+        hash_through(stored.used)
         if hasher.to_hex() != stored.digest:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is damaged: its digest differs")
 
-    def manifest(self, rank: int) -> ShardManifest:
+    def read_manifest(self, rank: int) -> ShardManifest:
         """Return a shard's tensor directory."""
-        return shard_manifest.unpack(self.raw(f"{group_of(rank)}/directory"), MAX_TOTAL_BYTES)
+        return shard_manifest.unpack(self.read_bytes(f"{format_group_path(rank)}/directory"), MAX_TOTAL_BYTES)
 
-    def parts(self, stored: Stored) -> tuple[Header, ShardManifest, bytes]:
+    def read_without_tensors(self, stored: Stored) -> tuple[Header, ShardManifest, bytes]:
         """Return a shard without its tensors: header, tensor directory and small state. Raises ValueError."""
-        path = group_of(stored.rank)
-        header = parse_header(self.raw(f"{path}/header"), stored.bytes)
+        path = format_group_path(stored.rank)
+        header = parse_header(self.read_bytes(f"{path}/header"), stored.bytes)
         if header.used_bytes != stored.used or header.rank != stored.rank:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is not the one that was stored")
-        return header, self.manifest(stored.rank), self.raw(f"{path}/small")
+        return header, self.read_manifest(stored.rank), self.read_bytes(f"{path}/small")
 
-    def piece(self, manifest: ShardManifest, piece: Piece) -> bytearray:
+    def read_piece(self, manifest: ShardManifest, piece: Piece) -> bytearray:
         """Return the bytes of a tensor, or of this rank's box of it. Raises ValueError if they are damaged."""
         data = bytearray(manifest.nbytes(piece))
-        path = tensor_path(manifest.rank, manifest, piece)
+        path = format_tensor_path(manifest.rank, manifest, piece)
         self._read(self._file, path, memoryview(data), lambda _: None)
         self._check(path, data)
         return data
 
     def _check(self, path: str, data: bytes | bytearray) -> None:
-        if self._dataset(self._file, path).attrs.get("xxh3_128") != xxhash.xxh3_128_hexdigest(data):
+        if self._find_dataset(self._file, path).attrs.get("xxh3_128") != xxhash.xxh3_128_hexdigest(data):
             raise ValueError(f"{self._path}: {path} is damaged: its digest differs")
 
-    def raw(self, path: str) -> bytes:
+    def read_bytes(self, path: str) -> bytes:
         """Return all bytes of a small dataset."""
-        found = self._dataset(self._file, path)
+        found = self._find_dataset(self._file, path)
         data = bytearray(found.size * found.id.get_type().get_size())
         self._read(self._file, path, memoryview(data), lambda _: None)
         self._check(path, data)
         return bytes(data)
 
-    def _group(self, rank: int) -> Any:
-        found = self._file.get(group_of(rank))
+    def _find_group(self, rank: int) -> Any:
+        found = self._file.get(format_group_path(rank))
         if not isinstance(found, h5py.Group):
             raise ValueError(f"{self._path}: has no shard of rank {rank}")
         return found
 
-    def _dataset(self, group: Any, name: str) -> h5py.Dataset:
+    def _find_dataset(self, group: Any, name: str) -> h5py.Dataset:
         found = group.get(name) if isinstance(group, h5py.Group) else None
         if not isinstance(found, h5py.Dataset):
             raise ValueError(f"{self._path}: has no dataset {name}")
@@ -363,12 +365,12 @@ class NodeFileReader:
 
     def _read(self, group: Any, name: str, into: memoryview, paced: Paced) -> None:
         """Read all bytes of a dataset into `into`."""
-        for _ in self._area(group, name, into, paced):
+        for _ in self._read_area(group, name, into, paced):
             pass
 
-    def _area(self, group: Any, name: str, into: memoryview, paced: Paced) -> Iterator[int]:
+    def _read_area(self, group: Any, name: str, into: memoryview, paced: Paced) -> Iterator[int]:
         """Read all bytes of a dataset part by part; yield the number of bytes present after each part."""
-        found = self._dataset(group, name)
+        found = self._find_dataset(group, name)
         size_bytes = found.size * found.id.get_type().get_size()
         if size_bytes != len(into):
             raise ValueError(f"{self._path}: {found.name} has {size_bytes} bytes, {len(into)} wanted")
@@ -376,7 +378,7 @@ class NodeFileReader:
             return
         offset, at = found.id.get_offset(), 0
         if offset is None:
-            for count, box in _boxes(found.shape, size_bytes):
+            for count, box in _list_boxes(found.shape, size_bytes):
                 hdf5.get(found.id, into[at : at + count], box)
                 at += count
                 paced(count)

@@ -28,7 +28,7 @@ class NotOurs(PermissionError):
         super().__init__(errno.EACCES, reason, path)
 
 
-def _others_may_write(status: os.stat_result) -> bool:
+def _is_writable_by_others(status: os.stat_result) -> bool:
     """Return whether another user can make or rename files in a directory. A user's private group has no others."""
     mode = status.st_mode
     return bool(mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(status.st_gid)))
@@ -42,7 +42,7 @@ def _is_private(group: int) -> bool:
     return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
 
 
-def through(fd: int, where: str) -> str:
+def build_fd_path(fd: int, where: str) -> str:
     """Return the path that leads through a descriptor; error messages show it as `where`."""
     path = f"/proc/self/fd/{fd}"
     _users_paths[path] = where
@@ -61,7 +61,7 @@ class Directory:
     """
 
     def __init__(self, fd: int, where: str) -> None:
-        self._fd, self.where, self.path = fd, where, through(fd, where)
+        self._fd, self.where, self.path = fd, where, build_fd_path(fd, where)
 
     def __enter__(self) -> Directory:
         return self
@@ -76,7 +76,7 @@ class Directory:
         os.close(self._fd)
 
     @classmethod
-    def tier(cls, path: str) -> Directory:
+    def open_tier(cls, path: str) -> Directory:
         """Open the directory that the user or the site has named; a symbolic link to it is followed.
 
         Raises:
@@ -88,11 +88,11 @@ class Directory:
         status, reason = os.fstat(found._fd), ""
         if status.st_uid not in (0, os.geteuid()):
             reason = f"belongs to user {status.st_uid}, neither to the job's user nor to root"
-        elif _others_may_write(status) and not status.st_mode & stat.S_ISVTX:
+        elif _is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX:
             reason = "other users may write there, and it is not sticky: name a directory of your own"
-        return found._unless(reason)
+        return found._ensure_ours(reason)
 
-    def below(self, name: str) -> Directory:
+    def open_below(self, name: str) -> Directory:
         """Open a subdirectory that only the job's user can have made.
 
         Raises:
@@ -107,17 +107,17 @@ class Directory:
         found, status, reason = Directory(fd, where), os.fstat(fd), ""
         if status.st_uid != os.geteuid():
             reason = f"{name} belongs to user {status.st_uid}, not to the job's user"
-        elif _others_may_write(status):
+        elif _is_writable_by_others(status):
             reason = f"other users may write into {name}"
-        return found._unless(reason)
+        return found._ensure_ours(reason)
 
-    def _unless(self, reason: str) -> Directory:
+    def _ensure_ours(self, reason: str) -> Directory:
         if reason:
             self.close()
             raise NotOurs(self.where, reason)
         return self
 
-    def file(self, name: str) -> int:
+    def open_file(self, name: str) -> int:
         """Return a descriptor of a regular file of the job's user in this directory, open for reading.
 
         Raises:

@@ -34,7 +34,7 @@ class TierError(Exception):
     """A failure on the tier; its text is one sentence for the user."""
 
 
-def why(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """Return an error's reason in words, also for the RuntimeError that HDF5 raises in place of an OSError."""
     if isinstance(error, NotOurs):
         return str(error.strerror)
@@ -54,11 +54,11 @@ def as_tier_error(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise TierError(as_users_know(f"{what}: {why(error)}")) from None
+        raise TierError(as_users_know(f"{what}: {explain_error(error)}")) from None
 
 
 @contextmanager
-def made_version(
+def make_version(
     tier: str, mark: Mark, training_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
 ) -> Iterator[Directory]:
     """Yield a version's directory; make it and its parents if missing, but never the tier itself.
@@ -76,12 +76,12 @@ def made_version(
     Raises:
         TierError: The directory cannot be made, or another user owns it.
     """
-    with as_tier_error(tier), Directory.tier(tier) as top, job_directory.make(top, mark) as job:
+    with as_tier_error(tier), Directory.open_tier(tier) as top, job_directory.make(top, mark) as job:
         with suppress(FileExistsError):
             os.mkdir(f"{job.path}/{training_name}", _MODE)
             job_directory.sync(job.path)
-        with job.below(training_name) as above:
-            name = version.name(stamp)
+        with job.open_below(training_name) as above:
+            name = version.format_name(stamp)
             if not os.path.lexists(f"{above.path}/{name}"):
                 made = scratch.make(above.path, name)
                 try:
@@ -93,13 +93,13 @@ def made_version(
                         os.rmdir(made)
                     if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                         raise
-            found = above.below(name)
+            found = above.open_below(name)
     with found:
         yield found
 
 
 @contextmanager
-def replaced(directory: str, name: str) -> Iterator[str]:
+def replace_file(directory: str, name: str) -> Iterator[str]:
     """Yield a temporary path to write to, and publish it as `name` if the block succeeds.
 
     If the block fails, the temporary file is removed.

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 
-from gemini_hpc.tier.direct_io import PART_BYTES, File, buffers, started
+from gemini_hpc.tier.direct_io import PART_BYTES, File, allocate_buffers, start_threads
 
 _THREADS = 8
 _WINDOW = 32  # in parts
@@ -27,7 +27,7 @@ class Ahead:
 
     def __init__(self, path: str, begin: int, length: int) -> None:
         self._file = File(path, os.O_RDONLY)
-        self._buffers = buffers(_WINDOW)
+        self._buffers = allocate_buffers(_WINDOW)
         self._wanted = self._next = self._first = begin // PART_BYTES
         self._last = -(-(begin + length) // PART_BYTES) + 1  # plus HDF5's own bytes in between
         self._read: dict[int, int] = {}  # number of bytes of each part that has arrived
@@ -37,7 +37,7 @@ class Ahead:
         self._room, self._came = threading.Condition(lock), threading.Condition(lock)
         self._before_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        self._threads = started(_THREADS, self._run, "gemini-ahead")
+        self._threads = start_threads(_THREADS, self._run, "gemini-ahead")
 
     def copy_ahead(self, into: memoryview, at: int) -> int:
         """Copy bytes from offset `at` that are read ahead into `into`; return their number.

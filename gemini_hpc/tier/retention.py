@@ -12,7 +12,7 @@ from gemini_hpc.tier import publish, scratch, version
 _UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that never got their name, or lost it
 
 
-def for_good(serial: int, keep_every: int) -> bool:
+def is_permanent(serial: int, keep_every: int) -> bool:
     """Return whether a job's `serial`-th version (from 1) is kept permanently.
 
     Every `keep_every`-th version is kept; 0 means none.
@@ -28,13 +28,13 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
     their user may want to inspect them. Raises OSError.
     """
     whole, going = 0, []
-    for stamp in version.stamps(directory):
-        path = f"{directory}/{version.name(stamp)}"
-        if version.there(f"{path}/{version.MANIFEST}"):
-            if version.rejected(directory, stamp):
+    for stamp in version.list_stamps(directory):
+        path = f"{directory}/{version.format_name(stamp)}"
+        if version.is_present(f"{path}/{version.MANIFEST}"):
+            if version.is_rejected(directory, stamp):
                 continue
             whole += 1
-            if whole > keep_last and not version.there(f"{path}/{version.KEPT}"):
+            if whole > keep_last and not version.is_present(f"{path}/{version.KEPT}"):
                 going.append(stamp)
         elif before is None or stamp < before:
             going.append(stamp)
@@ -44,5 +44,5 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
                 scratch.remove(f"{directory}/{entry}")
     going.reverse()
     for stamp in going:
-        publish.remove(f"{directory}/{version.name(stamp)}")
+        publish.remove(f"{directory}/{version.format_name(stamp)}")
     return going

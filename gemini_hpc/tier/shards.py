@@ -43,7 +43,7 @@ class ParsedSlot:
             raise ValueError(f"a header of rank {header.rank}, a directory of rank {manifest.rank}")
         return cls(view, header, manifest)
 
-    def areas(self) -> Iterator[Area]:
+    def list_areas(self) -> Iterator[Area]:
         """Yield all areas in order, tensors as they lie in memory. Raises ValueError if two tensors overlap."""
         layout = self.header.layout
         yield Area(0, HEADER_BYTES)
@@ -56,10 +56,10 @@ class ParsedSlot:
             yield Area(layout.tensor_offset + piece.at, layout.tensor_offset + at, piece)
         yield Area(layout.small_offset, self.header.used_bytes)
 
-    def blank(self) -> None:
+    def clear_gaps(self) -> None:
         """Zero the bytes between the areas, which hold leftovers or nothing."""
         at = 0
-        for area in self.areas():
+        for area in self.list_areas():
             if area.begin > at:
                 self.view[at : area.begin] = bytes(area.begin - at)
             at = area.end

@@ -51,11 +51,11 @@ class VersionManifest(msgspec.Struct, frozen=True):
     key: JobKey = ""
     cluster: ClusterName = ""
 
-    def shards(self) -> dict[int, tuple[str, Stored]]:
+    def map_shards(self) -> dict[int, tuple[str, Stored]]:
         """Return file name and shard of each rank."""
         return {shard.rank: (file.name, shard) for file in self.files for shard in file.shards}
 
-    def shard(self, rank: int) -> tuple[str, Stored | None, int]:
+    def find_shard(self, rank: int) -> tuple[str, Stored | None, int]:
         """Return file name, shard and approximate offset in the file of one rank's shard.
 
         Shards are stored one after the other, so the offset is the sum of the sizes before.
@@ -98,23 +98,23 @@ def parse(data: bytes) -> VersionManifest:
     return manifest
 
 
-def name(stamp: Stamp) -> str:
+def format_name(stamp: Stamp) -> str:
     """Return the name of a version's directory."""
     return f"e{stamp.epoch:07d}-v{stamp.version:013d}"
 
 
-def stamp_of(directory: str) -> Stamp | None:
-    """Return the stamp of a directory name (the inverse of `name`), None if it is no version's."""
+def parse_name(directory: str) -> Stamp | None:
+    """Return the stamp of a directory name (the inverse of `format_name`), None if it is no version's."""
     found = _DIRECTORY.fullmatch(directory)
     return Stamp(int(found[1]), int(found[2])) if found else None
 
 
-def node_file(node_rank: int) -> str:
+def format_node_file(node_rank: int) -> str:
     """Return the name of a node's file."""
     return f"node-{node_rank:04d}.h5"
 
 
-def stamps(directory: str) -> list[Stamp]:
+def list_stamps(directory: str) -> list[Stamp]:
     """Return the stamps in a training's directory, newest first, of whole and unfinished versions.
 
     A missing directory has none. Raises OSError.
@@ -123,10 +123,10 @@ def stamps(directory: str) -> list[Stamp]:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    return sorted((found for entry in names if (found := stamp_of(entry)) is not None), reverse=True)
+    return sorted((found for entry in names if (found := parse_name(entry)) is not None), reverse=True)
 
 
-def there(path: str) -> bool:
+def is_present(path: str) -> bool:
     """Return whether the file exists.
 
     Raises OSError if the file system fails, because a file that it does not show is not proven to be gone.
@@ -138,12 +138,12 @@ def there(path: str) -> bool:
     return True
 
 
-def rejected(directory: str, stamp: Stamp) -> bool:
+def is_rejected(directory: str, stamp: Stamp) -> bool:
     """Return whether a training has found this version bad. Raises OSError.
 
     A rejected version is never chosen automatically.
     """
-    return there(f"{directory}/{name(stamp)}/{REJECTED}")
+    return is_present(f"{directory}/{format_name(stamp)}/{REJECTED}")
 
 
 def read(directory: str | Directory, stamp: Stamp) -> VersionManifest | None:
@@ -170,25 +170,25 @@ def read(directory: str | Directory, stamp: Stamp) -> VersionManifest | None:
 
 def _open(directory: str | Directory, stamp: Stamp) -> int:
     if isinstance(directory, str):  # named by a user, so any owner is accepted
-        return os.open(f"{directory}/{name(stamp)}/{MANIFEST}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    with directory.below(name(stamp)) as version:
-        return version.file(MANIFEST)
+        return os.open(f"{directory}/{format_name(stamp)}/{MANIFEST}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with directory.open_below(format_name(stamp)) as version:
+        return version.open_file(MANIFEST)
 
 
-def whole(directory: str | Directory) -> Iterator[VersionManifest]:
+def list_whole(directory: str | Directory) -> Iterator[VersionManifest]:
     """Yield the manifests of the whole versions in a training's directory, newest first.
 
     Damaged manifests are skipped. For a `Directory`, versions that could be another user's are skipped too.
     Raises OSError.
     """
-    for stamp in stamps(directory if isinstance(directory, str) else directory.path):
+    for stamp in list_stamps(directory if isinstance(directory, str) else directory.path):
         with suppress(ValueError, NotOurs):
             manifest = read(directory, stamp)
             if manifest is not None:
                 yield manifest
 
 
-def trainings(job_directory: str) -> list[str]:
+def list_trainings(job_directory: str) -> list[str]:
     """Return the names of the trainings in a job's directory. Raises OSError."""
     try:
         names = os.listdir(job_directory)

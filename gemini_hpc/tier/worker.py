@@ -33,13 +33,13 @@ _TELL_EVERY_S = 0.5  # interval of progress reports, which a person follows
 MAX_ORDER_BYTES = 256 << 20
 
 
-def _no_longer_than(parent: int) -> None:
+def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _humble() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this process and its future threads below all others on this node."""
     with suppress(OSError):
         os.nice(19)
@@ -67,9 +67,9 @@ class _ReportingPace:
 
 
 @contextmanager
-def _job(order: orders.Order) -> Iterator[Directory]:
+def _open_job(order: orders.Order) -> Iterator[Directory]:
     """Yield the job's directory. Raises FileNotFoundError if it has none, OSError."""
-    with Directory.tier(order.tier) as tier:
+    with Directory.open_tier(order.tier) as tier:
         found = job_directory.find(tier, order.mark)
     if found is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), order.tier)
@@ -86,7 +86,7 @@ def _write(order: orders.Write) -> orders.Answer:
     def lay_out(path: str) -> object:
         return lustre.lay_out(path, size_bytes, order.lfs)
 
-    with publish.made_version(order.tier, order.mark, order.training, order.stamp, lay_out) as made:
+    with publish.make_version(order.tier, order.mark, order.training, order.stamp, lay_out) as made:
         shards = []
         for source in order.shards:
             view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
@@ -96,7 +96,7 @@ def _write(order: orders.Write) -> orders.Answer:
                 if digest(view[: source.used]) == source.digest:
                     raise
                 raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
-        name = version.node_file(order.node_rank)
+        name = version.format_node_file(order.node_rank)
         with as_tier_error(made.where):
             file = nodefile.write(made.path, name, shards, _ReportingPace(order.bytes_per_s), compress=order.compress)
     return orders.Written(file)
@@ -108,9 +108,9 @@ def _finish(order: orders.Finish) -> orders.Answer:
     stamp = order.stamp
     with (
         as_tier_error(order.tier),
-        _job(order) as job,
-        job.below(order.training) as above,
-        above.below(version.name(stamp)) as made,
+        _open_job(order) as job,
+        job.open_below(order.training) as above,
+        above.open_below(version.format_name(stamp)) as made,
     ):
         absent = sum(not os.path.lexists(f"{made.path}/{file.name}") for file in order.files)
         if absent:
@@ -119,7 +119,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
                 "each node has a directory of its own of this name, and a tier has to be shared by all nodes"
             )
         with as_tier_error(made.where):
-            newest = next(version.whole(above), None)
+            newest = next(version.list_whole(above), None)
             serial = 1 if newest is None else newest.serial + 1
             mark = order.mark
             manifest = version.VersionManifest(
@@ -134,46 +134,46 @@ def _finish(order: orders.Finish) -> orders.Answer:
                 cluster=mark.cluster,
             )
             index.write(made.path, manifest, _ReportingPace(0.0))
-            given = _given(above.path, stamp, order.names)
+            given = _resolve_names(above.path, stamp, order.names)
             mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
-            if mine or retention.for_good(serial, order.keep_every):
+            if mine or retention.is_permanent(serial, order.keep_every):
                 names.keep_version(made.path, mine)
-            with publish.replaced(made.path, version.MANIFEST) as path, open(path, "xb") as file:
+            with publish.replace_file(made.path, version.MANIFEST) as path, open(path, "xb") as file:
                 file.write(version.pack(manifest))
             job_directory.sync(above.path)
         try:
             removed, trouble = retention.clean(above.path, order.keep_last, before=stamp), ""
         except OSError as error:  # the version is whole nevertheless
-            removed, trouble = [], f"{above.where}: old versions could not be removed: {publish.why(error)}"
+            removed, trouble = [], f"{above.where}: old versions could not be removed: {publish.explain_error(error)}"
         return orders.Finished(tuple(removed), trouble, given, job.where)
 
 
-def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, Stamp]]:
+def _resolve_names(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, Stamp]]:
     """Return for each wanted name the version number asked for, and the version that has the name.
 
     A name belongs to this version, unless another version of the training already has it.
     """
-    taken = names.of_training(directory) if wanted else {}
-    taken = {name: known for name, known in taken.items() if not version.rejected(directory, known[1])}
+    taken = names.find_training_names(directory) if wanted else {}
+    taken = {name: known for name, known in taken.items() if not version.is_rejected(directory, known[1])}
     return {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
 
 
 def _name(order: orders.Name) -> orders.Answer:
     stamp = order.stamp
-    with as_tier_error(order.tier), _job(order) as job, job.below(order.training) as above:
-        where = f"{above.path}/{version.name(stamp)}"
+    with as_tier_error(order.tier), _open_job(order) as job, job.open_below(order.training) as above:
+        where = f"{above.path}/{version.format_name(stamp)}"
         if version.read(above, stamp) is None:
-            raise TierError(f"{above.where}/{version.name(stamp)}: no longer there, or no longer whole")
-        given = _given(above.path, stamp, order.names)
+            raise TierError(f"{above.where}/{version.format_name(stamp)}: no longer there, or no longer whole")
+        given = _resolve_names(above.path, stamp, order.names)
         names.keep_version(where, {name: asked for name, (asked, has) in given.items() if has == stamp})
         return orders.Finished(names=given, directory=job.where)
 
 
 def _clean(order: orders.Clean) -> orders.Answer:
-    with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
+    with as_tier_error(order.tier), Directory.open_tier(order.tier) as tier:
         job_directory.clean(tier, order.job)
         try:
-            with _job(order) as job, job.below(order.training) as where:
+            with _open_job(order) as job, job.open_below(order.training) as where:
                 return orders.Finished(tuple(retention.clean(where.path, sys.maxsize, before=order.before)))
         except FileNotFoundError:
             return orders.Finished()
@@ -189,19 +189,19 @@ def _find_versions(order: orders.Look) -> orders.Answer:
             with suppress(OSError):  # a directory that is still missing is reported below
                 os.mkdir(order.tier, 0o700)
         os.stat(f"{order.tier}/.")
-        with Directory.tier(order.tier) as tier:
-            for job in _jobs(tier, order):
-                found += _newest(job, order)
+        with Directory.open_tier(order.tier) as tier:
+            for job in _open_jobs(tier, order):
+                found += _find_newest(job, order)
                 directory = job.where
-            beside = job_directory.beside(tier, order.mark) if order.begin and order.key is not None else ""
+            beside = job_directory.explain_clash(tier, order.mark) if order.begin and order.key is not None else ""
     newest = {manifest.training: manifest for manifest in sorted(found, key=lambda manifest: manifest.time)}
     return orders.Found(tuple(newest.values()), directory, beside)
 
 
-def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
+def _open_jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
     """Yield the job directories that the order means, each open until the next is requested. Raises OSError."""
     if order.key is None:
-        yield from job_directory.former(tier, order.job, order.cluster)
+        yield from job_directory.open_former(tier, order.job, order.cluster)
         return
     found = job_directory.find(tier, order.mark)
     if found is not None:
@@ -209,16 +209,16 @@ def _jobs(tier: Directory, order: orders.Order) -> Iterator[Directory]:
             yield found
 
 
-def _newest(job: Directory, order: orders.Look) -> Iterator[version.VersionManifest]:
+def _find_newest(job: Directory, order: orders.Look) -> Iterator[version.VersionManifest]:
     """Yield the newest version of each training that the order wants. Raises OSError."""
-    for name in [order.training] if order.training else version.trainings(job.path):
+    for name in [order.training] if order.training else version.list_trainings(job.path):
         try:
-            there = job.below(name)
+            there = job.open_below(name)
         except (FileNotFoundError, NotOurs):
             continue
         with there:
             _mark(there.path, [r for r in order.rejected if r.training == name])
-            wanted = (m for m in version.whole(there) if _offered(there.path, m, order))
+            wanted = (m for m in version.list_whole(there) if _is_offered(there.path, m, order))
             manifest = next(wanted, None)
         if manifest is not None and (manifest.job, manifest.training) == (order.job, name):
             yield manifest
@@ -226,34 +226,34 @@ def _newest(job: Directory, order: orders.Look) -> Iterator[version.VersionManif
 
 def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
     """Mark rejected versions on the tier, so that the rejection outlives the job, as far as permissions allow."""
-    for stamp in version.stamps(directory) if rejected else ():
+    for stamp in version.list_stamps(directory) if rejected else ():
         why = next((r.reason for r in rejected if r.low <= stamp <= r.high), None)
-        where = f"{directory}/{version.name(stamp)}"
-        if why is not None and not version.rejected(directory, stamp):
-            with suppress(OSError), publish.replaced(where, version.REJECTED) as path, open(path, "x") as file:
+        where = f"{directory}/{version.format_name(stamp)}"
+        if why is not None and not version.is_rejected(directory, stamp):
+            with suppress(OSError), publish.replace_file(where, version.REJECTED) as path, open(path, "x") as file:
                 file.write(f"{why}\n")
 
 
-def _offered(directory: str, manifest: version.VersionManifest, order: orders.Look) -> bool:
-    if (manifest.training, manifest.stamp) in order.without or version.rejected(directory, manifest.stamp):
+def _is_offered(directory: str, manifest: version.VersionManifest, order: orders.Look) -> bool:
+    if (manifest.training, manifest.stamp) in order.without or version.is_rejected(directory, manifest.stamp):
         return False
     return not any(r.covers(manifest.training, manifest.stamp) for r in order.rejected)
 
 
 def _read(order: orders.Read) -> orders.Answer:
     stamp = order.stamp
-    with as_tier_error(order.tier), Directory.tier(order.tier) as tier:
-        for job in _jobs(tier, order):
+    with as_tier_error(order.tier), Directory.open_tier(order.tier) as tier:
+        for job in _open_jobs(tier, order):
             with (
                 suppress(FileNotFoundError),
-                job.below(order.training) as above,
-                above.below(version.name(stamp)) as there,
+                job.open_below(order.training) as above,
+                above.open_below(version.format_name(stamp)) as there,
             ):
                 manifest = version.read(above, stamp)
-                name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
+                name, stored, begin = ("", None, 0) if manifest is None else manifest.find_shard(order.rank)
                 if stored is not None and (stored.used, stored.digest) == (order.used, order.digest):
-                    with os.fdopen(there.file(name), "rb") as file:
-                        _fill(order, stored, owned.through(file.fileno(), f"{there.where}/{name}"), begin)
+                    with os.fdopen(there.open_file(name), "rb") as file:
+                        _fill(order, stored, owned.build_fd_path(file.fileno(), f"{there.where}/{name}"), begin)
                     return orders.Finished()
     raise TierError(f"{order.tier} no longer has the shard of rank {order.rank} of version {stamp.version}")
 
@@ -284,12 +284,12 @@ def answer(line: bytes) -> orders.Answer:
     try:
         order = orders.order_decoder.decode(line)
         if not isinstance(order, AWAITED):
-            _humble()
+            _lower_priority()
         return DOES[type(order)](order)
     except (TierError, ValueError) as error:
         why = str(error)
     except OSError as error:
-        why = f"{order.tier}: {publish.why(error)}"
+        why = f"{order.tier}: {publish.explain_error(error)}"
     except ImportError as error:
         why = f"the tier needs h5py and numpy in {sys.executable}: {error}"
     except Exception as error:
@@ -299,7 +299,7 @@ def answer(line: bytes) -> orders.Answer:
 
 def main() -> int:
     """Read one order and answer it; return exit status 0 if an answer was sent."""
-    _no_longer_than(int(sys.argv[1]))
+    _end_with(int(sys.argv[1]))
     _say(answer(sys.stdin.buffer.readline(MAX_ORDER_BYTES)))
     return 0
 

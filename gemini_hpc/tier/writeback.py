@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from queue import SimpleQueue
 
-from gemini_hpc.tier.direct_io import PAGE_BYTES, File, buffers, started
+from gemini_hpc.tier.direct_io import PAGE_BYTES, File, allocate_buffers, start_threads
 
 _THREADS = 4
 _BUFFERS = 12
@@ -29,13 +29,13 @@ class Behind:
     def __init__(self, path: str, *, direct: bool) -> None:
         self._file = File(path, os.O_WRONLY, direct=direct)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
-        for buffer in buffers(_BUFFERS):
+        for buffer in allocate_buffers(_BUFFERS):
             self._free.put(buffer)
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._kept: list[tuple[bytes, int]] = []
         self._kept_bytes = 0
         self._trouble: OSError | None = None
-        self._threads = started(_THREADS, self._run, "gemini-behind")
+        self._threads = start_threads(_THREADS, self._run, "gemini-behind")
 
     def put(self, data: memoryview, at: int) -> memoryview:
         """Queue at most `PART_BYTES` bytes for offset `at`, and return a copy of them.

@@ -292,7 +292,7 @@ class Checkpointer:
         Raises:
             TypeError, ValueError: `name` is no valid name: at most 64 letters, digits, ".", "_" and "-".
         """
-        name = names.checked(name)
+        name = names.check_name(name)
         session = self._session
         if session.client is None or not session.protected or not session.version:
             why = "this training is not protected" if session.version else "no step has been completed"

@@ -50,7 +50,7 @@ def start(request: Request) -> None:
     if request.get("fill_wait_s"):
         replica_fills.WAIT_S = request["fill_wait_s"]
     if request["tiered"]:  # workers are forked by a supervisor, with which the agent dies
-        mine = workers.Workers(workers.tier)
+        mine = workers.Workers(workers.run_tier_worker)
         if agent := os.fork():
             mine.theirs.close()
             sys.exit(supervisor._attend(agent, mine))

@@ -93,7 +93,7 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
             else:
                 monkeypatch.setattr(Training, "sealed", Stamp(1, 1))
                 monkeypatch.setattr(Saver, "tier", str(tmp_path))
-                monkeypatch.setattr(NamedVersions, "of_training", lambda keeps, name: ("best",))
+                monkeypatch.setattr(NamedVersions, "list_wished_names", lambda keeps, name: ("best",))
         agent._good_end.check_doubt()
         assert agent._retention.over.is_set() is freed
         assert ("n1" in mesh.left) is freed, "the others are told, where all is freed"

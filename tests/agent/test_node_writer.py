@@ -51,7 +51,7 @@ class Node:
 
     def want(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> bool:
         what = WantedVersion("default", stamp, attempt, homes)
-        return self.saver.wanted(what, self.tier, lambda files, reason: self.told.append((files, reason)))
+        return self.saver.begin_save(what, self.tier, lambda files, reason: self.told.append((files, reason)))
 
     async def save(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> Told:
         """What it tells of it."""
@@ -66,7 +66,7 @@ class Node:
 @pytest.fixture(autouse=True)
 def _supervised() -> Iterator[None]:
     """What writes is forked, as for an agent."""
-    with supervisor(workers.tier) as (channel, _):
+    with supervisor(workers.run_tier_worker) as (channel, _):
         worker_process.use(channel)
         yield
     worker_process._supervisor.clear()
@@ -90,8 +90,8 @@ def test_what_is_at_home_here_is_written_and_told_again_when_asked_again(tmp_pat
             await node.hold(rank, home=rank)
         (file,), reason = await node.save(STAMP)
         assert not reason and [s.rank for s in file.shards] == [1] and file.name == "node-0001.h5"
-        assert node.saver.through("default") == file.bytes > 0
-        directory = tmp_path / "gemini-7/default" / version.name(STAMP)
+        assert node.saver.count_written_bytes("default") == file.bytes > 0
+        directory = tmp_path / "gemini-7/default" / version.format_name(STAMP)
         written = (directory / file.name).stat().st_mtime_ns
         assert await node.save(STAMP) == ((file,), "")
         assert (directory / file.name).stat().st_mtime_ns == written, "not written again"
@@ -110,7 +110,7 @@ def test_a_missing_node_has_its_file_written_by_a_holder(tmp_path: Path) -> None
             ("node-0000.h5", [(0, 0)]),
             ("node-0001.h5", [(1, 1)]),
         ]
-        assert node.saver.through("default") == sum(f.bytes for f in files)
+        assert node.saver.count_written_bytes("default") == sum(f.bytes for f in files)
 
     run(tmp_path, test)
 

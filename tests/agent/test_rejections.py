@@ -121,15 +121,19 @@ def test_of_two_versions_for_one_name_the_roots_counts(tmp_path: Path) -> None:
     assert answer == peer.KeepWish(3, "default", "a", 7)
     other.keeps.on_message("n0", answer)
     assert other.keeps.wishes == root.keeps.wishes == (wish("a", 7),)
-    root.keeps.saved("default", Stamp(5, 8), {"a": (7, (5, 8))})
-    assert root.keeps.wishes == () and root.events[-1] == "kept" and root.keeps.given("default") == (("a", (5, 8)),)
+    root.keeps.record_names("default", Stamp(5, 8), {"a": (7, (5, 8))})
+    assert (
+        root.keeps.wishes == ()
+        and root.events[-1] == "kept"
+        and root.keeps.list_given_names("default") == (("a", (5, 8)),)
+    )
 
 
 def test_a_name_that_is_taken_on_the_tier(tmp_path: Path) -> None:
     root = Agent(tmp_path, root=True)
     assert root.keeps.ask(wish("a", 7)) == ""
-    root.keeps.saved("default", Stamp(5, 8), {"a": (3, (1, 3))})
-    assert root.keeps.wishes == () and root.events[-1] == "not_kept" and root.keeps.given("default") == ()
+    root.keeps.record_names("default", Stamp(5, 8), {"a": (3, (1, 3))})
+    assert root.keeps.wishes == () and root.events[-1] == "not_kept" and root.keeps.list_given_names("default") == ()
     assert "another version already has this name" in root.keeps.ask(wish("a", 7))
 
 
@@ -137,6 +141,6 @@ def test_only_so_many_wait(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     assert not any(agent.keeps.ask(wish(f"w{n}", n)) for n in range(MAX_WISHES))
     assert f"{MAX_WISHES} versions already wait" in agent.keeps.ask(wish("more", 1))
-    assert agent.keeps.due("default", Stamp(5, 2)) == {"w0": 0, "w1": 1, "w2": 2}
+    assert agent.keeps.find_due_names("default", Stamp(5, 2)) == {"w0": 0, "w1": 1, "w2": 2}
     agent.tier.directory = ""
     assert "the job has no tier" in agent.keeps.ask(wish("w1", 1))

@@ -148,15 +148,15 @@ class Agent:
             self.last_heard[host] = clock.monotonic()
         return self.net.alive(self.node, host)
 
-    def due(self, *, last: bool = False) -> bool:
-        return self.salvage.due(clock.monotonic(), last=last)
+    def is_due(self, *, last: bool = False) -> bool:
+        return self.salvage.is_due(clock.monotonic(), last=last)
 
     # ---- of the drains
 
-    def found(self) -> None:
+    def record_last_stored(self) -> None:
         self.last = False
 
-    def progress(self, name: str) -> int:
+    def count_written_bytes(self, name: str) -> int:
         return 7
 
     def say(self, name: str, number: int, reason: str) -> None:
@@ -165,7 +165,7 @@ class Agent:
     def cancel(self) -> None:
         pass
 
-    def wanted(self, what: WantedVersion, tier: str, told: Told) -> bool:
+    def begin_save(self, what: WantedVersion, tier: str, told: Told) -> bool:
         assert what.homes is not None
         self.wrote.append(set(what.homes))
         if self.unable:
@@ -179,7 +179,7 @@ class Agent:
     async def wait_idle(self, stalled_s: float) -> None:
         pass
 
-    async def stored(self, without: Any, within_s: float) -> tuple[Any, ...]:
+    async def find_stored(self, without: Any, within_s: float) -> tuple[Any, ...]:
         if self.net.tier_down:
             raise TierFailed("not mounted")
         self.saved.update({name: (stamp, 0.0) for name, stamp in self.net.tier.items()})
@@ -227,13 +227,13 @@ def test_a_version_that_a_training_has_rejected_is_not_saved() -> None:
 def test_whoever_is_lost_and_whoever_begins(gone: str, begins: str) -> None:
     async def test(net: Network) -> None:
         net.lose(gone)
-        assert net.agents[begins].due() and net.agents[begins].due(last=True)
+        assert net.agents[begins].is_due() and net.agents[begins].is_due(last=True)
         net.agents[begins].salvage.begin_try()
         await net.over()
         leader = "b" if gone == "a" else "a"
         assert net.published == [(leader, FILES)]
         for agent in net.agents.values():
-            assert agent.salvage.saved and not agent.saver.last and not agent.due(last=True), agent.node
+            assert agent.salvage.saved and not agent.saver.last and not agent.is_due(last=True), agent.node
             assert len(agent.wrote) <= 1, "nobody is asked to write twice"
 
     run(test)
@@ -259,7 +259,7 @@ def test_the_same_leader_tries_again() -> None:
         net.agents["c"].salvage.begin_try()
         await net.over()
         assert not net.published and all(a.saver.last for a in net.agents.values()), "nobody may leave"
-        assert not net.agents["c"].due() and net.agents["c"].due(last=True)
+        assert not net.agents["c"].is_due() and net.agents["c"].is_due(last=True)
         net.tier_down = False
         net.agents["c"].salvage.begin_try(last=True)
         await net.over()
@@ -370,11 +370,11 @@ def test_one_that_missed_the_end_hears_of_it_and_is_quiet() -> None:
 def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there() -> None:
     async def test(net: Network) -> None:
         agent = net.agents["b"]
-        assert not agent.due(last=True)
+        assert not agent.is_due(last=True)
         agent.last_heard["a"] -= 5
-        assert agent.due(last=True)
+        assert agent.is_due(last=True)
         agent.saver.last = False  # all is saved, so it may leave
-        assert not agent.due(last=True)
+        assert not agent.is_due(last=True)
 
     run(test)
 
@@ -536,7 +536,7 @@ def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         deadline = clock.monotonic() + 5
         while not net.published and clock.monotonic() < deadline:
             for agent in net.agents.values():
-                if agent.due():
+                if agent.is_due():
                     agent.salvage.begin_try()
             await asyncio.sleep(0.01)
         assert net.published

@@ -179,7 +179,7 @@ def test_in_every_order_of_events_it_ends_and_nobody_is_told_too_early(
         assert failed or not again, "without a fault one try is enough"
         for host in again:  # what fails is tried again
             world.now = max(world.now, world.agents[host].again_at)
-            assert world.agents[host].due(world.now, last=False)
+            assert world.agents[host].is_due(world.now, last=False)
             world.may_begin = {host}
             world.play_on()
         assert world.stored and all(world.told.values()), world

@@ -254,14 +254,14 @@ def saved(saves: SaveRules, order: events.Order, facts: events.SaveFacts, until:
 def test_an_automatic_interval_follows_from_the_last_saves() -> None:
     """lambda is 20 a day, O 1 % of a save: one of 20 s is worth while each 42 s, later ones of 5 s each 21 s."""
     saves, order, facts = begun(5, unserved_per_day=20.0)
-    assert saves.took_s(SET) is None and saves.interval_s(SET, 600.0, 20.0) == 600.0
-    assert saves.interval_s(SET, 600.0, None) == 600.0
+    assert saves.compute_duration_s(SET) is None and saves.compute_interval_s(SET, 600.0, 20.0) == 600.0
+    assert saves.compute_interval_s(SET, 600.0, None) == 600.0
     saved(saves, order, facts, 20.0)
     every_s = automatic_s(20.0, 20.0)
-    assert saves.took_s(SET) == 20.0 and saves.interval_s(SET, 600.0, 20.0) == every_s == pytest.approx(
-        41.57, abs=0.01
-    )
-    assert saves.interval_s(SET, 600.0, None) == 600.0
+    assert saves.compute_duration_s(SET) == 20.0 and saves.compute_interval_s(
+        SET, 600.0, 20.0
+    ) == every_s == pytest.approx(41.57, abs=0.01)
+    assert saves.compute_interval_s(SET, 600.0, None) == 600.0
     now, version = 0.0, 6
     for _ in range(3):
         assert (
@@ -272,8 +272,8 @@ def test_an_automatic_interval_follows_from_the_last_saves() -> None:
         [order] = saves.step(events.Sealed(SET, Stamp(1, version)), facts, now)
         assert isinstance(order, events.Order)
         saved(saves, order, facts, now + 5.0)
-        every_s, version = saves.interval_s(SET, 600.0, 20.0), version + 1
-    assert saves.took_s(SET) == 5.0 and every_s == automatic_s(5.0, 20.0) < automatic_s(20.0, 20.0)
+        every_s, version = saves.compute_interval_s(SET, 600.0, 20.0), version + 1
+    assert saves.compute_duration_s(SET) == 5.0 and every_s == automatic_s(5.0, 20.0) < automatic_s(20.0, 20.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.tier.choice import TierChoice, site_tier
+from gemini_hpc.agent.tier.choice import TierChoice, resolve_site_tier
 from gemini_hpc.config import Settings
 from gemini_hpc.core.numbers import TierInterval
 from gemini_hpc.core.views import View
@@ -36,35 +36,35 @@ def test_the_submission_goes_before_the_program_and_that_before_the_site() -> No
 
 def test_an_automatic_interval_follows_from_what_memory_does_not_serve() -> None:
     made = choice("/submitted", 30)
-    assert made.unserved_per_day is None and made.reason(5.0) == "as submitted"
+    assert made.unserved_per_day is None and made.explain_interval(5.0) == "as submitted"
     made = choice("/submitted", "auto")
     assert made.interval_s == 600.0, "the site's, until a save has been measured"
-    assert made.reason(None) == "auto: the site's, until a save has been measured"
+    assert made.explain_interval(None) == "auto: the site's, until a save has been measured"
     assert made.unserved_per_day == pytest.approx(Settings().node_losses_per_day), "one node, one copy"
-    assert made.reason(5.0) == (
+    assert made.explain_interval(5.0) == (
         "auto: a save takes 5 s, memory cannot repair 0.0075 failures a day "
         "(1 nodes, 1 replicas, 0.0075 losses of a node a day)"
     )
     made = choice(site="/site")
-    assert made.reason(5.0) == "as the site says"
+    assert made.explain_interval(5.0) == "as the site says"
     made.chosen = Tier("/program", "auto")
     assert made.unserved_per_day is not None
     made.chosen = Tier("/program", 60)
-    assert made.reason(None) == "as the program says"
+    assert made.explain_interval(None) == "as the program says"
 
 
 def test_the_first_choice_of_a_job_stays() -> None:
     made = choice(site="/site")
-    assert made.heeds(Tier("/program")) and not made.heeds(Tier())
+    assert made.accepts(Tier("/program")) and not made.accepts(Tier())
     made.chosen = Tier("/program")
-    assert not made.heeds(Tier("/other"))
-    assert not choice("/submitted").heeds(Tier("/program"))
+    assert not made.accepts(Tier("/other"))
+    assert not choice("/submitted").accepts(Tier("/program"))
 
 
 def test_the_sites_directory_is_the_users() -> None:
-    assert site_tier("/lustre/{user}/ckpt", 0) == f"/lustre/{pwd.getpwuid(0).pw_name}/ckpt"
-    assert site_tier("/lustre/{user}", 3999999999) == "", "nobody knows that uid"
-    assert site_tier("/lustre/all", 3999999999) == "/lustre/all" and site_tier("", 0) == ""
+    assert resolve_site_tier("/lustre/{user}/ckpt", 0) == f"/lustre/{pwd.getpwuid(0).pw_name}/ckpt"
+    assert resolve_site_tier("/lustre/{user}", 3999999999) == "", "nobody knows that uid"
+    assert resolve_site_tier("/lustre/all", 3999999999) == "/lustre/all" and resolve_site_tier("", 0) == ""
 
 
 @pytest.mark.parametrize(

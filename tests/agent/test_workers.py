@@ -106,7 +106,7 @@ def test_orders_for_the_tier(tmp_path: Path) -> None:
     """From the agent to the worker and back: an answer, a failure, and a worker that is ended while it works."""
 
     async def run() -> None:
-        with supervisor(workers.tier) as (channel, mine):
+        with supervisor(workers.run_tier_worker) as (channel, mine):
             worker_process.use(channel)
             found = await worker_process.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=True, make=False))
             assert found == orders.Found(())
@@ -117,7 +117,7 @@ def test_orders_for_the_tier(tmp_path: Path) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert all(ended(pidfd) for pidfd in mine.pidfds())
+            assert all(ended(pidfd) for pidfd in mine.list_pidfds())
 
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(run())

@@ -66,7 +66,7 @@ def store(tier: Path, shards: list[ParsedSlot], job: int = 7, training_name: str
     files = []
     for rank, one in enumerate(shards):
         kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
-        files.append(nodefile.write(where, version.node_file(rank), kept, lambda count: None))
+        files.append(nodefile.write(where, version.format_node_file(rank), kept, lambda count: None))
     manifest = version.VersionManifest(job, training_name, stamp, len(shards), 1e9, tuple(files))
     Path(where, version.MANIFEST).write_bytes(version.pack(manifest))
     return Path(where)

@@ -78,7 +78,7 @@ def newest(tier: Path, job: Heat, timeout_s: float) -> Stamp:
     [stamp] = saved(tier, job)
     done = max(line["step"] for line in job.lines("step"))
     assert done - 1 <= stamp.version <= done + 1
-    where = tier / f"gemini-{job.id}/default" / version.name(stamp)
+    where = tier / f"gemini-{job.id}/default" / version.format_name(stamp)
     assert sorted(path.name for path in where.glob("*.h5")) == ["index.h5", *(f"node-000{i}.h5" for i in range(3))]
     with h5py.File(where / "index.h5") as index:
         assert np.array_equal(index["tensors/field"][:], next(itertools.islice(plates(N), stamp.version, None)))

@@ -80,7 +80,7 @@ class Drained:
 
     def newest(self) -> Stamp:
         """The whole one that a recovery would take, looked through."""
-        manifest = next(version.whole(str(self.directory)), None)
+        manifest = next(version.list_whole(str(self.directory)), None)
         if manifest is None:
             return Stamp(0, 0)
         stamp = Stamp(*manifest.stamp)
@@ -91,8 +91,8 @@ class Drained:
         return stamp
 
     def check(self, stamp: Stamp, manifest: version.VersionManifest) -> None:
-        where = self.directory / version.name(stamp)
-        for name, stored in manifest.shards().values():
+        where = self.directory / version.format_name(stamp)
+        for name, stored in manifest.map_shards().values():
             with nodefile.NodeFileReader(str(where / name)) as reader:
                 reader.read(stored, memoryview(bytearray(stored.used)))
         with h5py.File(where / "index.h5") as index:
@@ -111,17 +111,17 @@ class Drained:
         return [
             path.name
             for path in entries
-            if ((stamp := version.stamp_of(path.name)) is None or stamp < top)
+            if ((stamp := version.parse_name(path.name)) is None or stamp < top)
             and not (path / version.MANIFEST).exists()
         ]
 
     def stage(self, wanted: str) -> Stamp:
         """Wait until a drain that begins now has got there."""
-        known = set(version.stamps(str(self.directory)))
+        known = set(version.list_stamps(str(self.directory)))
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            for stamp in version.stamps(str(self.directory)):
-                if stamp not in known and _is(wanted, os.listdir(self.directory / version.name(stamp))):
+            for stamp in version.list_stamps(str(self.directory)):
+                if stamp not in known and _is(wanted, os.listdir(self.directory / version.format_name(stamp))):
                     return stamp
             time.sleep(0.001)
         raise AssertionError(f"no drain came to {wanted}\n{self.story()}")
@@ -220,16 +220,16 @@ def test_each_victim(drained: Drained, stage: str) -> None:
 def test_the_newest_version_is_damaged(drained: Drained) -> None:
     """And memory has nothing: the one before it is taken, and the damage is told."""
     job, cluster = drained.job, drained.job.cluster
-    until(lambda: len(list(version.whole(str(drained.directory)))) == 2, 30, what="two versions on the tier")
+    until(lambda: len(list(version.list_whole(str(drained.directory)))) == 2, 30, what="two versions on the tier")
     for node in cluster.node_names:
         cluster.power_off(node)
-    newest, older = (Stamp(*manifest.stamp) for manifest in version.whole(str(drained.directory)))
-    bend(drained.directory / version.name(newest) / "node-0001.h5")
+    newest, older = (Stamp(*manifest.stamp) for manifest in version.list_whole(str(drained.directory)))
+    bend(drained.directory / version.format_name(newest) / "node-0001.h5")
     cluster.run(["scontrol", "requeue", str(job.id)])
     cluster.restore(0)
 
     def newer() -> bool:
-        return Stamp(*next(version.whole(str(drained.directory))).stamp) > newest
+        return Stamp(*next(version.list_whole(str(drained.directory))).stamp) > newest
 
     until(newer, 120, 0.1, what="a version newer than the damaged one")
     drained.next_whole(newest)

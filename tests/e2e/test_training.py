@@ -54,7 +54,9 @@ def test_all_nodes_cut(train: Train, reference: Reference, tier: Path) -> None:
     job.finish()
     job.assert_same_as(wanted)
     assert "from the tier" in job.output(), job.output()
-    with h5py.File(tier / f"gemini-{job.id}/default" / version.name(saved(tier, job)[0]) / "index.h5") as index:
+    with h5py.File(
+        tier / f"gemini-{job.id}/default" / version.format_name(saved(tier, job)[0]) / "index.h5"
+    ) as index:
         assert len(index["tensors"]) > 10
 
 

@@ -15,4 +15,4 @@ class _Job(Protocol):
 
 def saved(tier: Path, job: _Job) -> list[Stamp]:
     """Return the whole versions of a job, newest first."""
-    return [Stamp(*m.stamp) for m in version.whole(f"{tier}/gemini-{job.id}/default")]
+    return [Stamp(*m.stamp) for m in version.list_whole(f"{tier}/gemini-{job.id}/default")]

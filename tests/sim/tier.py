@@ -204,15 +204,19 @@ class Tier:
 
     @staticmethod
     def _stamps(directory: str, *, whole: bool = True) -> list[Stamp]:
-        there = version.stamps(directory)
-        return [s for s in there if os.path.lexists(f"{directory}/{version.name(s)}/manifest.json") == whole]
+        there = version.list_stamps(directory)
+        return [s for s in there if os.path.lexists(f"{directory}/{version.format_name(s)}/manifest.json") == whole]
 
     def _offered(self, directory: str) -> list[Stamp]:
-        return [s for s in self._stamps(directory) if not os.path.lexists(f"{directory}/{version.name(s)}/rejected")]
+        return [
+            s
+            for s in self._stamps(directory)
+            if not os.path.lexists(f"{directory}/{version.format_name(s)}/rejected")
+        ]
 
     def names(self) -> dict[str, tuple[int, Stamp]]:
         """The names that versions have."""
-        return names.of_training(self.directory)
+        return names.find_training_names(self.directory)
 
     def audit(self) -> None:
         """Each whole version has each rank's state, and that is the one which the training had."""
@@ -222,7 +226,7 @@ class Tier:
     def _named(self, through: str) -> None:
         path = owned.as_users_know(through)
         if path.endswith(f"/{version.MANIFEST}"):
-            stamp = version.stamp_of(path.split("/")[-2])
+            stamp = version.parse_name(path.split("/")[-2])
             assert stamp is not None
             self.published.append(stamp)
             self.world.tell(f"TIER {stamp.epoch}:{stamp.version} is whole")
@@ -234,7 +238,7 @@ class Tier:
             self._no_more(os.path.dirname(path), kept=os.path.lexists(f"{os.path.dirname(path)}/{version.KEPT}"))
 
     def _renamed(self, path: str, rename: Callable[[], None]) -> None:
-        is_version = version.stamp_of(os.path.basename(path)) is not None
+        is_version = version.parse_name(os.path.basename(path)) is not None
         whole, kept = (os.path.lexists(f"{path}/{name}") for name in (version.MANIFEST, version.KEPT))
         rename()
         if is_version and whole:
@@ -250,11 +254,11 @@ class Tier:
             self.wrong.append(f"{os.path.basename(where)} was to be kept, and removed")
 
     def _audit(self, stamp: Stamp) -> None:
-        where = f"{self.directory}/{version.name(stamp)}"
+        where = f"{self.directory}/{version.format_name(stamp)}"
         try:
             found = version.read(self.directory, stamp)
             assert found is not None
-            for rank, (name, stored) in sorted(found.shards().items()):
+            for rank, (name, stored) in sorted(found.map_shards().items()):
                 view = bytearray(stored.bytes)
                 with nodefile.NodeFileReader(f"{where}/{name}") as reader:
                     reader.read(stored, memoryview(view)[: stored.used])

@@ -47,7 +47,7 @@ def _blind() -> None:
 
 def _forgetful() -> None:
     """Names do not keep a version."""
-    there = version.there
+    there = version.is_present
     _put(version, there=lambda path: not path.endswith(f"/{version.KEPT}") and there(path))
 
 

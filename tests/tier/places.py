@@ -14,5 +14,5 @@ def version_directory(
     tier: str | Path, job: int, training_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
 ) -> str:
     """Return the path of a version's directory of a job without a key, made if it is not there."""
-    with publish.made_version(str(tier), Mark(job), training_name, stamp, lay_out) as made:
+    with publish.make_version(str(tier), Mark(job), training_name, stamp, lay_out) as made:
         return made.where

@@ -125,9 +125,9 @@ def prepare(where: Path) -> None:
 
 def loadable(tier: Path, sources: dict[Stamp, list[str]]) -> Stamp:
     """The version that a recovery would choose; its shards are those of the training, bit by bit."""
-    manifest = next(version.whole(str(tier / "gemini-5/default")))
-    where = tier / "gemini-5/default" / version.name(Stamp(*manifest.stamp))
-    for rank, (name, stored) in manifest.shards().items():
+    manifest = next(version.list_whole(str(tier / "gemini-5/default")))
+    where = tier / "gemini-5/default" / version.format_name(Stamp(*manifest.stamp))
+    for rank, (name, stored) in manifest.map_shards().items():
         memory = bytearray(stored.used)
         with nodefile.NodeFileReader(str(where / name)) as reader:
             reader.read(stored, memoryview(memory))
@@ -141,7 +141,7 @@ def names(tier: Path) -> set[str]:
 
 def expected(*stamps: Stamp) -> set[str]:
     files = ("", "/node-0000.h5", "/node-0001.h5", "/index.h5", "/manifest.json")
-    return {version.name(Stamp(*stamp)) + file for stamp in stamps for file in files}
+    return {version.format_name(Stamp(*stamp)) + file for stamp in stamps for file in files}
 
 
 @pytest.mark.parametrize("how", ["killed", "full"])
@@ -181,7 +181,7 @@ def digests(where: Path, stamp: Stamp) -> list[str]:
     node, found = Node(where / "elsewhere", stamp), []
     for slot in node.slots:
         memory = bytearray(slot.memory[:])
-        ParsedSlot.parse(memoryview(memory), len(memory)).blank()
+        ParsedSlot.parse(memoryview(memory), len(memory)).clear_gaps()
         found.append(digest(memoryview(memory)[: slot.used]))
     node.close()
     return found

@@ -343,7 +343,7 @@ def test_a_node_s_file_is_written_through_the_cache_where_it_must_be(
     into = bytearray(slot.used)
     with nodefile.NodeFileReader(str(tmp_path / "n.h5")) as reader:
         reader.read(file.shards[0], memoryview(into))
-    slot.shard().blank()
+    slot.shard().clear_gaps()
     assert into == slot.memory[: slot.used] and os.listdir(tmp_path) == ["n.h5"]
 
 

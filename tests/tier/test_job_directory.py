@@ -18,12 +18,12 @@ MINE, OTHER = Mark(7, "0123456789abcdef", "north"), Mark(7, "fedcba9876543210", 
 
 
 def name(tier: Path, mark: Mark) -> str:
-    with Directory.tier(str(tier)) as top, job_directory.make(top, mark) as made:
+    with Directory.open_tier(str(tier)) as top, job_directory.make(top, mark) as made:
         return os.path.basename(made.where)
 
 
 def found(tier: Path, mark: Mark) -> str | None:
-    with Directory.tier(str(tier)) as top:
+    with Directory.open_tier(str(tier)) as top:
         there = job_directory.find(top, mark)
         if there is None:
             return None
@@ -32,8 +32,8 @@ def found(tier: Path, mark: Mark) -> str | None:
 
 
 def beside(tier: Path, mark: Mark) -> str:
-    with Directory.tier(str(tier)) as top:
-        return job_directory.beside(top, mark)
+    with Directory.open_tier(str(tier)) as top:
+        return job_directory.explain_clash(top, mark)
 
 
 def test_two_jobs_of_one_number_have_a_directory_each(tmp_path: Path) -> None:
@@ -72,15 +72,15 @@ def test_a_damaged_mark_is_nobodys(tmp_path: Path, content: bytes) -> None:
 def test_a_predecessor_is_any_job_of_the_number_on_this_cluster(tmp_path: Path) -> None:
     for mark in (MINE, OTHER, Mark(7, "00000000000000aa", "south"), Mark(71, "00000000000000bb", "north")):
         name(tmp_path, mark)
-    with Directory.tier(str(tmp_path)) as top:
-        names = [os.path.basename(there.where) for there in job_directory.former(top, 7, "north")]
+    with Directory.open_tier(str(tmp_path)) as top:
+        names = [os.path.basename(there.where) for there in job_directory.open_former(top, 7, "north")]
     assert names == ["gemini-7", "gemini-7-fedcba9876543210"]
 
 
 def test_what_was_begun_is_removed(tmp_path: Path) -> None:
     for name in (".gemini-7.abc.tmp", ".gemini-71.abc.tmp", ".gemini-7.abc"):
         (tmp_path / name).mkdir(mode=0o700)
-    with Directory.tier(str(tmp_path)) as top:
+    with Directory.open_tier(str(tmp_path)) as top:
         job_directory.clean(top, 7)
     assert sorted(os.listdir(tmp_path)) == [".gemini-7.abc", ".gemini-71.abc.tmp"]
 
@@ -123,19 +123,19 @@ def test_what_could_be_another_users_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "mine" / "link").symlink_to("../file")
     (tmp_path / "mine" / "file").touch()
     os.mkfifo(tmp_path / "mine" / "pipe")
-    with Directory.tier(str(tmp_path)) as top:
+    with Directory.open_tier(str(tmp_path)) as top:
         for name in ("open", "link", "file"):
             with pytest.raises(NotOurs, match=name):
-                top.below(name)
+                top.open_below(name)
         with pytest.raises(FileNotFoundError):
-            top.below("nothing")
-        with top.below("mine") as mine:
-            os.close(mine.file("file"))
+            top.open_below("nothing")
+        with top.open_below("mine") as mine:
+            os.close(mine.open_file("file"))
             for name in ("link", "pipe"):
                 with pytest.raises(NotOurs, match=name):
-                    mine.file(name)
+                    mine.open_file(name)
             monkeypatch.setattr(os, "geteuid", lambda: 4711)
-            for refused in (lambda: top.below("mine"), lambda: mine.file("file")):
+            for refused in (lambda: top.open_below("mine"), lambda: mine.open_file("file")):
                 with pytest.raises(NotOurs):
                     refused()
 
@@ -149,14 +149,14 @@ def test_a_tier_is_its_users_or_roots_and_nobody_renames_there(
     for mode, taken in ((0o700, True), (0o755, True), (0o1777, True), (0o1770, True), (0o777, False), (0o770, False)):
         place.chmod(mode)
         if taken:
-            Directory.tier(str(place)).close()
+            Directory.open_tier(str(place)).close()
         else:
             with pytest.raises(NotOurs, match="not sticky"):
-                Directory.tier(str(place))
+                Directory.open_tier(str(place))
     place.chmod(0o755)
     (tmp_path / "link").symlink_to(place)
-    Directory.tier(str(tmp_path / "link")).close()
+    Directory.open_tier(str(tmp_path / "link")).close()
     if os.geteuid():  # root's own is anybody's tier
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
         with pytest.raises(NotOurs, match="belongs to user"):
-            Directory.tier(str(place))
+            Directory.open_tier(str(place))

@@ -89,7 +89,7 @@ def test_an_lfs_that_is_missing_or_fails_changes_nothing(on_lustre: Path, tmp_pa
 
 def test_stripes_by_size() -> None:
     for size_bytes, count in ((0, 1), (1, 1), (8 * GIB, 1), (8 * GIB + 1, 2), (100 * GIB, 13), (1 << 50, 16)):
-        assert lustre.stripes(size_bytes) == count, size_bytes
+        assert lustre.choose_stripe_count(size_bytes) == count, size_bytes
 
 
 def test_the_layout_is_set_before_anybody_can_write(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_layout_is_set_before_anybody_can_write(tmp_path: Path) -> None:
 
     made = version_directory(tmp_path, 7, "default", Stamp(1, 2), lay_out)
     again = version_directory(tmp_path, 7, "default", Stamp(1, 2), lay_out)
-    assert made == again and Path(made).is_dir() and Path(made).name == version.name(Stamp(1, 2))
+    assert made == again and Path(made).is_dir() and Path(made).name == version.format_name(Stamp(1, 2))
     assert len(seen) == 1 and seen[0][0].startswith(".") and seen[0][1] == []
     assert [p.name for p in Path(made).parent.iterdir()] == [Path(made).name]
 
@@ -120,14 +120,16 @@ def test_a_version_that_is_written_has_a_layout_for_its_node_s_bytes(
     made = Path(ask.pop())
     assert ask == ["getstripe", "-d"] and lay_out == ["setstripe", "-c", "2", "-S", "4M", str(made)]
     assert made.parent == on_lustre / "gemini-5/default" and not made.exists()
-    assert made.name.startswith(f".{version.name(Stamp(*node.stamp))}."), "it had no name when it got its layout"
+    assert made.name.startswith(f".{version.format_name(Stamp(*node.stamp))}."), (
+        "it had no name when it got its layout"
+    )
 
 
 def test_two_nodes_make_it_at_once(tmp_path: Path) -> None:
     """Whoever comes second finds the other's, also with a file in it."""
 
     def other(path: str) -> None:
-        directory = Path(path).parent / version.name(Stamp(1, 2))
+        directory = Path(path).parent / version.format_name(Stamp(1, 2))
         directory.mkdir()
         (directory / "node-0000.h5").write_text("x")
 

@@ -51,18 +51,18 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     keep(node(tmp_path, 3), best=3)
     assert keep(node(tmp_path, 6), best=6, more=6).names == {"best": (3, (1, 3)), "more": (6, (1, 6))}
     assert keep(node(tmp_path, 3, epoch=2), best=3).names == {"best": (3, (1, 3))}, "the same wish, after a restart"
-    assert not (tmp_path / "gemini-5/default" / version.name(Stamp(2, 3)) / version.KEPT).exists()
+    assert not (tmp_path / "gemini-5/default" / version.format_name(Stamp(2, 3)) / version.KEPT).exists()
 
 
 def test_a_whole_version_gets_a_name_later(tmp_path: Path) -> None:
     keep(node(tmp_path, 3), first=3)
     order = orders.Name(str(tmp_path), 5, "default", Stamp(1, 3), {"second": 2, "first": 3})
     assert here(order).names == {"second": (2, (1, 3)), "first": (3, (1, 3))}
-    where = tmp_path / "gemini-5/default" / version.name(Stamp(1, 3))
-    assert names.of_version(str(where)) == {"first": 3, "second": 2}
+    where = tmp_path / "gemini-5/default" / version.format_name(Stamp(1, 3))
+    assert names.read_version_names(str(where)) == {"first": 3, "second": 2}
     failed = here(orders.Name(str(tmp_path), 5, "default", Stamp(1, 4), {"x": 4}))
     assert isinstance(failed, orders.Failed) and "no longer there" in failed.reason
-    assert not (where.parent / version.name(Stamp(1, 4))).exists()
+    assert not (where.parent / version.format_name(Stamp(1, 4))).exists()
 
 
 def test_whatever_stands_in_the_file_the_version_stays(tmp_path: Path) -> None:
@@ -71,20 +71,20 @@ def test_whatever_stands_in_the_file_the_version_stays(tmp_path: Path) -> None:
         tier = Path(tempfile.mkdtemp(dir=tmp_path))
         save(tier, Stamp(1, 5))
         save(tier, Stamp(1, 6))
-        where = tier / "gemini-9/default" / version.name(Stamp(1, 5))
+        where = tier / "gemini-9/default" / version.format_name(Stamp(1, 5))
         (where / version.KEPT).mkdir() if text is None else (where / version.KEPT).write_text(text)
-        assert names.of_version(str(where)) == {}, (text or "a directory")[:40]
+        assert names.read_version_names(str(where)) == {}, (text or "a directory")[:40]
         assert retention.clean(str(where.parent), 1) == [] and where.exists(), (text or "a directory")[:40]
 
 
 def test_a_link_in_its_place_names_nothing(tmp_path: Path) -> None:
     save(tmp_path, Stamp(1, 5))
-    where = tmp_path / "gemini-9/default" / version.name(Stamp(1, 5))
+    where = tmp_path / "gemini-9/default" / version.format_name(Stamp(1, 5))
     (tmp_path / "elsewhere").write_text('{"a": 1}')
     (where / version.KEPT).symlink_to(tmp_path / "elsewhere")
-    assert names.of_version(str(where)) == {}
+    assert names.read_version_names(str(where)) == {}
     names.keep_version(str(where), {"b": 5})
-    assert names.of_version(str(where)) == {"b": 5}
+    assert names.read_version_names(str(where)) == {"b": 5}
     assert (tmp_path / "elsewhere").read_text() == '{"a": 1}'
 
 
@@ -116,27 +116,27 @@ def test_rejected_versions_are_not_offered_and_say_so_themselves(tmp_path: Path)
     order = orders.Look(str(tmp_path), 5, "", rejected=(rejection((1, 5), (2, 99)), rejection((3, 4), (3, 4))))
     assert [m.stamp for m in here(order).manifests] == [(1, 3)]
     assert [m.stamp for m in look(tmp_path).manifests] == [(1, 3)], "also to who does not know of it"
-    assert [version.rejected(set_path, s) for s in version.stamps(set_path)] == [True, True, True, False]
+    assert [version.is_rejected(set_path, s) for s in version.list_stamps(set_path)] == [True, True, True, False]
     passed: list[str] = []
     assert find(set_path, passed_over=passed.append)[1].stamp == (1, 3) and len(passed) == 3
     assert find(set_path, number=6)[1].stamp == (2, 6) and find(f"{set_path}@v4")[1].stamp == (3, 4)
-    assert (Path(set_path) / version.name(Stamp(1, 5)) / version.REJECTED).read_text() == "the loss is NaN\n"
+    assert (Path(set_path) / version.format_name(Stamp(1, 5)) / version.REJECTED).read_text() == "the loss is NaN\n"
 
 
 def test_rejected_versions_stay_and_are_not_counted(tmp_path: Path) -> None:
     for number in (3, 4, 5):
         save(tmp_path, Stamp(1, number))
     directory = tmp_path / "gemini-9/default"
-    (directory / version.name(Stamp(1, 5)) / version.REJECTED).write_text("")
+    (directory / version.format_name(Stamp(1, 5)) / version.REJECTED).write_text("")
     assert retention.clean(str(directory), 1) == [Stamp(1, 3)]
-    assert version.stamps(str(directory)) == [Stamp(1, 5), Stamp(1, 4)]
+    assert version.list_stamps(str(directory)) == [Stamp(1, 5), Stamp(1, 4)]
 
 
 @pytest.mark.slow
 def test_a_tier_where_one_may_not_write_is_looked_at_all_the_same(tmp_path: Path) -> None:
     keep(node(tmp_path, 3), old=3)
     keep(node(tmp_path, 5))
-    where = tmp_path / "gemini-5/default" / version.name(Stamp(1, 5))
+    where = tmp_path / "gemini-5/default" / version.format_name(Stamp(1, 5))
     where.chmod(0o500)
     order = orders.Look(str(tmp_path), 5, "", rejected=(rejection((1, 5), (2, 99)),))
     assert carry_out(order, before=WITHOUT_RIGHTS).manifests[0].stamp == (1, 3)

@@ -39,7 +39,7 @@ def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path)
         file = nodefile.write(
             str(tmp_path), "node-0001.h5", [(slot.shard(), 7, slot.digest())], never, compress=compress
         )
-        slot.shard().blank()  # what is to come back
+        slot.shard().clear_gaps()  # what is to come back
         (stored,) = file.shards
         assert (stored.rank, stored.home, stored.bytes, stored.used) == (1, 7, len(slot.memory), slot.used), compress
         assert stored.digest == slot.digest(), compress
@@ -47,7 +47,7 @@ def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path)
         into = bytearray(b"\xaa" * stored.used)
         with NodeFileReader(str(tmp_path / file.name)) as reader:
             reader.read(stored, memoryview(into))
-            assert reader.manifest(1) == slot.manifest, compress
+            assert reader.read_manifest(1) == slot.manifest, compress
         assert into == slot.memory[: slot.used], compress
         assert os.listdir(tmp_path) == ["node-0001.h5"], compress
 
@@ -58,12 +58,12 @@ def test_the_digest_is_of_zeros_wherever_garbage_lies_between(tmp_path: Path) ->
         rows = tuple(TensorRow(f"model.{i}", "uint8", (100 - i,), True, "cpu") for i in range(6))
         slot = slots.make(0, 1, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)])
         at = 0
-        for area in [*slot.shard().areas()][: clean + 1]:
+        for area in [*slot.shard().list_areas()][: clean + 1]:
             slot.view[at : area.begin] = bytes(area.begin - at)
             at = area.end
         (stored,) = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never).shards
         before = slot.digest()
-        slot.shard().blank()
+        slot.shard().clear_gaps()
         assert stored.digest == slot.digest() and (slot.digest() == before) == (clean == 9), clean
 
 
@@ -89,19 +89,19 @@ def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
 
 def test_every_dtype_has_a_type_of_its_size(tmp_path: Path) -> None:
     for dtype in sorted(ITEM_BYTES):
-        assert hdf5.type_of(dtype).get_size() == ITEM_BYTES[dtype], dtype
+        assert hdf5.choose_type(dtype).get_size() == ITEM_BYTES[dtype], dtype
         row = TensorRow("x", dtype, (5,), True, "cpu")
         slot = slots.make(0, 1, (row,), [(0, (0,), (5,))])
         file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
         into = bytearray(slot.used)
         with NodeFileReader(str(tmp_path / "n.h5")) as reader:
             reader.read(file.shards[0], memoryview(into))
-        slot.shard().blank()
+        slot.shard().clear_gaps()
         assert into == slot.memory[: slot.used], dtype
 
 
 def test_bfloat16_is_a_float_for_others() -> None:
-    kind = hdf5.type_of("bfloat16")
+    kind = hdf5.choose_type("bfloat16")
     assert isinstance(kind, h5t.TypeFloatID) and kind.get_size() == 2
 
 
@@ -169,7 +169,7 @@ def test_compressed_tensors_are_written_and_read_part_by_part(tmp_path: Path) ->
     into = bytearray(slot.used)
     with NodeFileReader(str(tmp_path / "n.h5")) as reader:
         reader.read(file.shards[0], memoryview(into), read.append)
-    slot.shard().blank()
+    slot.shard().clear_gaps()
     assert into == slot.memory[: slot.used]
     assert max(wrote) < 2 << 20 and sum(wrote) == sum(read) and max(read) < 2 << 20
 
@@ -190,8 +190,8 @@ def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path,
         with closing(Ahead(str(path), begin, stored.used)) as ahead, NodeFileReader(str(path), ahead) as reader:
             reader.read(stored, memoryview(into))
             for piece in slot.manifest.pieces:
-                assert reader.piece(slot.manifest, piece) == slot.values[slot.manifest.rows[piece.row].key, (0,)]
-        slot.shard().blank()
+                assert reader.read_piece(slot.manifest, piece) == slot.values[slot.manifest.rows[piece.row].key, (0,)]
+        slot.shard().clear_gaps()
         assert into == slot.memory[: slot.used]
         begin += stored.used
 

@@ -47,7 +47,7 @@ def start(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> subpr
 def here(order: orders.Order) -> Any:
     """Carry out an order in this process, without its signs of life."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "_humble", lambda: None)
+        patch.setattr(worker, "_lower_priority", lambda: None)
         patch.setattr(worker, "_say", lambda _: None)
         return worker.answer(orders.encode(order))
 
@@ -123,14 +123,14 @@ def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
     assert carry_out(finish) == orders.Finished(directory=f"{tmp_path}/gemini-5")
     (manifest,) = carry_out(looks).manifests
     assert manifest.stamp == STAMP and manifest.whole and manifest.serial == 1
-    for rank, (_, stored) in manifest.shards().items():
+    for rank, (_, stored) in manifest.map_shards().items():
         fd = os.memfd_create("into")
         os.ftruncate(fd, stored.used)
         order = orders.Read(str(tmp_path), 5, "default", STAMP, rank, fd, stored.used, stored.digest)
         assert carry_out(order, fd) == orders.Finished()
         wanted = bytearray(node.slots[rank].memory[:])
         assert digest(memoryview(wanted)[: stored.used]) == node.slots[rank].digest(), "a slot stays as it is"
-        ParsedSlot.parse(memoryview(wanted), len(wanted)).blank()
+        ParsedSlot.parse(memoryview(wanted), len(wanted)).clear_gaps()
         assert os.pread(fd, stored.used, 0) == wanted[: stored.used]
         os.close(fd)
     assert look(tmp_path, ("default", STAMP)).manifests == ()
@@ -152,12 +152,12 @@ def test_a_version_that_a_node_has_not_written_is_none(node: Node, tmp_path: Pat
     assert "2 ranks" in node.finish().reason
     assert look(tmp_path).manifests == ()
     assert here(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
-    assert version.stamps(str(tmp_path / "gemini-5/default")) == []
+    assert version.list_stamps(str(tmp_path / "gemini-5/default")) == []
 
 
 def test_a_directory_that_each_node_has_for_itself_is_named(node: Node, tmp_path: Path) -> None:
     node.files = [node.write(rank).file for rank in range(2)]
-    (tmp_path / "gemini-5/default" / version.name(STAMP) / node.files[1].name).unlink()
+    (tmp_path / "gemini-5/default" / version.format_name(STAMP) / node.files[1].name).unlink()
     assert "each node has a directory of its own" in node.finish().reason
     assert look(tmp_path).manifests == ()
 
@@ -167,7 +167,7 @@ def test_what_was_overwritten_while_it_was_copied_is_not_written(node: Node, tmp
     node.slots[0].memory[9000] ^= 1
     order = orders.Write(str(tmp_path), 5, "default", STAMP, 0, (source,))
     assert "overwritten" in here(order).reason
-    assert os.listdir(tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))) == []
+    assert os.listdir(tmp_path / "gemini-5/default" / version.format_name(Stamp(*STAMP))) == []
 
 
 def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
         removed.append(node.save(keep_last=2, keep_every=3).removed)
         node.close()
     assert removed == [(), (), ((1, 1),), ((1, 2),), (), ((1, 4),)]
-    assert [s.version for s in version.stamps(str(tmp_path / "gemini-5/default"))] == [6, 5, 3]
+    assert [s.version for s in version.list_stamps(str(tmp_path / "gemini-5/default"))] == [6, 5, 3]
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
     agent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, pass_fds=(node.fds[0],))
     assert agent.stdout is not None
     pid = int(agent.stdout.readline())
-    where = tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))
+    where = tmp_path / "gemini-5/default" / version.format_name(Stamp(*STAMP))
     until(lambda: where.is_dir() and os.listdir(where), every_s=0.02)
     assert [name for name in os.listdir(where) if name.endswith(".tmp")]
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19

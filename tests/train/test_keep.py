@@ -34,11 +34,13 @@ def tier(tmp_path: Path) -> Path:
 
 def given(tier: Path) -> dict[str, int]:
     """Names on the tier, and the number of the version that has each."""
-    return {name: stamp.version for name, (_, stamp) in names.of_training(f"{tier}/gemini-81/default").items()}
+    return {
+        name: stamp.version for name, (_, stamp) in names.find_training_names(f"{tier}/gemini-81/default").items()
+    }
 
 
 def whole(tier: Path) -> list[int]:
-    return sorted(manifest.stamp[1] for manifest in version.whole(f"{tier}/gemini-81/default"))
+    return sorted(manifest.stamp[1] for manifest in version.list_whole(f"{tier}/gemini-81/default"))
 
 
 def state(tier: Path, job: RealJob) -> Any:
@@ -115,7 +117,7 @@ def test_a_node_is_lost_while_a_version_is_being_kept(real_job: MakeJob, tier: P
     assert all(r["start"] in (9, 10) for r in results)
     until(lambda: set(given(tier)) == {"six"}, what="a version has the name")
     assert given(tier)["six"] >= 9, "version 6 went with the node, or was overwritten"
-    assert names.of_training(f"{tier}/gemini-81/default")["six"][0] == 6
+    assert names.find_training_names(f"{tier}/gemini-81/default")["six"][0] == 6
 
 
 def test_agents_die_while_a_version_is_being_kept(real_job: MakeJob, tier: Path) -> None:

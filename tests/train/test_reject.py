@@ -49,7 +49,9 @@ def left(job: RealJob, tier: Path | None = None) -> None:
     more: dict[str, Any] = {**SLOW, "keep": {"5": "five"}} if tier is not None else {}
     run(job, **more, pause_at=12, **SEALED, die_at=12).wait(codes=(1,))
     if tier is not None:
-        until(lambda: "five" in names.of_training(f"{tier}/gemini-81/default"), what="version 5 is on the tier")
+        until(
+            lambda: "five" in names.find_training_names(f"{tier}/gemini-81/default"), what="version 5 is on the tier"
+        )
 
 
 def events(job: RealJob, name: str) -> list[str]:
@@ -122,9 +124,9 @@ def test_after_some_steps_the_next_launch_takes_the_older_one(
     results = run(job).wait()
     assert [r["start"] for r in results] == [5, 5]
     assert [r["digest"] for r in results] == undisturbed
-    known = names.of_training(f"{tier}/gemini-81/default")
-    assert version.rejected(f"{tier}/gemini-81/default", known["bad"][1])
-    assert not version.rejected(f"{tier}/gemini-81/default", known["five"][1])
+    known = names.find_training_names(f"{tier}/gemini-81/default")
+    assert version.is_rejected(f"{tier}/gemini-81/default", known["bad"][1])
+    assert not version.is_rejected(f"{tier}/gemini-81/default", known["five"][1])
     assert find(f"{tier}/gemini-81")[1].stamp[1] == 5, "who starts from there passes it over"
 
 

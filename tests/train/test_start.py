@@ -54,7 +54,7 @@ def drain(job: FakeJob, tier: Path) -> Path:
     world = sum(len(file.shards) for file in files)
     finished = carry_out(orders.Finish(str(tier), 7, "default", wire, world, tuple(files)))
     assert isinstance(finished, orders.Finished), finished
-    return tier / "gemini-7" / "default" / version.name(stamp)
+    return tier / "gemini-7" / "default" / version.format_name(stamp)
 
 
 def left(make_job: MakeJob, tier: Path, kind: str, world: int, **more: Any) -> tuple[Path, dict[str, Any]]:
@@ -334,7 +334,7 @@ def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
     net, optimizer = fresh()
     tree = StateTree(net, [optimizer], {}, {})
     older = store(tmp_path, [made(tree)])
-    newer = older.with_name(version.name(Stamp(1, 5)))
+    newer = older.with_name(version.format_name(Stamp(1, 5)))
     newer.mkdir()
     (newer / version.MANIFEST).write_text("{")
     found = start.load(tree, str(tmp_path), "default", 0, 1)

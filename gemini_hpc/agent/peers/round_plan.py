@@ -55,7 +55,7 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.Pl
         name, stamp = manifest.training, manifest.stamp
         copies = [
             Copy(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
-            for _, s in sorted(manifest.shards().values(), key=lambda found: found[1].rank)
+            for _, s in sorted(manifest.map_shards().values(), key=lambda found: found[1].rank)
         ]
         lost = known.lost if known is not None else ()
         trainings[name] = peer.PlannedTraining(

@@ -12,7 +12,7 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 
-def site_tier(pattern: str, uid: int) -> str:
+def resolve_site_tier(pattern: str, uid: int) -> str:
     """Return the site's directory for this user, or "" if there is none."""
     if "{user}" not in pattern:
         return pattern
@@ -27,7 +27,7 @@ class TierChoice:
 
     def __init__(self, settings: Settings, uid: int, membership: Membership) -> None:
         self._settings, self._membership = settings, membership
-        self._site = site_tier(settings.tier, uid)
+        self._site = resolve_site_tier(settings.tier, uid)
         self.chosen = Tier()
 
     @property
@@ -70,7 +70,7 @@ class TierChoice:
         here, per_day = self._membership, self._settings.node_losses_per_day
         return tier_interval.unserved_per_day(here.redundancy, per_day, tier_interval.WINDOW_S)
 
-    def reason(self, took_s: float | None) -> str:
+    def explain_interval(self, took_s: float | None) -> str:
         """Return the reason for the interval, for people.
 
         Args:
@@ -90,7 +90,7 @@ class TierChoice:
             return "as submitted"
         return "as the program says" if self.chosen.interval_s else "as the site says"
 
-    def heeds(self, tier: Tier) -> bool:
+    def accepts(self, tier: Tier) -> bool:
         """Return whether a program's choice counts and is new. The first choice in a job stays."""
         attach = self._attach
         return bool(tier.directory) and not self.chosen.directory and not (attach is not None and attach.tier)

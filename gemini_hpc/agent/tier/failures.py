@@ -34,11 +34,11 @@ class SaveFailures:
         self._of: dict[str, _Trouble] = {}
         self._notes: dict[str, str] = {}
 
-    def text(self, name: str) -> str:
+    def describe_last(self, name: str) -> str:
         """Return the last failure, or ""."""
         return self._of[name].text if name in self._of else ""
 
-    def met(self, name: str, reason: str, host: str = "") -> bool:
+    def record_failure(self, name: str, reason: str, host: str = "") -> bool:
         """Record a failed try on this host. Return whether the reason is new."""
         trouble = self._of.setdefault(name, _Trouble())
         trouble.text = f"{host}: {reason}" if host else reason

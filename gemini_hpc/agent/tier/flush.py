@@ -36,17 +36,17 @@ class FlushRequests:
                 return
         trainings = [t for t in self._trainings if t.sealed is not None]
         if self._salvage.serves(clock.monotonic()):
-            await self._left(link)
+            await self._flush_by_salvage(link)
             return
-        why, root = self._refusal()
+        why, root = self._find_refusal()
         if not (why or root) and not trainings:
             why = "no version has been sealed yet"
         if why or root:
             await link.flush(Flushing(over=True, reason=why, root=root))
             return
-        await asyncio.gather(*(self._one(link, training) for training in trainings))
+        await asyncio.gather(*(self._flush_training(link, training) for training in trainings))
 
-    def _refusal(self) -> tuple[str, str]:
+    def _find_refusal(self) -> tuple[str, str]:
         """Return why a flush is impossible, and which host to ask instead. Both are empty if this agent can flush."""
         incarnation = self._membership.incarnation
         if incarnation is None:
@@ -55,7 +55,7 @@ class FlushRequests:
             return "the job has no tier; submit it with --gemini-tier=DIR", ""
         return "", "" if incarnation.leads else incarnation.hosts[0]
 
-    async def _left(self, link: Link) -> None:
+    async def _flush_by_salvage(self, link: Link) -> None:
         """Flush a job that has lost a node and waits, including versions that only other agents know to be sealed.
 
         A restarted agent knows no versions.
@@ -67,33 +67,33 @@ class FlushRequests:
             await asyncio.sleep(_LOOK_S)
             for training in self._trainings:
                 sealed = training.sealed or Stamp(0, 0)
-                await link.flush(Flushing(training.name, sealed, self._saver.progress(training.name)))
+                await link.flush(Flushing(training.name, sealed, self._saver.count_written_bytes(training.name)))
         saved, reason, there = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
             reason = "the job has started again meanwhile"
         try:  # the tier itself shows the outcome, also to agents that did not lead
-            there = {m.training: m.stamp for m in await self._saver.stored((), _TIER_S)}
+            there = {m.training: m.stamp for m in await self._saver.find_stored((), _TIER_S)}
         except TierFailed as error:
             reason = str(error)
         wanted = {t.name: t.sealed for t in self._trainings if t.sealed is not None}
         for name in sorted(wanted.keys() | (there.keys() if saved else set())) or [""]:
             stamp, known = wanted.get(name, Stamp(0, 0)), there.get(name, Stamp(0, 0))
             if known >= stamp and known > Stamp(0, 0):
-                await link.flush(self._final_answer(name, known, ""))
+                await link.flush(self._build_final_answer(name, known, ""))
             else:
                 gone = "the version was saved, but is no longer there" if saved else "the version has not been saved"
-                await link.flush(self._final_answer(name, stamp, reason or gone))
+                await link.flush(self._build_final_answer(name, stamp, reason or gone))
 
-    async def _one(self, link: Link, training: Training) -> None:
+    async def _flush_training(self, link: Link, training: Training) -> None:
         task = self._spawn(self._saver.flush(training))
         while not task.done():
             await asyncio.wait([task], timeout=_TELL_S)
             if not task.done():
-                done_bytes = self._saver.progress(training.name)
+                done_bytes = self._saver.count_written_bytes(training.name)
                 await link.flush(Flushing(training.name, training.sealed or Stamp(0, 0), done_bytes))
         stamp, reason = task.result()
-        await link.flush(self._final_answer(training.name, stamp, reason))
+        await link.flush(self._build_final_answer(training.name, stamp, reason))
 
-    def _final_answer(self, name: str, stamp: Stamp, reason: str) -> Flushing:
-        where = f"{self._saver.directory}/{name}/{version.name(stamp)}"
+    def _build_final_answer(self, name: str, stamp: Stamp, reason: str) -> Flushing:
+        where = f"{self._saver.directory}/{name}/{version.format_name(stamp)}"
         return Flushing(name, stamp, over=True, reason=reason, where="" if reason else where)

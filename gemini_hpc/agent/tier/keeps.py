@@ -57,16 +57,16 @@ class NamedVersions:
         """Return the open wishes."""
         return self._pledges.now.wishes
 
-    def of_training(self, name: str) -> tuple[str, ...]:
+    def list_wished_names(self, name: str) -> tuple[str, ...]:
         """Return the names that wishes request for a training, for `inspect`."""
         return tuple(wish.name for wish in self.wishes if wish.training == name)
 
-    def given(self, name: str) -> tuple[tuple[str, Stamp], ...]:
+    def list_given_names(self, name: str) -> tuple[tuple[str, Stamp], ...]:
         """Return the newest names that versions of a training have, as far as this agent knows."""
         found = [(key[1], stamp) for key, (_, stamp) in self._given.items() if key[0] == name and stamp is not None]
         return tuple(found[-_SHOWN:])
 
-    def due(self, name: str, stamp: Stamp) -> dict[str, int]:
+    def find_due_names(self, name: str, stamp: Stamp) -> dict[str, int]:
         """Return the names for this version of a training, each with the version that was requested."""
         return {
             wish.name: wish.version for wish in self.wishes if wish.training == name and wish.version <= stamp.version
@@ -81,7 +81,7 @@ class NamedVersions:
         """
         if not self._tier.directory:
             return "the job has no tier; submit it with --gemini-tier=DIR"
-        known = self._known(wish)
+        known = self._find_requested_version(wish)
         if known is not None and known != wish.version:
             return f"version {known} already has this name, and a name cannot be given twice"
         if self._given.get((wish.training, wish.name)) == (wish.version, None):
@@ -94,14 +94,14 @@ class NamedVersions:
             self._send_wishes()
         return ""
 
-    def _known(self, wish: Wish) -> int | None:
+    def _find_requested_version(self, wish: Wish) -> int | None:
         """Return the version that this name was requested for, or None."""
-        given = self._has(wish)
+        given = self._find_outcome(wish)
         if given is not None and given[1] is not None:
             return given[0]
         return next((o.version for o in self.wishes if (o.training, o.name) == (wish.training, wish.name)), None)
 
-    def _has(self, wish: Wish) -> tuple[int, Stamp | None] | None:
+    def _find_outcome(self, wish: Wish) -> tuple[int, Stamp | None] | None:
         """Return the outcome for a name, or None. The name of a rejected version may be given once more."""
         given = self._given.get((wish.training, wish.name))
         if given is None or given[1] is None:
@@ -112,9 +112,9 @@ class NamedVersions:
         if wish in self.wishes:
             return
         others = [o for o in self.wishes if (o.training, o.name) != (wish.training, wish.name)]
-        self._put((*others, wish))
+        self._replace_wishes((*others, wish))
 
-    def _put(self, wishes: tuple[Wish, ...]) -> None:
+    def _replace_wishes(self, wishes: tuple[Wish, ...]) -> None:
         self._pledges.put(msgspec.structs.replace(self._pledges.now, wishes=wishes))
 
     # ---- agents ----------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ class NamedVersions:
         rounds = incarnation.rounds
         if host == rounds.parent:
             if isinstance(message, peer.KeepDone):
-                self._done(message)
+                self._record_outcome(message)
             else:
-                self._wanted(incarnation, message)
+                self._adopt_wish(incarnation, message)
         elif host in rounds.children and isinstance(message, peer.KeepWish):
             self._on_wish(incarnation, host, message)
 
-    def _wanted(self, incarnation: Incarnation, message: peer.KeepWish) -> None:
+    def _adopt_wish(self, incarnation: Incarnation, message: peer.KeepWish) -> None:
         """Take a wish that the root has."""
         self._given.pop((message.training, message.name), None)
         self._add_wish(Wish(message.training, message.name, message.version))
@@ -161,8 +161,8 @@ class NamedVersions:
 
     def _on_wish(self, incarnation: Incarnation, child: str, message: peer.KeepWish) -> None:
         wish = Wish(message.training, message.name, message.version)
-        given = self._has(wish)
-        known = self._known(wish)
+        given = self._find_outcome(wish)
+        known = self._find_requested_version(wish)
         if given is not None and (given[1] is not None or given[0] == wish.version):
             stamp = given[1] if given[0] == wish.version else None
             incarnation.send(child, peer.KeepDone(message.round, wish.training, wish.name, wish.version, stamp))
@@ -174,7 +174,7 @@ class NamedVersions:
 
     # ---- outcomes --------------------------------------------------------------------------------------
 
-    def saved(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, Stamp]]) -> None:
+    def record_names(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, Stamp]]) -> None:
         """Record the names given, at the agent that had a version made whole.
 
         Args:
@@ -188,7 +188,7 @@ class NamedVersions:
                 continue
             asked, has = names[wish.name]
             mine = has if asked == wish.version else None
-            self._done(peer.KeepDone(number, name, wish.name, wish.version, mine))
+            self._record_outcome(peer.KeepDone(number, name, wish.name, wish.version, mine))
             if mine is None:
                 detail = f"{name}: version {has[1]} already has the name {wish.name}"
                 self._log("not_kept", version=wish.version, detail=detail)
@@ -196,12 +196,14 @@ class NamedVersions:
                 late = f", for version {wish.version}" if has[1] != wish.version else ""
                 self._log("kept", version=has[1], detail=f"{name}: {wish.name}{late}")
 
-    def _done(self, message: peer.KeepDone) -> None:
+    def _record_outcome(self, message: peer.KeepDone) -> None:
         key = message.training, message.name
         self._given.pop(key, None)
         self._given[key] = message.version, message.stamp
         while len(self._given) > _KNOWN:
             del self._given[next(iter(self._given))]
-        self._put(tuple(w for w in self.wishes if (w.training, w.name, w.version) != (*key, message.version)))
+        self._replace_wishes(
+            tuple(w for w in self.wishes if (w.training, w.name, w.version) != (*key, message.version))
+        )
         if self._membership.incarnation is not None:
             self._membership.incarnation.send_down(message)

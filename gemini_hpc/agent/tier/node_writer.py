@@ -64,7 +64,7 @@ class NodeWriter:
         """Return whether a file is being written."""
         return any(not task.done() for task in self._saving.values())
 
-    def through(self, name: str) -> int:
+    def count_written_bytes(self, name: str) -> int:
         """Return the bytes written so far in a training's last save."""
         return self._written.get(name, 0)
 
@@ -93,7 +93,7 @@ class NodeWriter:
             await asyncio.wait(self._saving.values())
         return [self._begun[name] for name, task in self._saving.items() if task.cancelled()]
 
-    def wanted(self, what: WantedVersion, tier: str, told: Told) -> bool:
+    def begin_save(self, what: WantedVersion, tier: str, told: Told) -> bool:
         """Save this version. Return False if this node has no shard to save.
 
         Args:
@@ -103,7 +103,7 @@ class NodeWriter:
         """
         name = what.training
         self._drop_stale()
-        files = self._files(what)
+        files = self._find_shards(what)
         if not files:
             return False
         before = self._saving.get(name)
@@ -124,7 +124,7 @@ class NodeWriter:
         """Return this node's rank."""
         return self._membership.noderanks.get(self._identity.node)
 
-    def _files(self, what: WantedVersion) -> dict[int, list[Shard]]:
+    def _find_shards(self, what: WantedVersion) -> dict[int, list[Shard]]:
         """Return the shards that this node must save, by their home."""
         found, mine = dict[int, list[Shard]](), self._mine
         if what.homes is None:
@@ -188,13 +188,13 @@ class NodeWriter:
             cluster=self._membership.cluster,
         )
 
-        def through(count: int) -> None:
+        def record_written(count: int) -> None:
             self._written[what.training] = before_bytes + count
 
-        answer = await worker_process.carry_out(order, [source.fd for source in sources], through)
+        answer = await worker_process.carry_out(order, [source.fd for source in sources], record_written)
         if not isinstance(answer, orders.Written):
             raise TierFailed("the tier process gave an unexpected answer")
-        through(answer.file.bytes)
+        record_written(answer.file.bytes)
         return answer.file
 
     async def _copy(self, shard: Shard, stamp: Stamp) -> orders.Source:
@@ -213,7 +213,7 @@ class NodeWriter:
         if self._membership.detached:  # no process writes to the slot any more
             fd = os.dup(shard.memory[index].fd)  # the slot itself may be freed meanwhile
             return orders.Source(fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
-        memory = await self._memory(shard)
+        memory = await self._reserve_memory(shard)
         await asyncio.to_thread(_copy, shard.memory[index].fd, memory, record.used)
         return orders.Source(os.dup(memory.fd), shard.rank, shard.home, shard.bytes, record.used, record.digest)
 
@@ -232,7 +232,7 @@ class NodeWriter:
         memory.close()
         self._store.budget.release(memory.size_bytes)
 
-    async def _memory(self, shard: Shard) -> Memfd:
+    async def _reserve_memory(self, shard: Shard) -> Memfd:
         key, budget = (shard.training, shard.rank), self._store.budget
         found = self._copies.get(key)
         if found is not None and found.size_bytes == shard.bytes:

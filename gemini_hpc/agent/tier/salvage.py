@@ -24,7 +24,7 @@ from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import salvage_events as events
 from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
-from gemini_hpc.agent.tier.salvage_rules import SalvageRules, listed
+from gemini_hpc.agent.tier.salvage_rules import SalvageRules, describe_hosts
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.slots import Stamp
@@ -80,24 +80,26 @@ class Salvage:
         """Return the saves that this agent has begun as the leader, by training."""
         return self._decides.gathering
 
-    def due(self, now: float, *, last: bool = False) -> bool:
+    def is_due(self, now: float, *, last: bool = False) -> bool:
         """Return whether a salvage is due: a node is missing, and the last versions are not reported as saved.
 
         Args:
             now: Current time in seconds.
             last: Memory is to be freed. One more try is made for this at once.
         """
-        wanted = self._membership.detached and self._saver.last and self._able()
-        return wanted and self._decides.due(now, last=last) and self._incomplete(now)
+        wanted = self._membership.detached and self._saver.last and self._can_salvage()
+        return wanted and self._decides.is_due(now, last=last) and self._misses_node(now)
 
     def serves(self, now: float) -> bool:
         """Return whether a salvage saves the surviving copies, or has saved them: the root alone cannot."""
-        return self._membership.detached and self._able() and (self.saved or self.busy or self._incomplete(now))
+        return (
+            self._membership.detached and self._can_salvage() and (self.saved or self.busy or self._misses_node(now))
+        )
 
-    def _able(self) -> bool:
+    def _can_salvage(self) -> bool:
         return bool(self._saver.tier) and self._membership.incarnation is not None
 
-    def _incomplete(self, now: float) -> bool:
+    def _misses_node(self, now: float) -> bool:
         """Return whether a node is missing. All agents stay until they learn that the last versions are saved."""
         incarnation = self._membership.incarnation
         return incarnation is not None and incarnation.incomplete(now)
@@ -109,22 +111,22 @@ class Salvage:
             last: Memory is to be freed.
             asked: The try is requested by hand. It resets the gap between automatic tries instead of doubling it.
         """
-        self._happened(events.Begin(last, asked))
+        self._process_event(events.Begin(last, asked))
 
     def reset(self) -> None:
         """Stop the salvage: another incarnation or round needs the memory."""
         if self._decides.leader or self._membership.detached:  # the writer may read slots written from now on
             self._writer.cancel()
-        self._happened(events.Reset())
+        self._process_event(events.Reset())
 
     def on_message(self, host: str, message: Message) -> None:
         """Handle a message of a peer of this incarnation."""
-        if self._able():
-            self._happened(events.Heard(host, message))
+        if self._can_salvage():
+            self._process_event(events.Heard(host, message))
 
     # ---- facts for the decisions -----------------------------------------------------------------------
 
-    def _facts(self, incarnation: Incarnation) -> events.SalvageFacts:
+    def _collect_facts(self, incarnation: Incarnation) -> events.SalvageFacts:
         mesh, here = incarnation.mesh, self._membership
         sealed = [(training.name, training.sealed) for training in self._trainings if training.sealed is not None]
         return events.SalvageFacts(
@@ -132,14 +134,14 @@ class Salvage:
             mesh.dead,
             mesh.last_heard,
             here.noderanks,
-            self._own(),
+            self._describe_holdings(),
             bool(sealed) and all(self._rejections.covers(name, stamp) for name, stamp in sealed),
             self._rejections.covers,
             here.detached,
             int.from_bytes(os.urandom(4)),
         )
 
-    def _own(self) -> peer.SalvageHave:
+    def _describe_holdings(self) -> peer.SalvageHave:
         """Return the seals that this agent knows and the copies that it holds.
 
         A training that has grown since its seal is included with its former size.
@@ -159,7 +161,7 @@ class Salvage:
 
     # ---- decisions and effects -------------------------------------------------------------------------
 
-    def _happened(self, event: events.Event) -> None:
+    def _process_event(self, event: events.Event) -> None:
         """Step through events in sequence, including events caused by the effects of earlier events."""
         self._events.append(event)
         if self._stepping:
@@ -171,28 +173,28 @@ class Salvage:
         finally:
             self._stepping = False
         if self.busy and (self._clock is None or self._clock.done()):
-            self._clock = self._spawn(self._ticks())
+            self._clock = self._spawn(self._run_clock())
 
     def _step(self, event: events.Event) -> None:
         incarnation = self._membership.incarnation
         if incarnation is None:
             return
-        for effect in self._decides.step(event, self._facts(incarnation), clock.monotonic()):
-            self._do(incarnation, effect)
+        for effect in self._decides.step(event, self._collect_facts(incarnation), clock.monotonic()):
+            self._perform_effect(incarnation, effect)
 
-    async def _ticks(self) -> None:
+    async def _run_clock(self) -> None:
         while self.busy:
             await asyncio.sleep(_TICK_S)
-            self._happened(events.Tick())
+            self._process_event(events.Tick())
 
-    def _do(self, incarnation: Incarnation, effect: events.Effect) -> None:
+    def _perform_effect(self, incarnation: Incarnation, effect: events.Effect) -> None:
         match effect:
             case events.Send():
                 incarnation.send(effect.host, effect.message)
             case events.Write():
                 self._write(effect.order, effect.leader)
             case events.Begun():
-                gone = listed(effect.gone)
+                gone = describe_hosts(effect.gone)
                 self._log(
                     "salvaging",
                     version=effect.stamp.version,
@@ -201,29 +203,29 @@ class Salvage:
             case events.Failed():
                 self._saver.say(effect.name, effect.stamp.version, effect.reason)
             case events.Saved():
-                self._saver.found()
+                self._saver.record_last_stored()
             case events.Halt():
                 for task in self._tasks:
                     task.cancel()
             case _:
-                self._start(effect.run, self._done(incarnation, effect))
+                self._start(effect.run, self._perform_slow_effect(incarnation, effect))
 
     def _start(self, run: int, work: Coroutine[Any, Any, events.Event]) -> None:
         """Perform a slow effect and report its outcome."""
 
-        async def done() -> None:
+        async def report_outcome() -> None:
             try:
                 event = await work
             except Exception:
-                self._happened(events.Broken(run))
+                self._process_event(events.Broken(run))
                 raise
-            self._happened(event)
+            self._process_event(event)
 
-        task = self._spawn(done())
+        task = self._spawn(report_outcome())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _done(
+    async def _perform_slow_effect(
         self,
         incarnation: Incarnation,
         effect: events.Reach | events.Settle | events.Look | events.Publish | events.Clean,
@@ -237,7 +239,7 @@ class Salvage:
                 return events.Settled(effect.run)
             case events.Look():
                 try:
-                    stored = await self._saver.stored((), effect.within_s)
+                    stored = await self._saver.find_stored((), effect.within_s)
                 except TierFailed as error:  # the failure has been logged already
                     return events.Looked(effect.run, None, str(error))
                 return events.Looked(effect.run, {m.training: m.stamp for m in stored})
@@ -253,10 +255,10 @@ class Salvage:
         def report_written(files: tuple[NodeFile, ...], reason: str) -> None:
             done = peer.SalvageWrote(order.training, order.stamp, files, reason, order.attempt)
             if leader == self._node:
-                self._happened(events.Heard(leader, done))
+                self._process_event(events.Heard(leader, done))
             else:
                 self._membership.send(leader, done)
 
         what = WantedVersion(order.training, order.stamp, order.attempt, frozenset(order.homes))
-        if not self._writer.wanted(what, self._saver.tier, report_written):
+        if not self._writer.begin_save(what, self._saver.tier, report_written):
             report_written((), f"this node no longer holds version {order.stamp[1]}")

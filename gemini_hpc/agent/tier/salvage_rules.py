@@ -144,7 +144,7 @@ class SalvageRules:
         """Return whether this agent leads the salvage in progress."""
         return self.busy and self.leader == self._me
 
-    def due(self, now: float, *, last: bool) -> bool:
+    def is_due(self, now: float, *, last: bool) -> bool:
         """Return whether a try is due, if there are versions to save.
 
         Args:
@@ -174,17 +174,17 @@ class SalvageRules:
             case Heard():
                 yield from self._on_message(event.host, event.message, facts, now)
             case Reached():
-                yield from self._reached(event, facts, now)
+                yield from self._on_reached(event, facts, now)
             case Settled() if self.stage == "settling":
                 self._lead.have[self._me] = facts.own
                 self.stage, self._lead.until = "mustering", now + MUSTER_S
                 yield from self._muster(facts, now)
             case Looked() if self.stage == "looking":
-                yield from self._looked(event, facts, now)
+                yield from self._on_looked(event, facts, now)
             case Published() if self.stage == "publishing":
-                yield from self._tried(event.reason, facts, now)
+                yield from self._end_try(event.reason, facts, now)
             case Cleaned() if self.stage == "cleaning":
-                yield from self._next(False, facts)
+                yield from self._finish_training(False, facts)
             case Broken() if self.leads:
                 yield from self._end(facts)
             case Broken():
@@ -244,14 +244,14 @@ class SalvageRules:
             yield Reach(self.run, facts.hosts[self._at], REACH_S)
             return
         self.leader, self.stage, self._lead = self._me, "settling", _Lead()
-        for host in self._others(facts):
+        for host in self._list_others(facts):
             yield Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
         yield Settle(self.run, MUSTER_S)
 
-    def _others(self, facts: SalvageFacts) -> list[str]:
+    def _list_others(self, facts: SalvageFacts) -> list[str]:
         return [host for host in facts.hosts if host != self._me]
 
-    def _reached(self, event: Reached, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _on_reached(self, event: Reached, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         host, lead = event.host, self._lead
         if self.stage == "reaching" and host == facts.hosts[self._at]:
             if event.there:
@@ -266,7 +266,7 @@ class SalvageRules:
             if self.stage == "mustering":
                 if event.there:
                     yield Send(host, peer.SalvageAsk())
-            elif host in self._waiting():
+            elif host in self._list_awaited():
                 if event.there:
                     lead.silent.pop(host, None)
                     yield Send(host, lead.orders[host])
@@ -275,17 +275,17 @@ class SalvageRules:
 
     def _on_message(self, host: str, message: Message, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         if isinstance(message, peer.SalvageHave):
-            yield from self._called(host, message, facts, now)
+            yield from self._on_have(host, message, facts, now)
         elif isinstance(message, (peer.SalvageAsk, peer.SalvageWrite)):
-            if not self._takes(host, facts):
+            if not self._may_lead(host, facts):
                 return
-            yield from self._follows(host, facts, now)
+            yield from self._follow_leader(host, facts, now)
             if isinstance(message, peer.SalvageWrite):
                 yield Write(message, host)
             else:
                 yield Send(host, facts.own)
         elif isinstance(message, peer.SalvageWrote):
-            yield from self._wrote(host, message, facts, now)
+            yield from self._on_wrote(host, message, facts, now)
         elif isinstance(message, peer.SalvageOver) and (message.saved or self.leader == host):
             if message.saved:
                 self.saved = True
@@ -294,7 +294,7 @@ class SalvageRules:
             if self.stage in ("reaching", "calling", "following"):
                 self.stage = "idle"
 
-    def _called(self, host: str, message: peer.SalvageHave, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _on_have(self, host: str, message: peer.SalvageHave, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Handle an answer, a call to lead, or a follower's question whether the salvage is over."""
         if self.leads:
             self._lead.have[host] = message
@@ -309,7 +309,7 @@ class SalvageRules:
         elif facts.detached:
             yield from self._step(Begin(), facts, now)
 
-    def _takes(self, host: str, facts: SalvageFacts) -> bool:
+    def _may_lead(self, host: str, facts: SalvageFacts) -> bool:
         """Return whether that host may lead, as far as this agent knows.
 
         Of two leaders the first one in the list counts. A host that asks has a reason: a node is missing.
@@ -317,7 +317,7 @@ class SalvageRules:
         position = facts.hosts.index
         return not (self.busy and self.leader and position(self.leader) < position(host))
 
-    def _follows(self, host: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _follow_leader(self, host: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         led, self.leader = self.leads, host
         if not self.saved:
             self._over = False
@@ -335,18 +335,18 @@ class SalvageRules:
     def _muster(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Wait for the other hosts' answers, then choose the versions to save."""
         lead = self._lead
-        silent = [host for host in self._others(facts) if host not in lead.have and host not in facts.dead]
+        silent = [host for host in self._list_others(facts) if host not in lead.have and host not in facts.dead]
         if silent and now < lead.until:
-            yield from self._reach(silent, now)
+            yield from self._reach_hosts(silent, now)
             return
-        lead.queue = newest(lead.have, facts.rejected)
+        lead.queue = find_newest_seals(lead.have, facts.rejected)
         if lead.queue:
             yield from self._find_newest()
         else:
             self.saved = self.saved or facts.unwanted
             yield from self._end(facts)
 
-    def _reach(self, hosts: Collection[str], now: float) -> Iterator[Effect]:
+    def _reach_hosts(self, hosts: Collection[str], now: float) -> Iterator[Effect]:
         lead = self._lead
         for host in hosts:
             if host not in lead.asking and now - lead.asked.get(host, -AGAIN_S) >= AGAIN_S:
@@ -357,13 +357,13 @@ class SalvageRules:
         self.stage, self._lead.tries, self._lead.first = "looking", 0, ""
         yield Look(self.run, MUSTER_S)
 
-    def _looked(self, event: Looked, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _on_looked(self, event: Looked, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         wanted = self._lead.queue[0]
         if event.stored is None:
             self.reason = event.reason
-            yield from self._next(False, facts)
+            yield from self._finish_training(False, facts)
         elif event.stored.get(wanted.training, Stamp(0, 0)) >= wanted.stamp:
-            yield from self._next(True, facts)
+            yield from self._finish_training(True, facts)
         else:
             yield from self._try(facts, now)
 
@@ -374,7 +374,7 @@ class SalvageRules:
         gone = [host for host in facts.hosts if host not in lead.have]
         yield Begun(stamp, tuple(gone))
         lead.tries += 1
-        lead.before = self._known()
+        lead.before = self._count_answers()
         gathering = self.gathering[name] = SaveProgress(stamp, wanted.world, facts.attempt, now)
         unable = lead.unable.get(name, set())
         held: dict[str, dict[int, set[int]]] = {host: {} for host in lead.have if host not in unable}
@@ -387,7 +387,7 @@ class SalvageRules:
             shown = ", ".join(map(str, missing[:_SHOWN]))
             more = "" if len(missing) <= _SHOWN else f" and {len(missing) - _SHOWN} more"
             lost = f"the shards of rank {shown}{more} are gone with {', '.join(gone[:_SHOWN])}"
-            yield from self._tried(lost, facts, now)
+            yield from self._end_try(lost, facts, now)
             return
         lead.orders = {
             host: peer.SalvageWrite(name, wanted.stamp, tuple(sorted(homes)), gathering.attempt)
@@ -397,29 +397,31 @@ class SalvageRules:
         self.stage = "writing"
         yield from self._write(facts, now)
 
-    def _known(self) -> tuple[int, int]:
+    def _count_answers(self) -> tuple[int, int]:
         """Return the basis of a try: how many hosts have answered, and how many of them cannot write."""
         return len(self._lead.have), len(self._lead.unable.get(self._lead.queue[0].training, ()))
 
-    def _waiting(self) -> list[str]:
+    def _list_awaited(self) -> list[str]:
         return [host for host in self._lead.orders if host not in self._lead.answered]
 
     def _write(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Resend the orders, and detect lost hosts."""
-        lead, waiting, gathering = self._lead, self._waiting(), self.gathering[self._lead.queue[0].training]
+        lead, waiting, gathering = self._lead, self._list_awaited(), self.gathering[self._lead.queue[0].training]
         late = now - gathering.began > WRITE_S
         lost = [host for host in waiting if late or now - lead.silent.get(host, now) > LOST_S]
         if lost:
             for host in lost:
                 del lead.have[host]
-            yield from self._tried(f"{listed(lost)} {'too slow' if late else 'no longer reachable'}", facts, now)
+            yield from self._end_try(
+                f"{describe_hosts(lost)} {'too slow' if late else 'no longer reachable'}", facts, now
+            )
             return
         if self._me in waiting and now - lead.asked.get(self._me, -AGAIN_S) >= AGAIN_S:
             lead.asked[self._me] = now
             yield Write(lead.orders[self._me], self._me)
-        yield from self._reach([host for host in waiting if host != self._me], now)
+        yield from self._reach_hosts([host for host in waiting if host != self._me], now)
 
-    def _wrote(self, host: str, done: peer.SalvageWrote, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _on_wrote(self, host: str, done: peer.SalvageWrote, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         gathering, lead = self.gathering.get(done.training), self._lead
         if gathering is None or (gathering.stamp, gathering.attempt) != (done.stamp, done.attempt):
             return
@@ -427,25 +429,25 @@ class SalvageRules:
             return
         gathering.record_files(done.files)
         lead.answered[host] = done.reason
-        if self._waiting():
+        if self._list_awaited():
             return
         failed = {host: reason for host, reason in lead.answered.items() if reason}
         if failed:
             lead.unable.setdefault(done.training, set()).update(failed)
             reasons = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
-            yield from self._tried(reasons[:SAID], facts, now)
+            yield from self._end_try(reasons[:SAID], facts, now)
         else:
             self.stage = "publishing"
             yield Publish(self.run, done.training, gathering)
 
-    def _tried(self, reason: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _end_try(self, reason: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """End a try. After a failure the training is retried without the hosts that could not write."""
         lead = self._lead
         if not reason:
-            yield from self._next(True, facts)
+            yield from self._finish_training(True, facts)
             return
         lead.first = lead.first or reason  # a retry may fail only for lack of the hosts left out
-        if lead.tries < TRIES and self._known() != lead.before:
+        if lead.tries < TRIES and self._count_answers() != lead.before:
             yield from self._try(facts, now)
             return
         wanted = lead.queue[0]
@@ -453,7 +455,7 @@ class SalvageRules:
         yield Failed(wanted.training, wanted.stamp, lead.first)
         yield Clean(self.run, wanted.training, wanted.stamp)
 
-    def _next(self, saved: bool, facts: SalvageFacts) -> Iterator[Effect]:
+    def _finish_training(self, saved: bool, facts: SalvageFacts) -> Iterator[Effect]:
         lead = self._lead
         lead.done.append(saved)
         self.gathering.pop(lead.queue.pop(0).training, None)
@@ -468,11 +470,13 @@ class SalvageRules:
         self.gathering.clear()
         if self.saved:
             yield Saved()
-        for host in self._others(facts):
+        for host in self._list_others(facts):
             yield Send(host, peer.SalvageOver(self.saved, self.reason[:SAID]))
 
 
-def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
+def find_newest_seals(
+    have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]
+) -> list[peer.Sealed]:
     """Return the newest seal of each training, preferably as reported by a host that holds it."""
     found: dict[str, tuple[peer.Sealed, bool]] = {}
     for said in have.values():
@@ -486,7 +490,7 @@ def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp]
     return [sealed for sealed, _ in found.values()][:MAX_TRAININGS]
 
 
-def listed(hosts: Collection[str]) -> str:
+def describe_hosts(hosts: Collection[str]) -> str:
     """Return the hosts with a verb, as the start of a sentence for the user."""
     shown = ", ".join([*hosts][:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
     return f"{shown} {'is' if len(hosts) == 1 else 'are'}" if hosts else "nobody is"

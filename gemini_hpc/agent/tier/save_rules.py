@@ -114,12 +114,12 @@ class SaveRules:
         self._end: _End | None = None
         self._settling: dict[int, _Settling] = {}
 
-    def took_s(self, name: str) -> float | None:
+    def compute_duration_s(self, name: str) -> float | None:
         """Return the median duration of the last saves of a training in seconds, or None before the first."""
         took = self._took_s.get(name)
         return median(took) if took else None
 
-    def interval_s(self, name: str, named_s: float, unserved_per_day: float | None) -> float:
+    def compute_interval_s(self, name: str, named_s: float, unserved_per_day: float | None) -> float:
         """Return the seconds from the start of one save of a training to the next.
 
         Args:
@@ -127,11 +127,11 @@ class SaveRules:
             named_s: The interval as in `Facts.interval_s`.
             unserved_per_day: As in `Facts`.
         """
-        took_s = self.took_s(name)
+        took_s = self.compute_duration_s(name)
         return named_s if unserved_per_day is None or took_s is None else automatic_s(took_s, unserved_per_day)
 
-    def _every_s(self, name: str, facts: SaveFacts) -> float:
-        return self.interval_s(name, facts.interval_s, facts.unserved_per_day)
+    def _derive_interval_s(self, name: str, facts: SaveFacts) -> float:
+        return self.compute_interval_s(name, facts.interval_s, facts.unserved_per_day)
 
     @property
     def waits(self) -> bool:
@@ -146,7 +146,7 @@ class SaveRules:
     def _step(self, event: events.Event, facts: SaveFacts, now: float) -> Iterator[Effect]:
         match event:
             case events.Sealed():
-                yield from self._sealed(event.name, event.stamp, facts, now)
+                yield from self._on_sealed(event.name, event.stamp, facts, now)
             case events.Keep():
                 yield from self._save_kept(event.name, facts, now)
             case events.Wanted():
@@ -160,9 +160,9 @@ class SaveRules:
             case events.Leaving():
                 if facts.leads and facts.tier:
                     for name in facts.sealed:
-                        yield from self._flush(self._number(), name, False, facts, now)
+                        yield from self._flush(self._issue_number(), name, False, facts, now)
             case events.Detached():
-                yield from self._detached(event.dead, facts, now)
+                yield from self._on_detached(event.dead, facts, now)
             case events.Ended():
                 yield from self._stop_waiting(facts)
             case events.Found():
@@ -185,11 +185,11 @@ class SaveRules:
             case events.Tick():
                 yield from self._tick(facts, now)
             case events.Cleaned():
-                yield from self._cleaned(event, facts, now)
+                yield from self._on_cleaned(event, facts, now)
             case events.Published():
-                yield from self._published(event, facts, now)
+                yield from self._on_published(event, facts, now)
             case events.Named():
-                yield from self._named(event, facts, now)
+                yield from self._on_named(event, facts, now)
             case events.Looked():
                 if self._end is not None and self._end.stage == "looking":
                     yield from self._listen(self._end, facts, now)
@@ -210,14 +210,16 @@ class SaveRules:
     def _takes(facts: SaveFacts) -> bool:
         return facts.tier and not facts.salvaging
 
-    def _sealed(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _on_sealed(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Save the sealed version if a save is due."""
         if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
             return
         yield from self._save_kept(name, facts, now)
-        due = now >= self._due.setdefault(name, now + self._every_s(name, facts)) or self._near_end(name, facts, now)
+        due = now >= self._due.setdefault(name, now + self._derive_interval_s(name, facts)) or self._is_near_end(
+            name, facts, now
+        )
         yield from self._expire(name, facts, now)
-        tidied = yield from self._tidied(name)
+        tidied = yield from self._ensure_tidy(name)
         if name not in self.gathering and tidied and due:
             yield from self._begin_save(name, stamp, facts, now)
 
@@ -235,7 +237,7 @@ class SaveRules:
         first, gathering, there = (
             min(wanted.values()),
             self.gathering.get(name),
-            self._serves(name, stamp, wanted, facts),
+            self._find_serving(name, stamp, wanted, facts),
         )
         if there is not None:
             if name not in self._naming:
@@ -244,17 +246,17 @@ class SaveRules:
             return
         tidied = False
         if now >= self._keep_at.get(name, 0.0) and not facts.salvaging:
-            tidied = yield from self._tidied(name)
+            tidied = yield from self._ensure_tidy(name)
         if not tidied or (gathering is not None and gathering.stamp.version >= first):
             return
         if gathering is not None and not gathering.whole:  # a whole save has all files and lacks only its manifest
             del self.gathering[name]
             reason = f"version {stamp.version} goes first, because it is to be kept"
-            yield from self._done(gathering, reason, facts, now)
+            yield from self._end_save(gathering, reason, facts, now)
         if name not in self.gathering or gathering is self.gathering[name]:
             yield from self._begin_save(name, stamp, facts, now)
 
-    def _serves(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: SaveFacts) -> Stamp | None:
+    def _find_serving(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: SaveFacts) -> Stamp | None:
         """Return the version on the tier if it satisfies a wish, or None.
 
         It must be of this lineage, and not older than the requested version.
@@ -264,17 +266,17 @@ class SaveRules:
             return None
         return known[0] if min(wanted.values()) <= known[0].version <= sealed.version else None
 
-    def _last_s(self, name: str) -> float:
+    def _find_last_duration_s(self, name: str) -> float:
         took = self._took_s.get(name)
         return took[-1] if took else 0.0
 
-    def _near_end(self, name: str, facts: SaveFacts, now: float) -> bool:
+    def _is_near_end(self, name: str, facts: SaveFacts, now: float) -> bool:
         """Return whether the save before the job's time limit is due."""
         if not facts.before_end_s or self._before_end.get(name) == self._ends_at:
             return False
-        return now >= self._ends_at - max(facts.before_end_s, 2 * self._last_s(name))
+        return now >= self._ends_at - max(facts.before_end_s, 2 * self._find_last_duration_s(name))
 
-    def _tidied(self, name: str) -> Generator[Effect, None, bool]:
+    def _ensure_tidy(self, name: str) -> Generator[Effect, None, bool]:
         """Return whether earlier unfinished versions are removed. No save is written until then."""
         if name not in self._tidy:
             self._cleans += 1
@@ -282,7 +284,7 @@ class SaveRules:
             yield events.Clean(name, self._cleans)
         return self._tidy[name][1]
 
-    def _cleaned(self, event: events.Cleaned, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _on_cleaned(self, event: events.Cleaned, facts: SaveFacts, now: float) -> Iterator[Effect]:
         if self._tidy.get(event.name) == (event.number, False):
             self._tidy[event.name] = event.number, True
         for number, flush in list(self._flushes.items()):
@@ -293,8 +295,8 @@ class SaveRules:
     # ---- one version -----------------------------------------------------------------------------------
 
     def _begin_save(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:
-        self._due[name] = now + self._every_s(name, facts)
-        if self._near_end(name, facts, now):
+        self._due[name] = now + self._derive_interval_s(name, facts)
+        if self._is_near_end(name, facts, now):
             self._before_end[name] = self._ends_at
         gathering = self.gathering[name] = SaveProgress(stamp, facts.sealed[name][1], facts.attempt, now)
         yield from self._order(name, gathering, facts, now)
@@ -318,28 +320,28 @@ class SaveRules:
         if self._finishing.get(name) is gathering:
             return
         if message.file is None:
-            yield from self._failed(name, gathering, message.reason, facts, now, message.host)
+            yield from self._fail_save(name, gathering, message.reason, facts, now, message.host)
             return
         gathering.record_files((message.file,))
         if gathering.whole:
             self._finishing[name] = gathering
             yield events.Publish(name, gathering)
 
-    def _published(self, event: events.Published, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _on_published(self, event: events.Published, facts: SaveFacts, now: float) -> Iterator[Effect]:
         name, gathering = event.name, event.gathering
         if self._finishing.get(name) is gathering:
             del self._finishing[name]
         if event.reason:
-            yield from self._failed(name, gathering, event.reason, facts, now)
+            yield from self._fail_save(name, gathering, event.reason, facts, now)
             return
         if self.gathering.get(name) is gathering:
             del self.gathering[name]
         self._took_s.setdefault(name, deque(maxlen=SAVES)).append(now - gathering.began)
         if facts.unserved_per_day is not None:
-            self._due[name] = gathering.began + self._every_s(name, facts)
-        yield from self._done(gathering, "", facts, now)
+            self._due[name] = gathering.began + self._derive_interval_s(name, facts)
+        yield from self._end_save(gathering, "", facts, now)
 
-    def _failed(
+    def _fail_save(
         self, name: str, gathering: SaveProgress, reason: str, facts: SaveFacts, now: float, host: str = ""
     ) -> Iterator[Effect]:
         if self.gathering.get(name) is gathering:
@@ -348,12 +350,12 @@ class SaveRules:
             self._keep_at[name] = now + AGAIN_S
             self._tidy.pop(name, None)
         yield events.Failed(name, gathering.stamp, reason, host)
-        yield from self._done(gathering, f"{host}: {reason}" if host else reason, facts, now)
+        yield from self._end_save(gathering, f"{host}: {reason}" if host else reason, facts, now)
 
     def _expire(self, name: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         gathering = self.gathering.get(name)
         if gathering is not None and now - gathering.began >= GATHER_S:
-            yield from self._failed(
+            yield from self._fail_save(
                 name, gathering, f"not all nodes have written their part within {GATHER_S:.0f} s", facts, now
             )
 
@@ -362,9 +364,9 @@ class SaveRules:
         begun = list(self.gathering.values())
         self.gathering.clear()
         for gathering in begun:
-            yield from self._done(gathering, reason, facts, now)
+            yield from self._end_save(gathering, reason, facts, now)
 
-    def _done(self, gathering: SaveProgress, reason: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _end_save(self, gathering: SaveProgress, reason: str, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """End a save, and continue the flushes that wait for it."""
         for number, flush in list(self._flushes.items()):
             if flush.waits is not gathering:
@@ -378,7 +380,7 @@ class SaveRules:
             else:
                 yield from self._answer(number, flush.wanted or _NOTHING, reason, facts, now)
 
-    def _named(self, event: events.Named, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _on_named(self, event: events.Named, facts: SaveFacts, now: float) -> Iterator[Effect]:
         if event.reason:
             self.saved.pop(event.name, None)  # the version may have vanished: the next one is saved then
             yield events.Failed(event.name, event.stamp, event.reason)
@@ -389,7 +391,7 @@ class SaveRules:
 
     # ---- flushes ---------------------------------------------------------------------------------------
 
-    def _number(self) -> int:
+    def _issue_number(self) -> int:
         self._own_flushes -= 1
         return self._own_flushes
 
@@ -422,7 +424,7 @@ class SaveRules:
             yield from self._answer(number, wanted, reason, facts, now)
             return
         flush.waits = "clean"
-        if not (yield from self._tidied(name)):
+        if not (yield from self._ensure_tidy(name)):
             return
         yield from self._expire(name, facts, now)
         if name not in self.gathering:
@@ -437,11 +439,11 @@ class SaveRules:
             yield events.NotSaved(stamp, reason)
         if self._end is not None and number in self._end.flushes:
             self._end.flushes.discard(number)
-            yield from self._last(self._end, facts, now)
+            yield from self._release_agents(self._end, facts, now)
 
     # ---- the job's end ---------------------------------------------------------------------------------
 
-    def _detached(self, dead: bool, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _on_detached(self, dead: bool, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Save the newest version before the memory is freed.
 
         If a node is dead the job may come back. Otherwise see `salvage`.
@@ -452,14 +454,14 @@ class SaveRules:
         self.last = possible
         if facts.leads and not dead:
             names = tuple(facts.sealed) if possible else ()
-            flushes = {self._number(): name for name in names}
+            flushes = {self._issue_number(): name for name in names}
             self._end = end = _End(facts.here, names, set(flushes))
             for number, name in flushes.items():
                 yield from self._flush(number, name, False, facts, now)
             if not names:
-                yield from self._last(end, facts, now)
+                yield from self._release_agents(end, facts, now)
 
-    def _last(self, end: _End, facts: SaveFacts, now: float) -> Iterator[Effect]:
+    def _release_agents(self, end: _End, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Release all agents after the root has saved the last versions.
 
         They are not released if a node is missing or the job has come back meanwhile.
@@ -474,21 +476,21 @@ class SaveRules:
 
     def _listen(self, end: _End, facts: SaveFacts, now: float) -> Iterator[Effect]:
         end.stage, end.until = "silent", now
-        if self._all_stored(end, facts):
+        if self._are_all_stored(end, facts):
             yield from self._finish_end(end, facts)
         else:
             end.until = now + facts.silent_s  # a node may just have been lost
 
     def _finish_end(self, end: _End, facts: SaveFacts) -> Iterator[Effect]:
         self._end = None
-        if end.here == facts.here and (not facts.missing or self._all_stored(end, facts)):
+        if end.here == facts.here and (not facts.missing or self._are_all_stored(end, facts)):
             yield from self._stop_waiting(facts)
 
-    def _all_stored(self, end: _End, facts: SaveFacts) -> bool:
+    def _are_all_stored(self, end: _End, facts: SaveFacts) -> bool:
         """Return whether the tier has the last sealed versions."""
-        return all(self._stored(name, facts) for name in end.names)
+        return all(self._is_stored(name, facts) for name in end.names)
 
-    def _stored(self, name: str, facts: SaveFacts) -> bool:
+    def _is_stored(self, name: str, facts: SaveFacts) -> bool:
         if name not in facts.sealed:
             return False
         (stamp, _), known = facts.sealed[name], self.saved.get(name)

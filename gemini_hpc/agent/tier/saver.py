@@ -101,7 +101,7 @@ class Saver:
         """Return whether a save is being written here or waited for."""
         return bool(self._decides.gathering) or self.node.busy
 
-    def progress(self, name: str) -> int:
+    def count_written_bytes(self, name: str) -> int:
         """Return the bytes of a training on the tier, as far as the root knows.
 
         They are the root's own written bytes and the finished files of other nodes.
@@ -109,10 +109,10 @@ class Saver:
         gathering = self._decides.gathering.get(name)
         files = {} if gathering is None else gathering.files
         rank = self._membership.noderanks.get(self._identity.node)
-        mine = "" if rank is None else version.node_file(rank)
-        return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
+        mine = "" if rank is None else version.format_node_file(rank)
+        return self.node.count_written_bytes(name) + sum(f.bytes for f in files.values() if f.name != mine)
 
-    def state(self, name: str) -> inspect_schema.TierState | None:
+    def describe_saves(self, name: str) -> inspect_schema.TierState | None:
         """Return the root's knowledge of a training's saves, for `inspect`."""
         incarnation = self._membership.incarnation
         if not self.tier or incarnation is None or not incarnation.leads:
@@ -124,32 +124,32 @@ class Saver:
             stored=stored,
             time=at,
             saving=None if gathering is None else gathering.stamp,
-            written=self.progress(name) if gathering is not None else 0,
-            problem=self.troubles.text(name) or self.problem,
-            keeping=self._keeps.of_training(name),
-            kept=self._keeps.given(name),
-            interval_s=self._decides.interval_s(name, self._choice.interval_s, self._choice.unserved_per_day),
-            interval_reason=self._choice.reason(self._decides.took_s(name)),
+            written=self.count_written_bytes(name) if gathering is not None else 0,
+            problem=self.troubles.describe_last(name) or self.problem,
+            keeping=self._keeps.list_wished_names(name),
+            kept=self._keeps.list_given_names(name),
+            interval_s=self._decides.compute_interval_s(name, self._choice.interval_s, self._choice.unserved_per_day),
+            interval_reason=self._choice.explain_interval(self._decides.compute_duration_s(name)),
         )
 
     # ---- events ----------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
         """Abort pending saves: a round begins, so they will not become whole."""
-        self._happened(events.Freeze())
+        self._process_event(events.Freeze())
 
     def forget(self) -> None:
         """Forget rejected versions, whose copies on the tier are useless."""
-        self._happened(events.Rejected())
+        self._process_event(events.Rejected())
 
-    def sealed(self, training: Training, stamp: Stamp) -> None:
+    def on_sealed(self, training: Training, stamp: Stamp) -> None:
         """Handle a seal by the root, and save the version if it is due."""
-        self._happened(events.Sealed(training.name, stamp))
+        self._process_event(events.Sealed(training.name, stamp))
 
     def keep_all(self) -> None:
         """Save the versions that are to be kept. Called at the root."""
         for training in self._trainings:
-            self._happened(events.Keep(training.name))
+            self._process_event(events.Keep(training.name))
 
     def on_message(
         self, incarnation: Incarnation, host: str, message: peer.SaveDown | peer.SaveUp | peer.SaveOver
@@ -158,41 +158,41 @@ class Saver:
         rounds = incarnation.rounds
         match message:
             case peer.SaveDown() if host == rounds.parent:
-                self.wanted(message)
+                self.on_order(message)
             case peer.SaveUp() if host in rounds.children:
                 self.on_report(message)
             case peer.SaveOver() if host == rounds.parent and message.round == rounds.round:
-                self.ended()
+                self.stop_waiting()
 
-    def wanted(self, message: peer.SaveDown) -> None:
+    def on_order(self, message: peer.SaveDown) -> None:
         """Save a version that the root has ordered, here and on the nodes below."""
-        self._happened(events.Wanted(message))
+        self._process_event(events.Wanted(message))
 
     def on_report(self, message: peer.SaveUp) -> None:
         """Handle a report of an agent. It goes up to the root, which counts."""
-        self._happened(events.Heard(message))
+        self._process_event(events.Heard(message))
 
-    def ends_in(self, left_s: int | None) -> None:
+    def record_time_left(self, left_s: int | None) -> None:
         """Record the seconds until Slurm ends the job, or None without a time limit."""
-        self._happened(events.EndsIn(left_s))
+        self._process_event(events.EndsIn(left_s))
 
-    def detached(self, *, dead: bool) -> None:
+    def on_detached(self, *, dead: bool) -> None:
         """Save the newest version before the memory is freed: the job has ended here without success.
 
         Args:
             dead: A node of the job is dead. The job may come back. Otherwise see `salvage`.
         """
-        self._happened(events.Detached(dead))
+        self._process_event(events.Detached(dead))
 
-    def ended(self) -> None:
+    def stop_waiting(self) -> None:
         """Stop waiting for the last versions, here and on the nodes below."""
-        self._happened(events.Ended())
+        self._process_event(events.Ended())
 
-    def found(self) -> None:
+    def record_last_stored(self) -> None:
         """Record that the last versions are on the tier, no matter which agent saved them."""
-        self._happened(events.Found())
+        self._process_event(events.Found())
 
-    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+    def on_draining(self, hosts: Sequence[str], partition: str) -> None:
         """Save the newest version now, at the root: nodes or a partition are being drained and may go soon.
 
         Args:
@@ -209,7 +209,7 @@ class Saver:
                 self._log(
                     "draining", version=training.sealed.version, detail=f"{said}: saving this version to the tier"
                 )
-        self._happened(events.Leaving())
+        self._process_event(events.Leaving())
 
     async def flush(self, training: Training) -> tuple[Stamp, str]:
         """Bring the newest sealed version to the tier now, at the root.
@@ -219,7 +219,7 @@ class Saver:
         number = next(self._numbers)
         answer: asyncio.Future[tuple[Stamp, str]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._happened(events.Ask(number, training.name))
+        self._process_event(events.Ask(number, training.name))
         return await answer
 
     async def wait_idle(self, stalled_s: float) -> None:
@@ -230,16 +230,16 @@ class Saver:
         """
         number = next(self._numbers)
         settled = self._settled[number] = asyncio.get_running_loop().create_future()
-        self._happened(events.Settle(number, stalled_s))
+        self._process_event(events.Settle(number, stalled_s))
         try:
             await settled
         finally:
             self._settled.pop(number, None)
-            self._happened(events.Unsettle(number))
+            self._process_event(events.Unsettle(number))
 
     # ---- decisions and effects -------------------------------------------------------------------------
 
-    def _facts(self, now: float) -> events.SaveFacts:
+    def _collect_facts(self, now: float) -> events.SaveFacts:
         here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
         return events.SaveFacts(
             here=None if incarnation is None else (incarnation.restart, incarnation.rounds.round),
@@ -257,12 +257,12 @@ class Saver:
             flushes=bool(settings.tier_flush_s),
             rejected=self._rejections.covers,
             any_rejected=bool(self._rejections.all),
-            names=self._keeps.due,
-            through=self.progress,
+            names=self._keeps.find_due_names,
+            through=self.count_written_bytes,
             attempt=int.from_bytes(os.urandom(4)),
         )
 
-    def _happened(self, event: events.Event) -> None:
+    def _process_event(self, event: events.Event) -> None:
         """Step through events in sequence, including events caused by the effects of earlier events."""
         self._events.append(event)
         if self._stepping:
@@ -271,23 +271,23 @@ class Saver:
         try:
             while self._events:
                 now = clock.monotonic()
-                for effect in self._decides.step(self._events.popleft(), self._facts(now), now):
-                    self._do(effect)
+                for effect in self._decides.step(self._events.popleft(), self._collect_facts(now), now):
+                    self._perform_effect(effect)
         finally:
             self._stepping = False
         if self._decides.waits and (self._clock is None or self._clock.done()):
-            self._clock = self._spawn(self._ticks())
+            self._clock = self._spawn(self._run_clock())
 
-    async def _ticks(self) -> None:
+    async def _run_clock(self) -> None:
         while self._decides.waits:
             await asyncio.sleep(_TICK_S)
-            self._happened(events.Tick())
+            self._process_event(events.Tick())
 
-    def _do(self, effect: events.Effect) -> None:
+    def _perform_effect(self, effect: events.Effect) -> None:
         incarnation = self._membership.incarnation
         match effect:
             case events.Order():  # messages being sent at the decision go first
-                asyncio.get_running_loop().call_soon(self.wanted, effect.message)
+                asyncio.get_running_loop().call_soon(self.on_order, effect.message)
             case events.Write():
                 self._write(effect.message)
             case events.Down() if incarnation is not None:
@@ -306,27 +306,27 @@ class Saver:
             case events.NotSaved():
                 self._log("not_saved", version=effect.stamp.version, detail=effect.reason)
             case events.Clean() | events.Publish() | events.Name() | events.Look():
-                self._spawn(self._work(effect))
+                self._spawn(self._perform_slow_effect(effect))
 
-    async def _work(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> None:
+    async def _perform_slow_effect(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> None:
         """Perform a slow effect and report its outcome, also after an internal error."""
         reason = "an internal error of gemini-hpc"
         try:
-            reason = await self._outcome(effect)
+            reason = await self._try_effect(effect)
         finally:
             task = asyncio.current_task()
             if task is None or not task.cancelling():
                 match effect:
                     case events.Clean():
-                        self._happened(events.Cleaned(effect.name, effect.number))
+                        self._process_event(events.Cleaned(effect.name, effect.number))
                     case events.Publish():
-                        self._happened(events.Published(effect.name, effect.gathering, reason))
+                        self._process_event(events.Published(effect.name, effect.gathering, reason))
                     case events.Name():
-                        self._happened(events.Named(effect.name, effect.stamp, effect.flush, reason))
+                        self._process_event(events.Named(effect.name, effect.stamp, effect.flush, reason))
                     case events.Look():
-                        self._happened(events.Looked())
+                        self._process_event(events.Looked())
 
-    async def _outcome(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> str:
+    async def _try_effect(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> str:
         match effect:
             case events.Clean():
                 await self.clean(effect.name)
@@ -349,7 +349,7 @@ class Saver:
                 )
                 self.on_report(up)
 
-        self.node.wanted(WantedVersion(message.training, message.stamp, message.attempt), self.tier, report_files)
+        self.node.begin_save(WantedVersion(message.training, message.stamp, message.attempt), self.tier, report_files)
 
     # ---- the agent's end -------------------------------------------------------------------------------
 
@@ -371,13 +371,13 @@ class Saver:
             async with asyncio.timeout(_LEAVE_S):
                 for name, gathering in begun.items():
                     if gathering.whole:  # the manifest is being written
-                        await asyncio.wait([self._published(gathering)])
+                        await asyncio.wait([self._expect_publication(gathering)])
                     else:  # a newer version may belong to another incarnation
                         await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
                 for cut in await self.node.cut_short() if self.succeeded else ():
                     await self.clean(cut.training, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
 
-    def _published(self, gathering: SaveProgress) -> asyncio.Future[None]:
+    def _expect_publication(self, gathering: SaveProgress) -> asyncio.Future[None]:
         """Return a future that is done when the manifest exists or will not exist."""
         if gathering.attempt not in self._publishing:
             self._publishing[gathering.attempt] = asyncio.get_running_loop().create_future()
@@ -385,7 +385,7 @@ class Saver:
 
     # ---- the tier --------------------------------------------------------------------------------------
 
-    async def stored(
+    async def find_stored(
         self, without: Iterable[tuple[str, Stamp]], within_s: float, job: int = 0
     ) -> tuple[VersionManifest, ...]:
         """Return the newest whole version of each training on the tier, except those in `without`.
@@ -403,13 +403,13 @@ class Saver:
             async with asyncio.timeout(within_s):
                 while True:
                     try:
-                        return await (self._look_at(without, job) if job else self._find_versions(without))
+                        return await (self._find_in_job(without, job) if job else self._find_versions(without))
                     except TierFailed as error:
                         reason = str(error)
                     await asyncio.sleep(_LOOK_S)
-        raise TierFailed(self._silent(reason))
+        raise TierFailed(self._report_unreadable(reason))
 
-    async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[VersionManifest, ...]:
+    async def _find_in_job(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[VersionManifest, ...]:
         found = await worker_process.carry_out(
             orders.Look(self.tier, job, "", tuple(without), key=None, cluster=self._membership.cluster)
         )
@@ -438,7 +438,7 @@ class Saver:
         manifests, self.directory = found.manifests, found.directory
         if found.beside:
             self._log("tier_beside", detail=found.beside)
-        self._happened(events.Stored({m.training: (m.stamp, m.time) for m in manifests}))
+        self._process_event(events.Stored({m.training: (m.stamp, m.time) for m in manifests}))
         return manifests
 
     async def check_once(self) -> None:
@@ -449,9 +449,9 @@ class Saver:
         try:
             await self._find_versions((), begin=True, make=self._choice.users)
         except TierFailed as error:
-            self._silent(str(error))
+            self._report_unreadable(str(error))
 
-    def _silent(self, reason: str) -> str:
+    def _report_unreadable(self, reason: str) -> str:
         told = f"cannot read the tier: {reason}"
         self.say("", 0, told)
         return told
@@ -459,23 +459,25 @@ class Saver:
     @property
     def problem(self) -> str:
         """Return the reason why the tier's content is unknown, or ""."""
-        return self.troubles.text("")
+        return self.troubles.describe_last("")
 
     def say(self, name: str, number: int, reason: str, host: str = "") -> None:
         """Log once why a training's version is not on the tier."""
-        if self.troubles.met(name, reason, host):
-            self._log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
+        if self.troubles.record_failure(name, reason, host):
+            self._log(
+                "not_saved" if name else "tier_silent", version=number, detail=self.troubles.describe_last(name)
+            )
 
     async def _name(self, name: str, stamp: Stamp) -> str:
         """Give this version on the tier its names. Return the reason for a failure, or ""."""
-        names = self._keeps.due(name, stamp)
+        names = self._keeps.find_due_names(name, stamp)
         order = orders.Name(self.tier, self._identity.job, name, stamp, names, key=self._membership.key)
         try:
             done = await worker_process.carry_out(order) if names else None
         except TierFailed as error:
             return str(error)
         if isinstance(done, orders.Finished):
-            self._keeps.saved(name, stamp, done.names)
+            self._keeps.record_names(name, stamp, done.names)
         return ""
 
     async def clean(self, name: str, before: Stamp | None = None) -> None:
@@ -491,7 +493,7 @@ class Saver:
 
     async def publish(self, name: str, gathering: SaveProgress) -> str:
         """Make a version whole, after all its files are written. Return the reason for a failure, or ""."""
-        over = self._published(gathering)
+        over = self._expect_publication(gathering)
         try:
             return await self._publish(name, gathering)
         finally:
@@ -512,7 +514,7 @@ class Saver:
             tuple(sorted(gathering.files.values(), key=lambda f: f.name)),
             settings.tier_keep_last,
             settings.tier_keep_every,
-            self._keeps.due(name, stamp),
+            self._keeps.find_due_names(name, stamp),
             key=self._membership.key,
             cluster=self._membership.cluster,
         )
@@ -524,13 +526,13 @@ class Saver:
         trouble = done.trouble if isinstance(done, orders.Finished) else ""
         if isinstance(done, orders.Finished):
             self.directory = done.directory
-            self._keeps.saved(name, stamp, done.names)
+            self._keeps.record_names(name, stamp, done.names)
         if trouble:
             self.say(name, stamp.version, trouble)
         else:
             self.troubles.record_success(name)
         self.troubles.record_success("")
-        self._happened(events.Stored({name: (stamp, clock.time())}))
+        self._process_event(events.Stored({name: (stamp, clock.time())}))
         took_s = clock.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
         self._log("saved", version=stamp.version, detail=detail)

@@ -26,7 +26,7 @@ def use(channel: SupervisorChannel) -> None:
     _supervisor[:] = [channel]
 
 
-async def _to_the_end(call: Callable[[dict[int, int]], int], fds: dict[int, int]) -> int:
+async def _await_end(call: Callable[[dict[int, int]], int], fds: dict[int, int]) -> int:
     """Run `call` in a thread. A cancelled caller still waits for its end, because it uses descriptors by number."""
     task = asyncio.ensure_future(asyncio.to_thread(call, fds))
     try:
@@ -58,7 +58,7 @@ class _Process:
         ours_in, theirs_out = os.pipe()
         try:
             numbers = {0: theirs_in, 1: theirs_out, **{fd: fd for fd in fds}}
-            pidfd = await _to_the_end(channel.start, numbers)
+            pidfd = await _await_end(channel.start, numbers)
         except BaseException:
             os.close(ours_in)
             os.close(ours_out)

@@ -125,7 +125,7 @@ class Workers:
     def _become(self, fds: dict[int, int], parent: int) -> None:
         status = 1
         try:
-            _title()
+            _set_title()
             above = max(fds, default=2) + 1
             # First move all descriptors out of the way, then each to its number. No other descriptor stays open.
             high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in fds.items()}
@@ -145,11 +145,11 @@ class Workers:
         finally:
             os._exit(status)
 
-    def pidfds(self) -> list[int]:
+    def list_pidfds(self) -> list[int]:
         """Return the pidfds of all workers. A pidfd is readable when its worker has ended."""
         return list(self._pidfds.values())
 
-    def ended(self, pid: int) -> None:
+    def close_pidfd(self, pid: int) -> None:
         """Close the pidfd of a worker that has been reaped."""
         pidfd = self._pidfds.pop(pid, -1)
         if pidfd >= 0:
@@ -168,7 +168,7 @@ class Workers:
         self._fds = {}
 
 
-def _title() -> None:
+def _set_title() -> None:
     """Set the process title that `ps` shows, so that a worker does not look like another agent."""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", encoding="ascii", errors="replace") as f:
@@ -179,7 +179,7 @@ def _title() -> None:
             ctypes.memmove(begin, _TITLE + b"\0" * (room - len(_TITLE)), room)
 
 
-def tier(parent: int) -> int:
+def run_tier_worker(parent: int) -> int:
     """Carry out one of the agent's orders and return the exit status. Its code is loaded only in the worker."""
     sys.argv = [_TITLE.decode(), str(parent)]
     sys.stdin = os.fdopen(0, closefd=False)  # without buffered input of the supervisor

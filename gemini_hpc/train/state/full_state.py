@@ -71,16 +71,16 @@ def _open(path: str) -> NodeFileReader:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, and this version needs it: choose another version") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {publish.why(error)}") from None
+        raise ValueError(f"{path} cannot be read: {publish.explain_error(error)}") from None
 
 
 def _shard(reader: NodeFileReader, stored: Stored) -> SavedShard:
-    header, manifest, small = reader.parts(stored)
+    header, manifest, small = reader.read_without_tensors(stored)
     return SavedShard(header, manifest, lambda piece: _raw(reader, manifest, piece), small)
 
 
 def _raw(reader: NodeFileReader, manifest: ShardManifest, piece: Piece) -> torch.Tensor:
-    return torch.frombuffer(reader.piece(manifest, piece), dtype=torch.uint8)
+    return torch.frombuffer(reader.read_piece(manifest, piece), dtype=torch.uint8)
 
 
 def read(where: str, manifest: version.VersionManifest) -> Whole:
