@@ -38,7 +38,7 @@ def start(directory: str, node: str) -> dict[str, float]:
     job, uid = int(os.path.basename(directory)), os.getuid()
     began = time.monotonic()
     deadline = began + DEADLINE_S
-    supervisor = spawn.start(directory, job, uid, node, (0, ""), lambda pid: None)
+    supervisor = spawn.start_agent(directory, job, uid, node, (0, ""), lambda pid: None)
     while True:
         try:
             sock = ask_agent.connect(directory, uid, deadline)
@@ -51,7 +51,7 @@ def start(directory: str, node: str) -> dict[str, float]:
     ready = time.monotonic()
     if answer.get("op") != "ready" or answer.get("state") != "mapped":
         raise SystemExit(f"the agent is not ready: {answer}")
-    agent = ask_agent.peer_pid(sock)
+    agent = ask_agent.read_peer_pid(sock)
     cpu = _cpu_s(agent) + _cpu_s(_parent(agent))
     signal.pidfd_send_signal(supervisor, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):

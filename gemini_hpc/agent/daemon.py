@@ -505,7 +505,7 @@ class Agent:
                 mesh.detector.job_ended(clock.monotonic())
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
-            map_file.wait(me.directory)
+            map_file.begin_wait(me.directory)
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True

@@ -90,17 +90,17 @@ class OwnDirectory:
         number = _mount(fd)
         if number < 0:  # Linux before 5.14 hides the /proc data of a process closed to its owner even from itself
             real = os.path.join(os.path.realpath(os.path.dirname(self.path)), os.path.basename(self.path))
-            over = [mount for mount in mounts.listed() if mount.point == real]
+            over = [mount for mount in mounts.list_mounts() if mount.point == real]
             return not over or over[-1].ours
         if number == self._mount:
             return True
         above = os.open(os.path.dirname(self.path), _PATH)
         try:
-            if number == mounts.number(above):
+            if number == mounts.read_mount_number(above):
                 return True
         finally:
             os.close(above)
-        mount = mounts.own(fd)
+        mount = mounts.find_mount(fd)
         return mount is not None and mount.ours
 
     def _move(self, seen: int) -> bool:
@@ -131,12 +131,12 @@ class OwnDirectory:
         with suppress(OSError):
             log, out = os.stat(spawn.LOG_NAME, dir_fd=before, follow_symlinks=False), os.fstat(1)
             if (log.st_dev, log.st_ino) == (out.st_dev, out.st_ino):
-                spawn.write_to(f"{self.path}/{spawn.LOG_NAME}")
+                spawn.redirect_output(f"{self.path}/{spawn.LOG_NAME}")
 
 
 def _mount(fd: int) -> int:
     try:
-        return mounts.number(fd)
+        return mounts.read_mount_number(fd)
     except OSError:
         return -1
 
@@ -169,7 +169,7 @@ def _copy(name: str, source: int, mount: int, target: int) -> None:
     """
     seen = os.open(name, _NAME, dir_fd=source)
     try:
-        if mount < 0 or mounts.number(seen) != mount or not stat.S_ISREG(os.fstat(seen).st_mode):
+        if mount < 0 or mounts.read_mount_number(seen) != mount or not stat.S_ISREG(os.fstat(seen).st_mode):
             return
         old = os.open(f"/proc/self/fd/{seen}", os.O_RDONLY | os.O_CLOEXEC)
     finally:

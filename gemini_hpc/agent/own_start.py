@@ -127,7 +127,7 @@ def _become(argv: list[str], keys: int, directory: str) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
-    spawn.write_to(f"{directory}/{spawn.LOG_NAME}")
+    spawn.redirect_output(f"{directory}/{spawn.LOG_NAME}")
     os.dup2(keys, spawn.HANDED)
     os.set_inheritable(spawn.HANDED, True)
     os.closerange(spawn.HANDED + 1, os.sysconf("SC_OPEN_MAX"))

@@ -46,7 +46,7 @@ class PlainEnds:
         if client not in self._ranks:
             return
         step, rank, memory = self._ranks.pop(client)
-        if not success and memory.happened():
+        if not success and memory.has_happened():
             text = f"rank {rank} was ended: {memory.describe_kill()}"
             end = End(text, Cause.CRASHED, rank, _KILLED, self._node, memory=True, t=clock.time())
             self._report_end(step, end)

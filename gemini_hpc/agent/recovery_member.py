@@ -326,7 +326,7 @@ class RecoveryMember:
             self._write_map(incarnation, plan)
             self._trainings.open(incarnation)
         elif rounds.stage != "live":  # steps that are started now wait a moment for the map
-            map_file.wait(self._identity.directory)
+            map_file.begin_wait(self._identity.directory)
 
     def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         me, nodelist = self._identity, incarnation.attach.nodelist

@@ -23,7 +23,7 @@ from gemini_hpc.cli import sendback
 from gemini_hpc.client.joining import SOCKET_ENV, SPARES_ENV
 from gemini_hpc.config import own
 from gemini_hpc.core import hostlist
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.wire import keyed, own_key
 
 SHARE = 0.5  # of the job's memory; the training itself needs the rest
@@ -97,7 +97,7 @@ def _memory_bytes(environ: Mapping[str, str]) -> int:
     counts = [_COUNT.fullmatch(part) for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(",")]
     cpus = min(int(found[1]) if found else 1 for found in counts)
     limit = _number(environ, "SLURM_MEM_PER_NODE") or cpus * _number(environ, "SLURM_MEM_PER_CPU")
-    return limit << 20 or int(meminfo()["MemTotal"] * min(1.0, cpus / (os.cpu_count() or 1)))
+    return limit << 20 or int(read_meminfo()["MemTotal"] * min(1.0, cpus / (os.cpu_count() or 1)))
 
 
 class OwnAgents:

@@ -30,13 +30,13 @@ def _base() -> Path | None:
 
     None means that this machine has no writable v1 memory cgroups.
     """
-    here = memory_cgroup.place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
+    here = memory_cgroup.parse_place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     if here is None or here.version != 1 or here.mount != MOUNT or not here.writable:
         return None
-    for directory in here.chain():
+    for directory in here.walk_up():
         with contextlib.suppress(OSError, ValueError):
-            limit = Path(directory, memory_cgroup.limit_file(1)).read_text()
-            if memory_cgroup.left(1, limit, "0", "") is not None:
+            limit = Path(directory, memory_cgroup.name_limit_file(1)).read_text()
+            if memory_cgroup.compute_free_bytes(1, limit, "0", "") is not None:
                 return Path(directory)
     return Path(here.mount)
 

@@ -187,9 +187,9 @@ class HostFacts:
     def _agents(self) -> int | None:
         try:
             run_dir = self.settings.run_dir
-            if not self.root or not os.path.isdir(ledger.place(run_dir)):
+            if not self.root or not os.path.isdir(ledger.locate_directory(run_dir)):
                 return 0 if self.root else None
-            with ledger.opened(run_dir) as entries:
+            with ledger.open_ledger(run_dir) as entries:
                 return len(list(entries))
         except (Unavailable, OSError):
             return None

@@ -226,16 +226,16 @@ def check_strangers(facts: HostFacts) -> Outcome:
     """Check that the agents' cgroups, which lie outside of Slurm's, hold only processes that root started there."""
     facts.need_root("which processes are in the agents' cgroups")
     run_dir = facts.settings.run_dir
-    if not os.path.isdir(ledger.place(run_dir)):
-        return ok(f"{ledger.place(run_dir)} does not exist yet")
+    if not os.path.isdir(ledger.locate_directory(run_dir)):
+        return ok(f"{ledger.locate_directory(run_dir)} does not exist yet")
     try:
-        with ledger.opened(run_dir) as entries:
+        with ledger.open_ledger(run_dir) as entries:
             known = list(entries)
     except OSError as exc:
-        raise Unavailable(f"{ledger.place(run_dir)}: {exc.strerror or exc}") from None
+        raise Unavailable(f"{ledger.locate_directory(run_dir)}: {exc.strerror or exc}") from None
     processes, told = {p.pid: p for p in facts.processes}, []
     for entry in known:
-        for pid in cgroup.members(entry.group):
+        for pid in cgroup.list_members(entry.group):
             process = processes.get(pid)
             if process is not None and not any(word in process.arguments for word in _OURS):
                 told.append(f"pid {pid} ({process.name[:32]!r}, uid {process.uid}) in {entry.group.directories[0]}")
@@ -257,7 +257,7 @@ def check_room(facts: HostFacts) -> Outcome:
         for path in (run_dir, *(f"{run_dir}/{name}" for name in names)):
             fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                mount = mounts.own(fd)
+                mount = mounts.find_mount(fd)
                 if mount is None or (path != run_dir and not mount.ours):
                     continue  # a plain directory, or a user's own file system, which may not answer
                 seen += 1

@@ -96,8 +96,8 @@ def changed(path: str) -> float:
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     above = os.open(os.path.dirname(path), os.O_PATH | os.O_CLOEXEC)
     try:
-        mount = mounts.own(fd)
-        if mounts.number(fd) != mounts.number(above) and (mount is None or not mount.ours):
+        mount = mounts.find_mount(fd)
+        if mounts.read_mount_number(fd) != mounts.read_mount_number(above) and (mount is None or not mount.ours):
             raise OSError(errno.EBUSY, "its owner has mounted something over it")
         return os.fstat(fd).st_mtime
     finally:

@@ -7,9 +7,9 @@ import os
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
-from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, lowest_limit, place
-from gemini_hpc.node.meminfo import meminfo
-from gemini_hpc.node.memory_cgroup import choose
+from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, find_lowest_limit, find_place
+from gemini_hpc.node.meminfo import read_meminfo
+from gemini_hpc.node.memory_cgroup import choose_cgroup
 
 UNIT = "slurmd.service"
 _NOTHING = 0.05  # share of MemTotal that kernel and slurmd use anyway
@@ -48,7 +48,7 @@ def check_carve_out(facts: HostFacts) -> Outcome:
         raise Unavailable("Slurm has no RealMemory for this host")
     consumable = "MEMORY" in facts.conf["SelectTypeParameters"].upper()
     for_jobs = max(0, node.memory_mb - node.spec_memory_mb) << 20
-    return carved(meminfo()["MemTotal"], for_jobs, Budget(facts.settings).cap_bytes, consumable)
+    return carved(read_meminfo()["MemTotal"], for_jobs, Budget(facts.settings).cap_bytes, consumable)
 
 
 def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
@@ -71,13 +71,13 @@ def check_slurmd_cgroup(facts: HostFacts) -> Outcome:
     daemons = [p for p in facts.processes if p.name == "slurmd"]
     if not daemons:
         raise Unavailable("no slurmd runs here")
-    here = place(daemons[0].pid)
-    choice = choose(here, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
+    here = find_place(daemons[0].pid)
+    choice = choose_cgroup(here, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if choice.how != "stay":
         return ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
     if here is None:
         raise Unavailable("no memory cgroup is visible here")
-    return slurmd_limit(lowest_limit(here), Budget(facts.settings).cap_bytes)
+    return slurmd_limit(find_lowest_limit(here), Budget(facts.settings).cap_bytes)
 
 
 def kill_mode(value: str, where: str) -> Outcome:

@@ -37,7 +37,7 @@ def describe(
     status = process.status if process.status and not process.killed else 1
     words, told = (process.note.words if raised is not None else ""), in_words(status)
     killed = status == 128 + signal.SIGKILL
-    lacking = cause is not Cause.CONSEQUENCE and (killed or cause is Cause.RAISED) and memory.happened()
+    lacking = cause is not Cause.CONSEQUENCE and (killed or cause is Cause.RAISED) and memory.has_happened()
     detail = "; ".join(filter(None, (words, memory.describe_kill() if lacking else "")))
     lacking = lacking or (raised is Cause.RAISED and process.note.is_memory)
     kind = ""

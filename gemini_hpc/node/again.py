@@ -30,14 +30,16 @@ def make(run_dir: str, job: int, uid: int) -> bool:
     Raises:
         OSError, JobDirError, PrivilegeError: The directory could not be made.
     """
-    with ledger.opened(run_dir, LEDGER_S) as entries:
+    with ledger.open_ledger(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)
-    if entry is None or entry.uid != uid or entry.released or not reaper.inside(entry):
+    if entry is None or entry.uid != uid or entry.released or not reaper.list_agent_pids(entry):
         return False
-    group = privileges.owner(uid).pw_gid
+    group = privileges.find_owner(uid).pw_gid
     run_fd = job_directory.open_run_dir(run_dir, create=True)
     try:
-        with ledger.opened(run_dir, LEDGER_S):  # of several steps that begin at once, only one makes the directory
+        with ledger.open_ledger(
+            run_dir, LEDGER_S
+        ):  # of several steps that begin at once, only one makes the directory
             job_directory.make(run_fd, job, uid, group)
     finally:
         os.close(run_fd)

@@ -62,7 +62,7 @@ def connect(directory: str, uid: int, deadline: float) -> socket.socket:
     return sock
 
 
-def peer_pid(sock: socket.socket) -> int:
+def read_peer_pid(sock: socket.socket) -> int:
     """Return the pid of the process that listens at the other end."""
     return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 

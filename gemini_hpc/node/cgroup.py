@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.node import memory_cgroup
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.node.memory_cgroup import CgroupWrite, Choice, Place
 
 BUSCTL = "/usr/bin/busctl"
@@ -41,24 +41,25 @@ class AgentCgroup:
 NO_GROUP = AgentCgroup()
 
 
-def place(pid: int | str = "self") -> Place | None:
+def find_place(pid: int | str = "self") -> Place | None:
     """Return the memory cgroup of a process as this process sees it, or None if none is visible."""
     try:
-        found = memory_cgroup.place(_text(f"/proc/{pid}/cgroup"), _text("/proc/self/mountinfo"))
+        found = memory_cgroup.parse_place(_read_text(f"/proc/{pid}/cgroup"), _read_text("/proc/self/mountinfo"))
     except OSError:
         return None
     return (
         found
-        if found is not None and _bytes(found.directory(), memory_cgroup.usage_file(found.version)) >= 0
+        if found is not None
+        and _read_number(found.locate_directory(), memory_cgroup.name_usage_file(found.version)) >= 0
         else None
     )
 
 
-def lowest_limit(here: Place) -> tuple[int, str] | None:
+def find_lowest_limit(here: Place) -> tuple[int, str] | None:
     """Return (bytes, file with that limit) of the lowest limit from here up to the top, or None without a limit."""
     lowest: tuple[int, str] | None = None
-    for directory in here.chain():
-        path = f"{directory}/{memory_cgroup.limit_file(here.version)}"
+    for directory in here.walk_up():
+        path = f"{directory}/{memory_cgroup.name_limit_file(here.version)}"
         try:
             with open(path, encoding="ascii", errors="replace") as f:
                 text = f.read(64).strip()
@@ -69,13 +70,13 @@ def lowest_limit(here: Place) -> tuple[int, str] | None:
     return lowest
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     """Read a file of any bytes: users choose some names of mount points and cgroups."""
     with open(path, encoding="utf-8", errors="surrogateescape") as f:
         return f.read()
 
 
-def cap_bytes(settings: Settings, total_bytes: int) -> int:
+def compute_cap_bytes(settings: Settings, total_bytes: int) -> int:
     """Return the memory that all agents of a node may use together; `total_bytes` is the node's memory."""
     return settings.memory_cap_bytes or int(total_bytes * settings.memory_fraction)
 
@@ -89,30 +90,32 @@ def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
         agents: Number of agents that get room for their own processes on top of the cap. Root counts them and sets
             the limit while it keeps every other prolog out.
     """
-    here = place()
-    choice = memory_cgroup.choose(here, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
+    here = find_place()
+    choice = memory_cgroup.choose_cgroup(here, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if here is None or choice.how not in ("v1", "v2"):
         return choice
-    used = max(0, _bytes(choice.directory, memory_cgroup.usage_file(here.version)))
-    limit_bytes = cap_bytes(settings, total_bytes) + agents * memory_cgroup.AGENT_ROOM_BYTES
-    problem = _apply_steps(memory_cgroup.preparation(here, choice, limit_bytes, used))
+    used = max(0, _read_number(choice.directory, memory_cgroup.name_usage_file(here.version)))
+    limit_bytes = compute_cap_bytes(settings, total_bytes) + agents * memory_cgroup.AGENT_ROOM_BYTES
+    problem = _apply_steps(memory_cgroup.plan_agents_cgroup(here, choice, limit_bytes, used))
     return Choice("stay", why=problem) if problem else choice
 
 
-def no_room(choice: Choice, settings: Settings) -> str:
+def find_shortage(choice: Choice, settings: Settings) -> str:
     """Return why one more agent would take memory from others, perhaps from the training; "" if there is room."""
-    here, needed = place(), memory_cgroup.AGENT_ROOM_BYTES
-    free = meminfo()["MemAvailable"] - settings.memory_floor_bytes
+    here, needed = find_place(), memory_cgroup.AGENT_ROOM_BYTES
+    free = read_meminfo()["MemAvailable"] - settings.memory_floor_bytes
     if free < needed:
-        floor = _mib(settings.memory_floor_bytes)
-        return f"no memory for its agent: it needs {_mib(needed)}, {_mib(free)} are free above the floor of {floor}"
+        floor = _format_mib(settings.memory_floor_bytes)
+        room = f"{_format_mib(free)} are free above the floor of {floor}"
+        return f"no memory for its agent: it needs {_format_mib(needed)}, {room}"
     if here is None:
         return ""
     at = {"stay": here.path, "systemd": f"/{memory_cgroup.SLICE}"}.get(choice.how)
-    for directory in replace(here, path=at or choice.directory.removeprefix(here.mount)).chain():
-        free_here = _left(here.version, directory)
+    for directory in replace(here, path=at or choice.directory.removeprefix(here.mount)).walk_up():
+        free_here = _read_free_bytes(here.version, directory)
         if free_here is not None and free_here < needed:
-            return f"no memory for its agent: it needs {_mib(needed)}, {directory} has {_mib(free_here)} left"
+            room = f"{directory} has {_format_mib(free_here)} left"
+            return f"no memory for its agent: it needs {_format_mib(needed)}, {room}"
     return ""
 
 
@@ -123,15 +126,15 @@ def resize(group: AgentCgroup, limit_bytes: int) -> str:
     """
     if not group.version:
         return ""
-    directory, name = group.directories[0], memory_cgroup.limit_file(group.version)
-    used = _bytes(directory, memory_cgroup.usage_file(group.version))
+    directory, name = group.directories[0], memory_cgroup.name_limit_file(group.version)
+    used = _read_number(directory, memory_cgroup.name_usage_file(group.version))
     if not 0 <= used <= limit_bytes:  # -1: the cgroup is gone, with its agent
         return ""
     try:
         if _read(f"{directory}/{name}").strip() == str(limit_bytes):
             return ""
         if directory.endswith(".scope"):
-            _ask(memory_cgroup.resize_call(BUSCTL, os.path.basename(directory), limit_bytes))
+            _run_busctl(memory_cgroup.build_resize_call(BUSCTL, os.path.basename(directory), limit_bytes))
         else:
             _write(f"{directory}/{name}", str(limit_bytes))
     except OSError as exc:
@@ -166,31 +169,31 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[AgentCg
             _ask_systemd(job, pid, limit_bytes)
         except OSError as exc:
             return NO_GROUP, f"systemd: {exc.strerror or exc}"
-        there = place(pid)
+        there = find_place(pid)
         return (
-            (AgentCgroup(2, (there.directory(),)), "")
+            (AgentCgroup(2, (there.locate_directory(),)), "")
             if there is not None
             else (NO_GROUP, "the agent's scope is not visible")
         )
-    here = place()
+    here = find_place()
     if here is None:  # it was visible when the choice was made
         return NO_GROUP, "no memory cgroup is visible any more"
-    directory = memory_cgroup.job_directory(choice, job)
-    problem = _apply_steps(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
+    directory = memory_cgroup.locate_job_directory(choice, job)
+    problem = _apply_steps(memory_cgroup.plan_job_cgroup(here, choice, job, limit_bytes)) or _enter(directory, pid)
     # v2: the parent cgroup holds processes of an older release. Sharing with them is better than staying in
     # slurmd's.
     if problem:
         return NO_GROUP, _enter(choice.directory, pid) or f"the agent has no cgroup of its own: {problem}"
-    return AgentCgroup(here.version, (directory, *_beside(here, choice, job, pid))), ""
+    return AgentCgroup(here.version, (directory, *_enter_other_hierarchies(here, choice, job, pid))), ""
 
 
-def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
+def _enter_other_hierarchies(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
     """Enter the process into cgroups of v1's other hierarchies. Return the directories entered."""
     if here.version != 1:
         return []
-    mountinfo = _text("/proc/self/mountinfo")
+    mountinfo = _read_text("/proc/self/mountinfo")
     below = choice.directory[len(here.mount) :]
-    found = memory_cgroup.beside(mountinfo, below, job)
+    found = memory_cgroup.plan_other_hierarchies(mountinfo, below, job)
     return [at for at, steps in found.items() if not _apply_steps(steps) and not _enter(at, pid)]
 
 
@@ -202,7 +205,7 @@ def _enter(directory: str, pid: int) -> str:
     return ""
 
 
-def members(group: AgentCgroup) -> list[int]:
+def list_members(group: AgentCgroup) -> list[int]:
     """Return the pids of the processes in the cgroup as this process sees them; none if the cgroup is gone."""
     try:
         return [int(line) for line in _read(f"{group.directories[0]}/cgroup.procs").split()]
@@ -210,10 +213,10 @@ def members(group: AgentCgroup) -> list[int]:
         return []
 
 
-def held_bytes(group: AgentCgroup) -> int:
+def read_held_bytes(group: AgentCgroup) -> int:
     """Return the bytes of copies in the cgroup; 0 if they cannot be read."""
     try:
-        return memory_cgroup.held(group.version, _read(f"{group.directories[0]}/memory.stat"))
+        return memory_cgroup.count_held_bytes(group.version, _read(f"{group.directories[0]}/memory.stat"))
     except (OSError, ValueError, IndexError):
         return 0
 
@@ -226,9 +229,9 @@ def end(group: AgentCgroup, timeout_s: float = _END_S) -> int:
     Raises:
         OSError: Some processes are left after `timeout_s`. They hang in the kernel and die when it releases them.
     """
-    first = len(members(group))
+    first = len(list_members(group))
     deadline = clock.monotonic() + timeout_s
-    while inside := members(group):
+    while inside := list_members(group):
         if clock.monotonic() > deadline:
             raise OSError(16, f"{len(inside)} processes in {group.directories[0]} do not end")
         kill(group, inside)
@@ -277,7 +280,7 @@ def kill(group: AgentCgroup, inside: list[int]) -> None:
             with suppress(OSError):
                 process = os.pidfd_open(pid)
                 try:
-                    if pid in members(group):  # the kernel may have given the pid to another process
+                    if pid in list_members(group):  # the kernel may have given the pid to another process
                         signal.pidfd_send_signal(process, signal.SIGKILL)
                 finally:
                     os.close(process)
@@ -293,18 +296,18 @@ def _freeze(group: AgentCgroup, state: str) -> None:
 
 
 def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
-    _ask(memory_cgroup.scope_call(BUSCTL, job, pid, limit_bytes))
+    _run_busctl(memory_cgroup.build_scope_call(BUSCTL, job, pid, limit_bytes))
     deadline = clock.monotonic() + SYSTEMD_TIMEOUT_S
     while True:  # the busctl call only queues the move
-        found = place(pid)
-        if found is not None and found.path.endswith(memory_cgroup.scope_name(job, pid)):
+        found = find_place(pid)
+        if found is not None and found.path.endswith(memory_cgroup.build_scope_name(job, pid)):
             return
         if clock.monotonic() > deadline:
             raise OSError("systemd did not create the scope in time")
         clock.sleep(_POLL_S)
 
 
-def _ask(call: list[str]) -> None:
+def _run_busctl(call: list[str]) -> None:
     """Run a busctl command, bounded in time.
 
     Raises:
@@ -331,73 +334,75 @@ class Room:
     """The room for copies in the cgroups of this process."""
 
     def __init__(self, settings: Settings) -> None:
-        here = place()
+        here = find_place()
         self.path = here.path if here is not None else ""
         self._settings = settings
         self._version = here.version if here is not None else 0
-        self._directories = list(here.chain()) if here is not None else []
-        self._ours = 2 if here is not None and memory_cgroup.is_a_jobs(here, settings.agent_cgroup) else 0
+        self._directories = list(here.walk_up()) if here is not None else []
+        self._ours = 2 if here is not None and memory_cgroup.is_job_cgroup(here, settings.agent_cgroup) else 0
 
-    def share_bytes(self) -> int | None:
+    def read_share_bytes(self) -> int | None:
         """Return this job's share of the cap as root has set it; None if the job has no cgroup of its own."""
         if not self._ours:
             return None
         try:
-            most = memory_cgroup.bound(self._limit(self._directories[0]))
+            most = memory_cgroup.parse_limit(self._read_limit(self._directories[0]))
         except (OSError, ValueError):
             return None
         return None if most is None else max(0, most - memory_cgroup.AGENT_ROOM_BYTES)
 
-    def left_bytes(self) -> tuple[int, str] | None:
+    def count_free_bytes(self) -> tuple[int, str] | None:
         """Return (bytes left until the nearest limit, name of that room), or None without a limit.
 
         The bytes exclude the room that is kept for the agents' own processes.
         """
         found = [
-            each for at, directory in enumerate(self._directories) if (each := self._left(at, directory)) is not None
+            each
+            for at, directory in enumerate(self._directories)
+            if (each := self._count_free_bytes_at(at, directory)) is not None
         ]
         return min(found, default=None)
 
-    def _left(self, at: int, directory: str) -> tuple[int, str] | None:
+    def _count_free_bytes_at(self, at: int, directory: str) -> tuple[int, str] | None:
         """Return (bytes left, name of that room) for one cgroup above this process, or None without a limit.
 
         An agent's own processes use their reserved room first, as far as it goes.
         """
-        free = _left(self._version, directory)
+        free = _read_free_bytes(self._version, directory)
         if at >= self._ours:
             return None if free is None else (max(0, free - memory_cgroup.AGENT_ROOM_BYTES), "")
         try:
-            held = memory_cgroup.held(self._version, _read(f"{directory}/memory.stat"))
+            held = memory_cgroup.count_held_bytes(self._version, _read(f"{directory}/memory.stat"))
             if at == 0:
-                most, whose = self.share_bytes(), "this job"
+                most, whose = self.read_share_bytes(), "this job"
             else:
-                most, whose = self._cap_bytes(), "all agents of this node"
+                most, whose = self._compute_cap_bytes(), "all agents of this node"
                 rooms = memory_cgroup.AGENT_ROOM_BYTES * sum(map(memory_cgroup.names_job, os.listdir(directory)))
-                limit = memory_cgroup.bound(self._limit(directory))
+                limit = memory_cgroup.parse_limit(self._read_limit(directory))
                 most = most if limit is None else min(most, limit - rooms)
         except (OSError, ValueError):
             return None
         bounds = [each for each in (None if most is None else most - held, free) if each is not None]
         return (max(0, min(bounds)), whose) if bounds else None
 
-    def _cap_bytes(self) -> int:
-        return cap_bytes(self._settings, meminfo()["MemTotal"])
+    def _compute_cap_bytes(self) -> int:
+        return compute_cap_bytes(self._settings, read_meminfo()["MemTotal"])
 
-    def _limit(self, directory: str) -> str:
-        return _read(f"{directory}/{memory_cgroup.limit_file(self._version)}")
+    def _read_limit(self, directory: str) -> str:
+        return _read(f"{directory}/{memory_cgroup.name_limit_file(self._version)}")
 
 
-def _left(version: int, directory: str) -> int | None:
+def _read_free_bytes(version: int, directory: str) -> int | None:
     """Return the bytes that a cgroup can still take; None if it has no limit, as the top of v2."""
     try:
-        limit = _read(f"{directory}/{memory_cgroup.limit_file(version)}")
-        usage = _read(f"{directory}/{memory_cgroup.usage_file(version)}")
-        return memory_cgroup.left(version, limit, usage, _read(f"{directory}/memory.stat"))
+        limit = _read(f"{directory}/{memory_cgroup.name_limit_file(version)}")
+        usage = _read(f"{directory}/{memory_cgroup.name_usage_file(version)}")
+        return memory_cgroup.compute_free_bytes(version, limit, usage, _read(f"{directory}/memory.stat"))
     except (OSError, ValueError):
         return None
 
 
-def _mib(n: int) -> str:
+def _format_mib(n: int) -> str:
     return f"{n / (1 << 20):,.0f} MiB"
 
 
@@ -406,7 +411,7 @@ def _read(path: str) -> str:
         return f.read()
 
 
-def _bytes(directory: str, name: str) -> int:
+def _read_number(directory: str, name: str) -> int:
     """Return the number in a cgroup's file; -1 if the file is missing, 0 at the top of v2, which has no such file."""
     try:
         return int(_read(f"{directory}/{name}"))

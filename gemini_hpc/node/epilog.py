@@ -39,7 +39,7 @@ _CHECK = 128  # added to a status if the agent doubts this node's health
 
 def main(argv: list[str]) -> int:
     """Do the epilog's work and return 0. Never raise."""
-    deadline = clock.monotonic() + TOTAL_S - _age_s()
+    deadline = clock.monotonic() + TOTAL_S - _read_age_s()
     job = 0
     try:
         if len(argv) != 6:
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         uid = parse_number("uid", argv[1], 0, 2**32 - 2)
         restart = parse_number("restart count", argv[2], 0, 2**32 - 1)
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
-        _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
+        _end_incarnation(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         log_fault("epilog", job, f"could not tell the agent that the job has ended: {exc}")
     except Exception as exc:  # an epilog that fails drains its node: never for a fault of ours
@@ -56,17 +56,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _age_s() -> float:
+def _read_age_s() -> float:
     """Return the age of this process in seconds. The script's time already runs while Python starts."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0
-    return max(0.0, min(TOTAL_S, ledger.now_s() - ticks / os.sysconf("SC_CLK_TCK")))
+    return max(0.0, min(TOTAL_S, ledger.read_boot_clock_s() - ticks / os.sysconf("SC_CLK_TCK")))
 
 
-def _end(
+def _end_incarnation(
     settings: Settings, job: int, uid: int, restart: int, exit_code: int, place: tuple[str, ...], deadline: float
 ) -> None:
     run_dir = settings.run_dir
@@ -75,9 +75,9 @@ def _end(
     except FileNotFoundError:
         return
     # Enter the end first: from here on the agent's time is limited, whatever fails later.
-    _note(run_fd, run_dir, job, uid, restart)
+    _record_end(run_fd, run_dir, job, uid, restart)
     try:
-        there, patience_s = job_directory.exists(run_fd, job, uid), 0.0
+        there, patience_s = job_directory.has_directory(run_fd, job, uid), 0.0
         if not there and (there := again.make(run_dir, job, uid)):
             patience_s = MOVES_S
         outcome = _report_end(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
@@ -85,7 +85,7 @@ def _end(
             outcome -= _CHECK
             health_report.start(settings, job, restart, place[0])
         if outcome == _RELEASED:
-            _released(run_fd, run_dir, job)
+            _finish_release(run_fd, run_dir, job)
     finally:
         reaper.ensure(settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
@@ -109,7 +109,7 @@ def _report_end(
     answer_by = min(clock.monotonic() + ANSWER_TIMEOUT_S, deadline - GONE_TIMEOUT_S - OWNER_GRACE_S)
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 
-    def as_owner() -> int:
+    def report_as_owner() -> int:
         try:
             with _connect(f"{run_dir}/{job}", uid, answer_by, patience_s) as sock:
                 answer = ask_agent.ask(sock, question, answer_by)
@@ -117,7 +117,7 @@ def _report_end(
                     raise ask_agent.ListenerError("the agent's reply to the epilog is not valid")
                 check = _CHECK if answer.get("check") is True else 0
                 if answer["state"] == "hold":
-                    return check + _hold_status(restart, answer.get("restart"))
+                    return check + _choose_hold_status(restart, answer.get("restart"))
                 if answer["state"] == "detached":
                     return check + _KEPT
                 # Otherwise the next prolog of this job could meet a dying agent.
@@ -129,8 +129,10 @@ def _report_end(
             log_fault("epilog", job, str(exc))
             return _FAILED
 
-    child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(log_fault, "epilog", job))
-    return privileges.outcome(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
+    child = privileges.fork_as(
+        privileges.find_owner(uid), report_as_owner, _FAILED, partial(log_fault, "epilog", job)
+    )
+    return privileges.wait_for_child(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
 
 
 def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> socket.socket:
@@ -144,38 +146,38 @@ def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> s
             clock.sleep(WAIT_POLL_S)
 
 
-def _note(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
+def _record_end(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
     try:
-        # `stat_entry` never enters a file system that a user has mounted there
-        there = job_directory.stat_entry(run_fd, str(job)) is not None
+        # `read_entry_status` never enters a file system that a user has mounted there
+        there = job_directory.read_entry_status(run_fd, str(job)) is not None
     except job_directory.JobDirError:
         there = True
     try:
-        with ledger.opened(run_dir, LEDGER_S) as entries:
+        with ledger.open_ledger(run_dir, LEDGER_S) as entries:
             if there or entries.get(job) is not None:
-                entries.ended(job, uid, restart)
+                entries.record_end(job, uid, restart)
     except OSError as exc:
         log_fault("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
 
 
-def _released(run_fd: int, run_dir: str, job: int) -> None:
+def _finish_release(run_fd: int, run_dir: str, job: int) -> None:
     """Record that the agent has released its memory, and remove the job's directory.
 
     If no process of the agent is left, its cgroup and ledger entry are removed, too. The agent lives a moment
     longer while it completes a version on the tier. Then the reaper waits for it, and no prolog treats it as a
     leftover.
     """
-    with ledger.opened(run_dir, LEDGER_S) as entries:
+    with ledger.open_ledger(run_dir, LEDGER_S) as entries:
         entry = entries.get(job)
         if entry is not None:
-            entries.lets_go(entry)
-    if entry is not None and not reaper.inside(entry):
-        reaper.end(run_dir, entry, "")
+            entries.record_release(entry)
+    if entry is not None and not reaper.list_agent_pids(entry):
+        reaper.end_agent(run_dir, entry, "")
     else:
         job_directory.remove(run_fd, str(job))
 
 
-def _hold_status(restart: int, said: object) -> int:
+def _choose_hold_status(restart: int, said: object) -> int:
     if said == restart:
         return _HOLD_THIS
     return _HOLD_FORMER if restart > 0 and said == restart - 1 else _KEPT

@@ -69,7 +69,7 @@ def find_problem(
         say(f"health_check: {path[:200]}: {error.strerror}")
         return None
     try:
-        text = _output(process, stop, clock.monotonic() + limit_s)
+        text = _read_output(process, stop, clock.monotonic() + limit_s)
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -81,10 +81,10 @@ def find_problem(
         return None if stop() else Problem(f"the health check does not end within {limit_s:g} s", hangs=True)
     if not process.returncode:
         return None
-    return Problem(_first_line(text) or f"the health check ended with {process.returncode}")
+    return Problem(_extract_first_line(text) or f"the health check ended with {process.returncode}")
 
 
-def _output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline: float) -> bytes | None:
+def _read_output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline: float) -> bytes | None:
     """Return the check's output until its end; None if it takes too long."""
     assert process.stdout is not None
     fd, text, said_all = process.stdout.fileno(), b"", False
@@ -104,6 +104,6 @@ def _output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline
     return None
 
 
-def _first_line(text: bytes) -> str:
+def _extract_first_line(text: bytes) -> str:
     line = next((line for line in text.decode("utf-8", "replace").splitlines() if line.strip()), "")
     return "".join(c if c.isprintable() else "?" for c in line.strip())[:_CHARS]

@@ -33,7 +33,7 @@ def start(settings: Settings, job: int, restart: int, node: str) -> None:
         return
     argv = [sys.executable, "-I", "-m", "gemini_hpc.node.health_report", str(job), str(restart), node]
     try:
-        os.close(spawn.daemon(argv, lambda pid: None))
+        os.close(spawn.start_daemon(argv, lambda pid: None))
     except (spawn.LaunchError, OSError) as exc:
         log_fault("epilog", job, f"could not check this node's health: {exc}")
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         job = parse_number("job id", argv[0], 1, 2**32 - 1)
         restart = parse_number("restart count", argv[1], 0, 2**32 - 1)
         settings = load()
-        lock = ledger.lock(settings.run_dir, LOCK)
+        lock = ledger.acquire_lock(settings.run_dir, LOCK)
         if lock < 0:
             return 0  # another job's epilog has started the check
         problem = _check(settings, job)

@@ -40,7 +40,7 @@ def open_run_dir(path: str, create: bool) -> int:
         JobDirError: The path is not a real directory that belongs to root and that only root can write to.
     """
     if create:
-        _create(path)
+        _create_run_dir(path)
     try:
         fd = os.open(path, _DIRECTORY)
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def open_run_dir(path: str, create: bool) -> int:
     return fd
 
 
-def _create(path: str) -> None:
+def _create_run_dir(path: str) -> None:
     """Make the run directory as a file system of its own.
 
     Job owners write below it. If they filled /run itself, root's own services would stop. A lock admits one prolog
@@ -70,11 +70,11 @@ def _create(path: str) -> None:
     except OSError as exc:
         raise JobDirError(f"{path}.lock could not be made: {exc.strerror}") from None
     try:
-        _wait_for(lock)
+        _wait_for_lock(lock)
         os.mkdir(path, 0o755)
         fd = os.open(path, _DIRECTORY)
         try:
-            problem = mounts.make(fd, RUN_OPTIONS)
+            problem = mounts.mount_tmpfs(fd, RUN_OPTIONS)
         finally:
             os.close(fd)
     except FileExistsError:
@@ -87,7 +87,7 @@ def _create(path: str) -> None:
         log_fault("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
 
 
-def _wait_for(lock: int) -> None:
+def _wait_for_lock(lock: int) -> None:
     """Wait for another prolog's mount, at most LOCK_TIMEOUT_S.
 
     The time is bounded: if the lock's directory is not root's, any user who can open the lock file can hold it.
@@ -109,7 +109,7 @@ def _is_mounted(path: str) -> bool:
         return False
 
 
-def exists(run_fd: int, job: int, uid: int) -> bool:
+def has_directory(run_fd: int, job: int, uid: int) -> bool:
     """Return whether the job has a directory that belongs to its owner.
 
     A file system that a user has mounted over it is detached without a request to its server.
@@ -117,11 +117,11 @@ def exists(run_fd: int, job: int, uid: int) -> bool:
     Raises:
         JobDirError: The mount cannot be detached.
     """
-    info = stat_entry(run_fd, str(job))
+    info = read_entry_status(run_fd, str(job))
     return info is not None and stat.S_ISDIR(info.st_mode) and info.st_uid == uid
 
 
-def stat_entry(run_fd: int, name: str) -> os.stat_result | None:
+def read_entry_status(run_fd: int, name: str) -> os.stat_result | None:
     """Return the status of an entry of the run directory after detaching mounts over it; None if it is missing.
 
     Raises:
@@ -149,7 +149,7 @@ def make(run_fd: int, job: int, uid: int, gid: int) -> str:
         JobDirError: The directory could not be made.
     """
     name = str(job)
-    if exists(run_fd, job, uid):
+    if has_directory(run_fd, job, uid):
         return ""
     remove(run_fd, name)
     # The directory is root's until it is complete: its owner finds it empty and with the right mode, or not at all.
@@ -159,7 +159,7 @@ def make(run_fd: int, job: int, uid: int, gid: int) -> str:
     except OSError as exc:
         raise JobDirError(f"the directory of job {job} could not be made: {exc.strerror}") from None
     try:
-        problem = mounts.make(fd, f"{JOB_OPTIONS},uid={uid},gid={gid}")
+        problem = mounts.mount_tmpfs(fd, f"{JOB_OPTIONS},uid={uid},gid={gid}")
         if problem:
             os.fchmod(fd, 0o700)
             os.fchown(fd, uid, gid)
@@ -181,7 +181,7 @@ def remove(run_fd: int, name: str) -> None:
         while True:
             fd = mounts.uncover(run_fd, name)
             try:
-                if mounts.number(fd) == mounts.number(run_fd):
+                if mounts.read_mount_number(fd) == mounts.read_mount_number(run_fd):
                     info = os.fstat(fd)
                     break
                 mounts.detach(fd)
@@ -190,7 +190,7 @@ def remove(run_fd: int, name: str) -> None:
         if not stat.S_ISDIR(info.st_mode):
             os.unlink(name, dir_fd=run_fd)
             return
-        _Removal(info, mounts.number(run_fd)).empty(run_fd, name, DEPTH_MAX)
+        _Removal(info, mounts.read_mount_number(run_fd)).empty(run_fd, name, DEPTH_MAX)
         os.rmdir(name, dir_fd=run_fd)
     except FileNotFoundError:
         return
@@ -232,7 +232,7 @@ class _Removal:
         """
         path = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
         try:
-            if mounts.number(path) != self.mount:
+            if mounts.read_mount_number(path) != self.mount:
                 raise JobDirError("leftover holds a directory of another owner or file system")
             return os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         finally:

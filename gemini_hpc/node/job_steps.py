@@ -11,14 +11,14 @@ import re
 _TITLE = re.compile(rb"slurmstepd: \[(\d{1,10})\.")
 
 
-def jobs_with_steps() -> set[int]:
+def find_jobs_with_steps() -> set[int]:
     """Return the jobs with a slurmstepd here: a process of root's with the title `slurmstepd: [JOB.STEP]`."""
     found = set[int]()
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
             continue
         try:
-            if not started_by(pid, 0):
+            if not has_real_uid(pid, 0):
                 continue
             with open(f"/proc/{pid}/cmdline", "rb") as f:
                 titled = _TITLE.match(f.read(64))
@@ -29,7 +29,7 @@ def jobs_with_steps() -> set[int]:
     return found
 
 
-def started_by(pid: str, uid: int) -> bool:
+def has_real_uid(pid: str, uid: int) -> bool:
     """Return whether the process has `uid` as its real uid.
 
     The real uid decides: any process can give itself any title, and slurmstepd briefly runs as its job's owner.

@@ -26,7 +26,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENTRY_BYTES = 16384
 
 
-def boot_id() -> str:
+def read_boot_id() -> str:
     """Return the kernel's name for this boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         return f.read(64).strip()
@@ -56,10 +56,10 @@ class LedgerEntry:
     started_s: float = 0.0
     doubted_s: float | None = None
     released: bool = False
-    boot: str = field(default_factory=boot_id)
+    boot: str = field(default_factory=read_boot_id)
 
 
-def now_s() -> float:
+def read_boot_clock_s() -> float:
     """Return the current time on the clock of `Entry.ended_s`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -79,7 +79,7 @@ class Ledger:
             group = AgentCgroup(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
             ended, doubted = (None if text.get(at) is None else float(text[at]) for at in ("ended_s", "doubted_s"))
             uid, restart, started = int(text["uid"]), int(text["restart"]), float(text.get("started_s", 0.0))
-            if text["boot"] != boot_id():
+            if text["boot"] != read_boot_id():
                 return None
             return LedgerEntry(
                 job, uid, restart, group, ended, started, doubted, bool(text["released"]), text["boot"]
@@ -109,7 +109,7 @@ class Ledger:
             if name.isascii() and name.isdecimal() and (entry := self.get(int(name))) is not None:
                 yield entry
 
-    def started(self, job: int, uid: int, restart: int) -> None:
+    def record_start(self, job: int, uid: int, restart: int) -> None:
         """Record that an incarnation begins here. The entry no longer counts as ended, doubted or released.
 
         Raises:
@@ -119,9 +119,13 @@ class Ledger:
         if known is None or known.uid != uid:
             known = LedgerEntry(job, uid, restart)
         restart = max(restart, known.restart)
-        self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None, released=False))
+        self.put(
+            replace(
+                known, restart=restart, started_s=read_boot_clock_s(), ended_s=None, doubted_s=None, released=False
+            )
+        )
 
-    def ended(self, job: int, uid: int, restart: int) -> None:
+    def record_end(self, job: int, uid: int, restart: int) -> None:
         """Record the epilog of an incarnation. The agent may stay from then on, but only for a limited time.
 
         Raises:
@@ -129,13 +133,13 @@ class Ledger:
         """
         known = self.get(job)
         if known is None or known.uid != uid:
-            self.put(LedgerEntry(job, uid, restart, ended_s=now_s()))
+            self.put(LedgerEntry(job, uid, restart, ended_s=read_boot_clock_s()))
         elif restart > known.restart:  # no prolog has announced this incarnation
-            self.put(replace(known, restart=restart, ended_s=now_s(), doubted_s=None))
+            self.put(replace(known, restart=restart, ended_s=read_boot_clock_s(), doubted_s=None))
         elif restart == known.restart and known.ended_s is None:
-            self.put(replace(known, ended_s=now_s(), doubted_s=None))
+            self.put(replace(known, ended_s=read_boot_clock_s(), doubted_s=None))
 
-    def lets_go(self, known: LedgerEntry) -> None:
+    def record_release(self, known: LedgerEntry) -> None:
         """Record that the agent has released its memory, unless its entry has changed since `known` was read.
 
         Raises:
@@ -144,7 +148,7 @@ class Ledger:
         if self.get(known.job) == known:
             self.put(replace(known, released=True))
 
-    def goes_on(self, known: LedgerEntry) -> None:
+    def withdraw_end(self, known: LedgerEntry) -> None:
         """Record that the job runs here after all, unless its entry has changed since `known` was read.
 
         Raises:
@@ -153,7 +157,7 @@ class Ledger:
         if self.get(known.job) == known:
             self.put(replace(known, ended_s=None, doubted_s=None))
 
-    def doubt(self, known: LedgerEntry, since_s: float | None) -> None:
+    def record_doubt(self, known: LedgerEntry, since_s: float | None) -> None:
         """Record since when no agent answers for a job, unless its entry has changed since `known` was read.
 
         None as `since_s` records that an agent answers again.
@@ -165,12 +169,12 @@ class Ledger:
             self.put(replace(known, doubted_s=since_s))
 
 
-def place(run_dir: str) -> str:
+def locate_directory(run_dir: str) -> str:
     """Return the directory of the ledger that belongs to a run directory."""
     return run_dir.rstrip("/") + SUFFIX
 
 
-def lock(run_dir: str, name: str) -> int:
+def acquire_lock(run_dir: str, name: str) -> int:
     """Take a lock beside the ledger, for a process of which a node runs only one.
 
     Returns:
@@ -179,7 +183,7 @@ def lock(run_dir: str, name: str) -> int:
     Raises:
         OSError: There is no ledger yet.
     """
-    fd = os.open(f"{place(run_dir)}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(f"{locate_directory(run_dir)}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -189,7 +193,7 @@ def lock(run_dir: str, name: str) -> int:
 
 
 @contextmanager
-def opened(run_dir: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
+def open_ledger(run_dir: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
     """Lock the ledger of a run directory and yield it. A missing ledger is made.
 
     No process holds the lock while it waits for another process.
@@ -198,7 +202,7 @@ def opened(run_dir: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
         OSError: The ledger cannot be opened, or does not belong to root alone.
         TimeoutError: The ledger stayed locked for `timeout_s` seconds.
     """
-    path = place(run_dir)
+    path = locate_directory(run_dir)
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
     fd = os.open(path, _DIRECTORY)

@@ -65,7 +65,7 @@ def remove(directory: str) -> None:
         os.unlink(os.path.join(directory, NAME))
 
 
-def wait(directory: str) -> None:
+def begin_wait(directory: str) -> None:
     """Remove the map and mark that the agent has no notice of the next incarnation yet."""
     remove(directory)
     with suppress(OSError), open(os.path.join(directory, WAITING), "w", encoding="ascii"):
@@ -73,6 +73,6 @@ def wait(directory: str) -> None:
 
 
 def end_wait(directory: str) -> None:
-    """Remove the mark of `wait`: the decision on the map has been made."""
+    """Remove the mark of `begin_wait`: the decision on the map has been made."""
     with suppress(OSError):
         os.unlink(os.path.join(directory, WAITING))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def meminfo() -> dict[str, int]:
+def read_meminfo() -> dict[str, int]:
     """Return the values of /proc/meminfo in bytes."""
     table: dict[str, int] = {}
     with open("/proc/meminfo", encoding="ascii") as f:

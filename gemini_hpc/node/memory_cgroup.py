@@ -50,16 +50,16 @@ class Place:
     path: str
     writable: bool
 
-    def directory(self, path: str | None = None) -> str:
+    def locate_directory(self, path: str | None = None) -> str:
         """Return the directory of `path` (default: the process's own)."""
         below = (self.path if path is None else path).strip("/")
         return f"{self.mount}/{below}" if below else self.mount
 
-    def chain(self) -> Iterator[str]:
+    def walk_up(self) -> Iterator[str]:
         """Yield the process's own directory and all above it, each of which may have a limit."""
         path = self.path
         while True:
-            yield self.directory(path)
+            yield self.locate_directory(path)
             if path == "/":
                 return
             path = os.path.dirname(path)
@@ -95,10 +95,10 @@ class CgroupWrite:
     needed: bool = True
 
 
-def place(cgroup: str, mountinfo: str) -> Place | None:
+def parse_place(cgroup: str, mountinfo: str) -> Place | None:
     """Return the memory cgroup in the texts of /proc/PID/cgroup and /proc/PID/mountinfo; None if none is visible."""
-    for version, path in _memory_paths(cgroup):
-        mount = _mount(mountinfo, version)
+    for version, path in _parse_memory_paths(cgroup):
+        mount = _find_mount(mountinfo, version)
         if mount is None:
             continue
         point, root, writable = mount
@@ -110,7 +110,7 @@ def place(cgroup: str, mountinfo: str) -> Place | None:
     return None
 
 
-def _memory_paths(cgroup: str) -> list[tuple[int, str]]:
+def _parse_memory_paths(cgroup: str) -> list[tuple[int, str]]:
     """Return (version, path) of v1's memory controller if it is in use, else of v2's hierarchy."""
     found: list[tuple[int, str]] = []
     for line in cgroup.splitlines():
@@ -124,7 +124,7 @@ def _memory_paths(cgroup: str) -> list[tuple[int, str]]:
     return found
 
 
-def _mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[str, str, bool] | None:
+def _find_mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[str, str, bool] | None:
     """Return (mount point, root within the hierarchy, writable) of the topmost mount; for v1, of that controller."""
     found: tuple[str, str, bool] | None = None
     for line in mountinfo.splitlines():
@@ -136,18 +136,18 @@ def _mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[st
             source[0] == "cgroup2" if version == 2 else source[0] == "cgroup" and controller in source[2].split(",")
         )
         if wanted:
-            point, root = _plain(fields[4]), _plain(fields[3])
+            point, root = _decode_octal(fields[4]), _decode_octal(fields[3])
             if found is None or point == found[0]:  # a later mount covers an earlier one on the same point
                 writable = "ro" not in fields[5].split(",") and "ro" not in source[2].split(",")
                 found = (point, root, writable)
     return found
 
 
-def _plain(text: str) -> str:
+def _decode_octal(text: str) -> str:
     return _OCTAL.sub(lambda m: chr(int(m[1], 8)), text)
 
 
-def choose(here: Place | None, setting: str, *, systemd: bool) -> Choice:
+def choose_cgroup(here: Place | None, setting: str, *, systemd: bool) -> Choice:
     """Choose the cgroup for the agents of this node.
 
     On v2 the whole tree belongs to systemd, so systemd makes the cgroup. On v1 systemd shares the tree.
@@ -170,10 +170,10 @@ def choose(here: Place | None, setting: str, *, systemd: bool) -> Choice:
         return Choice("stay", why=f"{here.mount} is mounted read-only")
     if here.path != "/" and f"{path}/".startswith(f"{here.path}/"):
         return Choice("stay", why=f"agent_cgroup {path} lies in slurmd's own cgroup {here.path}")
-    return Choice(f"v{here.version}", here.directory(path))
+    return Choice(f"v{here.version}", here.locate_directory(path))
 
 
-def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[CgroupWrite]:
+def plan_agents_cgroup(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[CgroupWrite]:
     """Return the steps that make the agents' cgroup or update its limit.
 
     Args:
@@ -201,9 +201,9 @@ def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) 
     return steps
 
 
-def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[CgroupWrite]:
+def plan_job_cgroup(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[CgroupWrite]:
     """Return the steps that make the memory cgroup of one job's agent, with `limit_bytes` as its limit."""
-    directory = job_directory(choice, job)
+    directory = locate_job_directory(choice, job)
     if here.version == 1:
         return [
             CgroupWrite(directory),
@@ -222,12 +222,12 @@ def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[Cgro
     ]
 
 
-def job_directory(choice: Choice, job: int) -> str:
+def locate_job_directory(choice: Choice, job: int) -> str:
     """Return the directory where the memory of one job's agent is counted."""
     return f"{choice.directory}/{job}"
 
 
-def beside(mountinfo: str, below: str, job: int) -> dict[str, list[CgroupWrite]]:
+def plan_other_hierarchies(mountinfo: str, below: str, job: int) -> dict[str, list[CgroupWrite]]:
     """Return the steps that make the job's cgroups in v1's other mounted hierarchies, by directory.
 
     v1 has a hierarchy for each controller. `below` is the path of the agents' cgroup in each. A hierarchy that is
@@ -241,7 +241,7 @@ def beside(mountinfo: str, below: str, job: int) -> dict[str, list[CgroupWrite]]
     }
     made: dict[str, list[CgroupWrite]] = {}
     for controller, values in settings.items():
-        mount = _mount(mountinfo, 1, controller)
+        mount = _find_mount(mountinfo, 1, controller)
         if mount is None or not mount[2]:
             continue
         parts = [*below.strip("/").split("/"), str(job)]
@@ -251,18 +251,18 @@ def beside(mountinfo: str, below: str, job: int) -> dict[str, list[CgroupWrite]]
     return made
 
 
-def usage_file(version: int) -> str:
+def name_usage_file(version: int) -> str:
     """Return the name of the file with the current use of a cgroup in bytes."""
     return "memory.current" if version == 2 else "memory.usage_in_bytes"
 
 
-def bound(limit: str) -> int | None:
+def parse_limit(limit: str) -> int | None:
     """Return the limit in bytes in the text of a limit file; None for no limit."""
     text = limit.strip()
     return None if text == "max" or int(text) >= UNLIMITED else int(text)
 
 
-def left(version: int, limit: str, usage: str, stat: str) -> int | None:
+def compute_free_bytes(version: int, limit: str, usage: str, stat: str) -> int | None:
     """Return the bytes that a cgroup can still take, from the texts of its files; None without a limit.
 
     Args:
@@ -271,18 +271,18 @@ def left(version: int, limit: str, usage: str, stat: str) -> int | None:
         usage: Text of the usage file.
         stat: Text of memory.stat. Cached file pages count as free.
     """
-    most = bound(limit)
+    most = parse_limit(limit)
     if most is None:
         return None
-    return max(0, most - int(usage) + _sum(version, stat, "active_file", "inactive_file"))
+    return max(0, most - int(usage) + _sum_lines(version, stat, "active_file", "inactive_file"))
 
 
-def held(version: int, stat: str) -> int:
+def count_held_bytes(version: int, stat: str) -> int:
     """Return the bytes of copies in a cgroup from its memory.stat: shared memory, which includes files of tmpfs."""
-    return _sum(version, stat, "shmem")
+    return _sum_lines(version, stat, "shmem")
 
 
-def _sum(version: int, stat: str, *names: str) -> int:
+def _sum_lines(version: int, stat: str, *names: str) -> int:
     """Return the sum of lines of memory.stat; in v1, of those that include the cgroups below."""
     prefix = "" if version == 2 else "total_"
     wanted = {prefix + name for name in names}
@@ -291,23 +291,23 @@ def _sum(version: int, stat: str, *names: str) -> int:
 
 
 def names_job(name: str) -> bool:
-    """Return whether a name in the agents' cgroup is one job's cgroup (see `job_directory`, `scope_name`)."""
+    """Return whether a name in the agents' cgroup is one job's (see `locate_job_directory`, `build_scope_name`)."""
     return (name.isascii() and name.isdecimal()) or _SCOPE.fullmatch(name) is not None
 
 
-def is_a_jobs(here: Place, setting: str) -> bool:
+def is_job_cgroup(here: Place, setting: str) -> bool:
     """Return whether a process is in the cgroup of one job's agent; `setting` is `agent_cgroup` of gemini.toml."""
     above, _, name = here.path.rpartition("/")
     scope = _SCOPE.fullmatch(name) is not None and above.endswith(f"/{SLICE}")
     return scope or (names_job(name) and above == os.path.normpath(setting or DEFAULT_PATH))
 
 
-def limit_file(version: int) -> str:
+def name_limit_file(version: int) -> str:
     """Return the name of the file with a cgroup's limit."""
     return "memory.max" if version == 2 else "memory.limit_in_bytes"
 
 
-def scope_name(job: int, pid: int) -> str:
+def build_scope_name(job: int, pid: int) -> str:
     """Return systemd's name for the cgroup of one job's agent.
 
     The name contains a pid because the job's last scope may still exist.
@@ -315,7 +315,7 @@ def scope_name(job: int, pid: int) -> str:
     return f"geminihpc-{job}-{pid}.scope"
 
 
-def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
+def build_scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
     """Return the command by which systemd moves a process into a scope of its own, in a slice beside slurmd's.
 
     systemd removes an empty scope.
@@ -329,11 +329,11 @@ def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
         *("TasksMax", "t", str(TASKS_MAX)),
         *("DevicePolicy", "s", "closed"),
     ]
-    call = [scope_name(job, pid), "fail", "7", *properties, "0"]
+    call = [build_scope_name(job, pid), "fail", "7", *properties, "0"]
     return [busctl, "--timeout=2", "call", *_MANAGER, "StartTransientUnit", "ssa(sv)a(sa(sv))", *call]
 
 
-def resize_call(busctl: str, scope: str, limit_bytes: int) -> list[str]:
+def build_resize_call(busctl: str, scope: str, limit_bytes: int) -> list[str]:
     """Return the command by which systemd sets another limit for a scope."""
     call = [scope, "true", "1", "MemoryMax", "t", str(limit_bytes)]
     return [busctl, "--timeout=2", "call", *_MANAGER, "SetUnitProperties", "sba(sv)", *call]

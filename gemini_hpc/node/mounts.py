@@ -34,7 +34,7 @@ class Mount:
         return self.kind == "tmpfs" and self.source == SOURCE
 
 
-def listed() -> list[Mount]:
+def list_mounts() -> list[Mount]:
     """Return all mounts visible from here, oldest first."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
@@ -42,27 +42,27 @@ def listed() -> list[Mount]:
             left, _, right = line.rstrip("\n").partition(" - ")
             fields, source = left.split(" "), right.split(" ")
             if len(fields) > 4 and len(source) > 1:
-                found.append(Mount(int(fields[0]), _plain(fields[4]), source[0], _plain(source[1])))
+                found.append(Mount(int(fields[0]), _decode_octal(fields[4]), source[0], _decode_octal(source[1])))
     return found
 
 
-def _plain(text: str) -> str:
+def _decode_octal(text: str) -> str:
     return _OCTAL.sub(lambda m: chr(int(m[1], 8)), text)
 
 
-def number(fd: int) -> int:
+def read_mount_number(fd: int) -> int:
     """Return the kernel's number of a descriptor's mount. No server gets a request."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as f:
         return next((int(line.split()[1]) for line in f if line.startswith("mnt_id:")), -1)
 
 
-def own(fd: int) -> Mount | None:
+def find_mount(fd: int) -> Mount | None:
     """Return the mount of a descriptor, or None if it is not visible."""
-    wanted = number(fd)
-    return next((mount for mount in listed() if mount.number == wanted), None)
+    wanted = read_mount_number(fd)
+    return next((mount for mount in list_mounts() if mount.number == wanted), None)
 
 
-def make(fd: int, options: str) -> str:
+def mount_tmpfs(fd: int, options: str) -> str:
     """Mount a tmpfs on the directory of a descriptor. Return "", or the error."""
     libc = ctypes.CDLL(None, use_errno=True)
     where = f"/proc/self/fd/{fd}".encode()
@@ -78,11 +78,11 @@ def uncover(run_fd: int, name: str) -> int:
         FileNotFoundError: There is no such entry.
         OSError: A mount could not be detached.
     """
-    run = number(run_fd)
+    run = read_mount_number(run_fd)
     for _ in range(_COVERS_MAX):
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=run_fd)
         try:
-            if number(fd) == run or ((mount := own(fd)) is not None and mount.ours):
+            if read_mount_number(fd) == run or ((mount := find_mount(fd)) is not None and mount.ours):
                 return fd
             detach(fd)
         except BaseException:

@@ -17,31 +17,33 @@ class OutOfMemory:
     """
 
     def __init__(self, pid: int | str = "self") -> None:
-        self._place = cgroup.place(pid)
+        self._place = cgroup.find_place(pid)
         here = self._place
-        self._path = f"{here.directory()}/{_EVENTS[here.version]}" if here is not None else ""
-        if _kills(self._path) is None:
+        self._path = f"{here.locate_directory()}/{_EVENTS[here.version]}" if here is not None else ""
+        if _read_kills(self._path) is None:
             self._path = "/proc/vmstat"
-        self._before = self._kills()
+        self._before = self._count_kills()
 
-    def _kills(self) -> int:
-        return _kills(self._path) or 0
+    def _count_kills(self) -> int:
+        return _read_kills(self._path) or 0
 
     def begin_attempt(self) -> None:
         """Begin an attempt: earlier kills do not count."""
-        self._before = self._kills()
+        self._before = self._count_kills()
 
-    def happened(self) -> bool:
+    def has_happened(self) -> bool:
         """Return whether a process was killed since `begin_attempt`. A cgroup that is gone reports no kills."""
-        return self._kills() > self._before
+        return self._count_kills() > self._before
 
     def describe_kill(self) -> str:
         """Return the sentence for the user, with the lowest limit on the way up."""
-        lowest = cgroup.lowest_limit(self._place) if self._place is not None else None
-        return f"out of memory: the limit here is {_amount(lowest[0])}" if lowest else "the node is out of memory"
+        lowest = cgroup.find_lowest_limit(self._place) if self._place is not None else None
+        return (
+            f"out of memory: the limit here is {_format_size(lowest[0])}" if lowest else "the node is out of memory"
+        )
 
 
-def _kills(path: str) -> int | None:
+def _read_kills(path: str) -> int | None:
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             words = [line.split() for line in file]
@@ -50,7 +52,7 @@ def _kills(path: str) -> int | None:
     return next((int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == "oom_kill"), None)
 
 
-def _amount(size: float) -> str:
+def _format_size(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

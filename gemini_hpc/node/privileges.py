@@ -27,7 +27,7 @@ class PrivilegeError(Exception):
     """An error for a process that could not become the job's owner, or could not prove it."""
 
 
-def owner(uid: int) -> pwd.struct_passwd:
+def find_owner(uid: int) -> pwd.struct_passwd:
     """Return the passwd entry of a job's owner.
 
     The gid and groups come from here, never from Slurm's environment (CVE-2018-10995).
@@ -44,7 +44,7 @@ def owner(uid: int) -> pwd.struct_passwd:
 def drop_to(entry: pwd.struct_passwd) -> None:
     """Change from root to `entry`'s uid, gid and groups (real, effective and saved), and verify the change.
 
-    The process is then closed to its owner (`shut`) until it executes a program.
+    The process is then closed to its owner (`close_to_owner`) until it executes a program.
 
     Raises:
         PrivilegeError: The change failed. The caller must not go on (CVE-2019-19728 is a daemon that did).
@@ -63,12 +63,12 @@ def drop_to(entry: pwd.struct_passwd) -> None:
     try:
         os.setresuid(0, 0, 0)
     except PermissionError:
-        shut()
+        close_to_owner()
         return
     raise PrivilegeError(f"became uid {uid}, but could become root again")
 
 
-def shut() -> None:
+def close_to_owner() -> None:
     """Close this process and its forks to its owner's other processes.
 
     Nobody can trace it or read its memory and descriptors through /proc. It leaves no core file, and programs that
@@ -79,13 +79,13 @@ def shut() -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or traceable():
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or is_traceable():
         raise PrivilegeError(
             f"could not close this process to its owner's other processes: {os.strerror(ctypes.get_errno())}"
         )
 
 
-def traceable() -> bool:
+def is_traceable() -> bool:
     """Return whether other processes of this one's owner may trace it."""
     return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
@@ -110,7 +110,7 @@ def fork_as(
     complain: Callable[[str], None],
     keep: Collection[int] = (),
 ) -> Child:
-    """Run `work` in a child that has become `entry`'s user. Pass the child to `outcome`.
+    """Run `work` in a child that has become `entry`'s user. Pass the child to `wait_for_child`.
 
     The child inherits only the descriptors `keep` from root: a user's file system can make the child hang forever,
     with any lock or output of slurmd's that it holds.
@@ -127,7 +127,7 @@ def fork_as(
     if pid == 0:
         status = failed
         try:
-            _leave(says, keep)
+            _close_descriptors(says, keep)
             drop_to(entry)
             status = work()
         except Exception as exc:
@@ -138,7 +138,7 @@ def fork_as(
     return Child(pid, said)
 
 
-def _leave(says: int, keep: Collection[int]) -> None:
+def _close_descriptors(says: int, keep: Collection[int]) -> None:
     syslog.closelog()
     null = os.open(os.devnull, os.O_RDWR)
     for number, fd in ((0, null), (1, null), (2, says)):
@@ -148,7 +148,7 @@ def _leave(says: int, keep: Collection[int]) -> None:
         os.closerange(one + 1, following)
 
 
-def outcome(child: Child, timeout_s: float) -> int:
+def wait_for_child(child: Child, timeout_s: float) -> int:
     """Return the exit status of a child; negative if a signal ended it, `HANGS` if it is still there.
 
     The child's stderr is copied to this process's. The child's user can stop it, kill it, or make it hang in a file

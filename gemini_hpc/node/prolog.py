@@ -40,7 +40,7 @@ from gemini_hpc.node import (
     stale_jobs,
 )
 from gemini_hpc.node.complaint import log_fault
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 from gemini_hpc.node.unprotected import ELSEWHERE, UnprotectedNote
 
@@ -117,7 +117,7 @@ _MORE = ("tier", "tier_interval", "hang", "spares", "after", "redundancy", "key"
 ARGUMENTS = (*_ALWAYS, *_MORE, "cpus", "gpus", "slurm_conf")
 
 
-def parse(argv: list[str]) -> JobRun:
+def parse_arguments(argv: list[str]) -> JobRun:
     """Return the incarnation that the command line describes.
 
     Raises:
@@ -149,28 +149,28 @@ def parse(argv: list[str]) -> JobRun:
         uid=parse_number("uid", uid, 0, 2**32 - 2),
         restart=parse_number("restart count", restart, 0, 2**32 - 1),
         replicas=parse_number("replicas", replicas, 1, REPLICAS_MAX),
-        node=_text("node name", node, r"[A-Za-z0-9._-]{1,255}"),
-        nodelist=_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
-        tier=_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
-        tier_interval=_interval(tier_interval),
-        hang_s=_hang_s(hang),
+        node=_parse_text("node name", node, r"[A-Za-z0-9._-]{1,255}"),
+        nodelist=_parse_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
+        tier=_parse_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
+        tier_interval=_parse_interval(tier_interval),
+        hang_s=_parse_hang_s(hang),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
-        parity=_parity(redundancy, replicas),
-        key=_text("job key", key, r"|[0-9a-f]{16}"),
-        cluster=_known(cluster, r"[A-Za-z0-9_.-]{1,64}"),
-        cpus=_known(cpus, r"[0-9x(),]{1,60000}"),
-        gpus=_known(gpus, r"[A-Za-z0-9_.,:/-]{1,4096}"),
-        slurm_conf=_known(slurm_conf, r"/[ -~]{1,4095}"),
+        parity=_parse_parity(redundancy, replicas),
+        key=_parse_text("job key", key, r"|[0-9a-f]{16}"),
+        cluster=_keep_valid(cluster, r"[A-Za-z0-9_.-]{1,64}"),
+        cpus=_keep_valid(cpus, r"[0-9x(),]{1,60000}"),
+        gpus=_keep_valid(gpus, r"[A-Za-z0-9_.,:/-]{1,4096}"),
+        slurm_conf=_keep_valid(slurm_conf, r"/[ -~]{1,4095}"),
     )
 
 
-def _parity(redundancy: str, replicas: str) -> int:
+def _parse_parity(redundancy: str, replicas: str) -> int:
     """Return the number of parity blocks in the plugin's text.
 
     The text is "", "xor", or "rs:K+M" over groups of K + M = replicas nodes.
     """
-    text = _text("redundancy", redundancy, r"|xor|rs:[1-9][0-9]?\+[1-4]")
+    text = _parse_text("redundancy", redundancy, r"|xor|rs:[1-9][0-9]?\+[1-4]")
     if not text.startswith("rs:"):
         return int(text == "xor")
     data, parity = map(int, text[3:].split("+"))
@@ -190,25 +190,25 @@ def parse_number(what: str, text: str, least: int, most: int) -> int:
     raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
 
 
-def _interval(text: str) -> int | str:
+def _parse_interval(text: str) -> int | str:
     if text in ("", AUTO):
         return AUTO if text else 0
     return parse_number("tier interval", text, 1, TIER_INTERVAL_MAX_S)
 
 
-def _hang_s(text: str) -> int | None:
+def _parse_hang_s(text: str) -> int | None:
     if text in ("", "off"):
         return 0 if text else None
     return parse_number("hang", text, 1, HANG_MAX_S)
 
 
-def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
+def _parse_text(what: str, text: str, pattern: str, banned: str = "") -> str:
     if re.fullmatch(pattern, text) and not any(c in text for c in banned):
         return text
     raise ValueError(f"{what}: found {text[:80]!r}, which is not valid")
 
 
-def _known(text: str, pattern: str) -> str:
+def _keep_valid(text: str, pattern: str) -> str:
     """Return slurmd's text if it is valid, else "": the job is then protected without it."""
     return text if re.fullmatch(pattern, text) else ""
 
@@ -216,7 +216,7 @@ def _known(text: str, pattern: str) -> str:
 _notes: list[UnprotectedNote] = []  # the note of this process's incarnation
 
 
-def _unprotected(job: int, why: str) -> None:
+def _report_unprotected(job: int, why: str) -> None:
     log_fault("prolog", job, f"not protected: {why}")
     _note_reason(why)
 
@@ -229,78 +229,82 @@ def _note_reason(why: str) -> None:
 def main(argv: list[str]) -> int:
     """Do the prolog's work and return the exit status. Never raise."""
     try:
-        inc = parse(argv)
+        inc = parse_arguments(argv)
     except ValueError as exc:
-        _unprotected(0, f"{exc}")
+        _report_unprotected(0, f"{exc}")
         return 0
     try:
         settings = load()
     except ConfigError as exc:
         _notes.append(UnprotectedNote(Settings().run_dir, inc.job, inc.restart))
-        _unprotected(inc.job, f"{exc}")
+        _report_unprotected(inc.job, f"{exc}")
         _notes[-1].publish()
         return 0
     _notes.append(UnprotectedNote(settings.run_dir, inc.job, inc.restart))
     try:
-        outcome = _protect(inc, settings)
+        outcome = _protect_job(inc, settings)
     except (job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        _unprotected(inc.job, f"{exc}")
-        outcome = _UNPROTECTED if _used_up(exc) else _NOT_STARTED
+        _report_unprotected(inc.job, f"{exc}")
+        outcome = _UNPROTECTED if _is_exhaustion(exc) else _NOT_STARTED
     except Exception as exc:  # a prolog that fails drains its node: never for a fault of ours
-        _unprotected(inc.job, f"{type(exc).__name__}: {exc}")
+        _report_unprotected(inc.job, f"{type(exc).__name__}: {exc}")
         outcome = _NOT_STARTED
     _notes[-1].publish()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 
 
-def _protect(inc: JobRun, settings: Settings) -> int:
-    owner = privileges.owner(inc.uid)
+def _protect_job(inc: JobRun, settings: Settings) -> int:
+    owner = privileges.find_owner(inc.uid)
     run_fd = job_directory.open_run_dir(settings.run_dir, create=True)
     # Remove leftovers before making anything: they may be the reason for a full file system.
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=inc.job):
         log_fault("prolog", inc.job, problem)
     # Enter the job before its directory is made or found: otherwise another prolog's sweep could remove it as a
     # leftover.
-    former = _note(settings.run_dir, inc)
+    former = _record_start(settings.run_dir, inc)
     try:
-        if former is not None and job_directory.exists(run_fd, inc.job, inc.uid):
+        if former is not None and job_directory.has_directory(run_fd, inc.job, inc.uid):
             former = None
         shared = job_directory.make(run_fd, inc.job, inc.uid, owner.pw_gid)
     except job_directory.JobDirError as exc:  # a user's file is in the way, or users have filled the file system
-        _unprotected(inc.job, f"{exc}")
+        _report_unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     if shared:
         log_fault(
             "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): others can fill it"
         )
-    oom.offer()
-    granted = _share(inc, settings)
-    _resize(inc, settings.run_dir, granted)
+    oom.raise_score()
+    granted = _compute_share(inc, settings)
+    _resize_cgroup(inc, settings.run_dir, granted)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = clock.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
     keep = [theirs.fileno(), *(fd for note in _notes for fd in note.fds)]
     child = privileges.fork_as(
-        owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job), keep
+        owner,
+        lambda: _attach_as_owner(inc, settings, theirs),
+        _NOT_STARTED,
+        partial(_report_unprotected, inc.job),
+        keep,
     )
     theirs.close()
     _start_if_asked(inc, settings, granted, ours, deadline, former)
-    outcome = privileges.outcome(child, deadline - clock.monotonic())
+    outcome = privileges.wait_for_child(child, deadline - clock.monotonic())
     reaper.ensure(settings, "prolog", inc.job)
-    if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
+    if outcome == _NOT_STARTED and settings.strict_prolog and _can_run_agent():
         return _UNPROTECTED
     return outcome
 
 
-def _note(run_dir: str, inc: JobRun) -> ledger.LedgerEntry | None:
+def _record_start(run_dir: str, inc: JobRun) -> ledger.LedgerEntry | None:
     """Enter the incarnation in the ledger. Return the former entry if its agent has not released its memory."""
     try:
-        with ledger.opened(run_dir) as entries:
+        with ledger.open_ledger(run_dir) as entries:
             known = entries.get(inc.job)
             # Slurm has reused the job id; the former agent belongs to another user
             if known is not None and known.uid != inc.uid:
                 _end_former(inc, known.group)
                 known = None
-            entries.started(inc.job, inc.uid, inc.restart)
+            entries.record_start(inc.job, inc.uid, inc.restart)
             return None if known is None or known.released else known
     except OSError as exc:
         log_fault("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
@@ -314,23 +318,23 @@ def _end_former(inc: JobRun, group: cgroup.AgentCgroup) -> None:
         log_fault("prolog", inc.job, f"could not end an earlier agent: {exc.strerror or exc}")
 
 
-def _share(inc: JobRun, settings: Settings) -> tuple[int, str]:
+def _compute_share(inc: JobRun, settings: Settings) -> tuple[int, str]:
     """Return the job's share of the cap, in bytes and in words. It equals the job's share of the node."""
     part = node_share.WHOLE
     try:
-        part = share.of_job(inc.slurm_conf, inc.node, inc.nodelist, inc.cpus, inc.gpus)
+        part = share.compute_share(inc.slurm_conf, inc.node, inc.nodelist, inc.cpus, inc.gpus)
     except OSError as exc:
         log_fault("prolog", inc.job, f"its share of the node is not known: {inc.slurm_conf}: {exc.strerror}")
-    return int(part.part * cgroup.cap_bytes(settings, meminfo()["MemTotal"])), part.words
+    return int(part.part * cgroup.compute_cap_bytes(settings, read_meminfo()["MemTotal"])), part.words
 
 
-def _resize(inc: JobRun, run_dir: str, granted: tuple[int, str]) -> None:
+def _resize_cgroup(inc: JobRun, run_dir: str, granted: tuple[int, str]) -> None:
     """Set the limit of an earlier incarnation's agent to the new share, which may be larger or smaller."""
     try:
-        with ledger.opened(run_dir) as entries:
+        with ledger.open_ledger(run_dir) as entries:
             known = entries.get(inc.job)
     except OSError:
-        return  # `_note` has reported the error
+        return  # `_record_start` has reported the error
     if known is not None and (problem := cgroup.resize(known.group, granted[0] + AGENT_ROOM_BYTES)):
         log_fault("prolog", inc.job, problem)
 
@@ -354,15 +358,15 @@ def _start_if_asked(
         sock.settimeout(max(0.01, deadline - clock.monotonic()))
         with contextlib.suppress(OSError):
             while sock.recv(1):
-                there = reaper.inside(former) if former is not None else []
+                there = reaper.list_agent_pids(former) if former is not None else []
                 if there and clock.monotonic() < until:
                     sock.send(_WAIT)
                     continue
-                _start(inc, settings, granted, sock, former)
+                _start_agent(inc, settings, granted, sock, former)
                 return
 
 
-def _start(
+def _start_agent(
     inc: JobRun,
     settings: Settings,
     granted: tuple[int, str],
@@ -370,18 +374,18 @@ def _start(
     former: ledger.LedgerEntry | None,
 ) -> None:
     if former is not None:
-        reaper.kill(former, reaper.inside(former))
+        reaper.kill_pids(former, reaper.list_agent_pids(former))
         _end_former(inc, former.group)
         log_fault("prolog", inc.job, "the job's directory is gone, and what an earlier agent of it held here is lost")
-    choice = _home(inc, settings)
-    if problem := cgroup.no_room(choice, settings):
+    choice = _prepare_cgroup(inc, settings)
+    if problem := cgroup.find_shortage(choice, settings):
         sock.send(_NO_ROOM + problem.encode())
         return
     try:
-        keys = _keys(inc, settings)
+        keys = _pack_keys(inc, settings)
         limit_bytes = granted[0] + AGENT_ROOM_BYTES
         first = partial(_leave_slurmds_cgroup, inc, settings.run_dir, choice, limit_bytes)
-        process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, granted, first, keys)
+        process = spawn.start_agent(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, granted, first, keys)
     except spawn.LaunchError as exc:
         sock.send(f"{exc}".encode())
         return
@@ -389,7 +393,7 @@ def _start(
     os.close(process)
 
 
-def _keys(inc: JobRun, settings: Settings) -> bytes:
+def _pack_keys(inc: JobRun, settings: Settings) -> bytes:
     """Return the keys of the job, and of the job that it continues, for the agent; b"" if the site has MUNGE."""
     if settings.auth != "key":
         return b""
@@ -401,14 +405,14 @@ def _keys(inc: JobRun, settings: Settings) -> bytes:
         raise spawn.LaunchError(f"{exc}") from None
 
 
-def _home(inc: JobRun, settings: Settings) -> Choice:
+def _prepare_cgroup(inc: JobRun, settings: Settings) -> Choice:
     try:
-        return reaper.home(settings)
+        return reaper.prepare_cgroup(settings)
     except (OSError, ValueError, KeyError) as exc:
         return Choice("stay", why=f"{exc}")
 
 
-def _installed() -> bool:
+def _can_run_agent() -> bool:
     """Return whether an agent could run here.
 
     If so, a user prevents it (by processes, ports or signals), and no user may have a node drained (requirement
@@ -422,11 +426,11 @@ def _installed() -> bool:
     except subprocess.TimeoutExpired:
         return False
     except OSError as exc:
-        return _used_up(exc)
+        return _is_exhaustion(exc)
     return done.returncode == 0
 
 
-def _used_up(exc: Exception) -> bool:
+def _is_exhaustion(exc: Exception) -> bool:
     """Return whether processes or memory are exhausted. Users exhaust them; the site is not at fault."""
     return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
 
@@ -438,21 +442,23 @@ def _leave_slurmds_cgroup(inc: JobRun, run_dir: str, choice: Choice, limit_bytes
     """
     try:
         group, problem = cgroup.admit(choice, inc.job, agent, limit_bytes)
-        with ledger.opened(run_dir) as entries:
+        with ledger.open_ledger(run_dir) as entries:
             known = entries.get(inc.job)
             if known is not None and not set(known.group.directories) <= set(group.directories):
                 # The former agent no longer answers. Its scope would be lost from the ledger.
                 _end_former(inc, known.group)
-            entries.put(ledger.LedgerEntry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
+            entries.put(
+                ledger.LedgerEntry(inc.job, inc.uid, inc.restart, group, started_s=ledger.read_boot_clock_s())
+            )
             others = [entry.group for entry in entries if entry.job != inc.job]
-        oom.rank(others)
+        oom.lower_scores(others)
     except (OSError, ValueError, KeyError) as exc:
         problem = f"{exc}"
     if problem:
         log_fault("prolog", inc.job, f"the agent stays in slurmd's cgroup: {problem}")
 
 
-def _as_owner(inc: JobRun, settings: Settings, root: socket.socket) -> int:
+def _attach_as_owner(inc: JobRun, settings: Settings, root: socket.socket) -> int:
     """Do the part that root must not do, as the job's owner. Return the exit status.
 
     `_UNPROTECTED` means that an agent is there, but refused or did not answer. The user may have caused that, so it
@@ -464,13 +470,13 @@ def _as_owner(inc: JobRun, settings: Settings, root: socket.socket) -> int:
         if answer != "ready":
             raise ask_agent.ListenerError(f"wanted 'ready', the agent said {answer[:80]!r}")
     except ask_agent.ListenerError as exc:
-        _unprotected(inc.job, f"{exc}")
+        _report_unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     except spawn.NoRoomError as exc:
-        _unprotected(inc.job, f"{exc}")
+        _report_unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     except spawn.LaunchError as exc:
-        _unprotected(inc.job, f"the agent could not be started: {exc}; see {directory}/agent.log")
+        _report_unprotected(inc.job, f"the agent could not be started: {exc}; see {directory}/agent.log")
         return _NOT_STARTED
     return _PROTECTED
 
@@ -529,7 +535,7 @@ def _attach(directory: str, inc: JobRun, deadline: float, root: socket.socket) -
                 answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
                 # no complaint: this node is in order, and its administrator need not act
                 if answer.get("state") == "unmapped":
-                    _note_reason(ELSEWHERE + _disagreement(answer.get("absent")))
+                    _note_reason(ELSEWHERE + _describe_disagreement(answer.get("absent")))
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
             if process is None:
@@ -551,7 +557,7 @@ def _attach(directory: str, inc: JobRun, deadline: float, root: socket.socket) -
             clock.sleep(POLL_S)
 
 
-def _disagreement(absent: object) -> str:
+def _describe_disagreement(absent: object) -> str:
     """Return why the agents do not agree, with the nodes on which no agent answers."""
     names = absent if isinstance(absent, list) else []
     names = [name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name)]
@@ -573,7 +579,7 @@ def _ensure_awake(sock: socket.socket, path: str) -> None:
     try:
         ask_agent.ask(sock, {"op": "verdict?"}, clock.monotonic() + AWAKE_S)
     except ask_agent.ListenerError:
-        pid = ask_agent.peer_pid(sock)
+        pid = ask_agent.read_peer_pid(sock)
         with contextlib.suppress(OSError):
             if pid > 0:
                 os.kill(pid, signal.SIGKILL)

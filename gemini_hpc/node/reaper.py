@@ -23,7 +23,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn, stale_jobs
 from gemini_hpc.node.complaint import log_fault
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
 GRACE_S = 30.0  # added to the last moment at which an agent releases by itself
@@ -47,35 +47,35 @@ def ensure(settings: Settings, where: str, job: int) -> None:
     Prolog and epilog of `job` call this.
     """
     try:
-        with ledger.opened(settings.run_dir) as entries:
+        with ledger.open_ledger(settings.run_dir) as entries:
             known = list(entries)
         # The ledger is not locked here: both calls take a while. The reaper's own lock keeps a second one away.
         ended = any(entry.ended_s is not None for entry in known)
         silent = {entry.job for entry in known} - {job}
         if not ended and silent:
-            silent -= job_steps.jobs_with_steps()
-        if (ended or silent) and _idle(settings.run_dir):
+            silent -= job_steps.find_jobs_with_steps()
+        if (ended or silent) and _is_lock_free(settings.run_dir):
             _start(settings)
     except OSError as exc:
         log_fault(where, 0, f"no reaper could be started: {exc.strerror or exc}")
 
 
-def _idle(run_dir: str) -> bool:
-    lock = ledger.lock(run_dir, LOCK)
+def _is_lock_free(run_dir: str) -> bool:
+    lock = ledger.acquire_lock(run_dir, LOCK)
     if lock >= 0:
         os.close(lock)
     return lock >= 0
 
 
-def home(settings: Settings) -> Choice:
+def prepare_cgroup(settings: Settings) -> Choice:
     """Make the cgroup of all agents, with room for those in the ledger and for the reaper. Requires root.
 
     Raises:
         OSError: The ledger cannot be opened.
     """
     # under the lock, so that the last prolog to count also sets the limit last
-    with ledger.opened(settings.run_dir) as entries:
-        return cgroup.prepare(settings, meminfo()["MemTotal"], sum(1 for _ in entries) + 1)
+    with ledger.open_ledger(settings.run_dir) as entries:
+        return cgroup.prepare(settings, read_meminfo()["MemTotal"], sum(1 for _ in entries) + 1)
 
 
 def _start(settings: Settings) -> None:
@@ -84,15 +84,15 @@ def _start(settings: Settings) -> None:
     Prolog and epilog may run in a cgroup that ends with the job.
     """
 
-    def first(pid: int) -> None:
+    def enter_cgroup(pid: int) -> None:
         with suppress(OSError, ValueError, KeyError):
-            cgroup.admit(home(settings), 0, pid, AGENT_ROOM_BYTES)
+            cgroup.admit(prepare_cgroup(settings), 0, pid, AGENT_ROOM_BYTES)
 
     with suppress(spawn.LaunchError):
-        os.close(spawn.daemon([sys.executable, "-I", "-m", "gemini_hpc.node.reaper"], first))
+        os.close(spawn.start_daemon([sys.executable, "-I", "-m", "gemini_hpc.node.reaper"], enter_cgroup))
 
 
-def due_s(settings: Settings) -> tuple[float, float]:
+def compute_grace_periods(settings: Settings) -> tuple[float, float]:
     """Return the grace periods after the job's end, in seconds, before an agent is killed.
 
     The first applies to an agent that does not answer, the second to an agent that answers.
@@ -104,30 +104,32 @@ def due_s(settings: Settings) -> tuple[float, float]:
 
 def check_entries(settings: Settings) -> float | None:
     """Check every entry once. Return the seconds until the next entry is due; None if there is none to wait for."""
-    silent_s, answering_s = due_s(settings)
-    with ledger.opened(settings.run_dir) as entries:
+    silent_s, answering_s = compute_grace_periods(settings)
+    with ledger.open_ledger(settings.run_dir) as entries:
         known = list(entries)
-    running = job_steps.jobs_with_steps()
+    running = job_steps.find_jobs_with_steps()
     waits: list[float] = []
     for entry in known:
         if entry.ended_s is None:
-            if entry.job not in running and (young_s := _young_s(settings, entry)) > 0:
+            if entry.job not in running and (young_s := _compute_youth_s(settings, entry)) > 0:
                 waits.append(young_s)
                 continue
-            since_s = _doubted_s(settings, entry, entry.job in running)
+            since_s = _update_doubt(settings, entry, entry.job in running)
             if since_s is None:
                 continue
             over = since_s > silent_s
         elif entry.job in running:  # the job runs here again, and no prolog was called or could record it
-            with ledger.opened(settings.run_dir) as entries:
-                entries.goes_on(entry)
+            with ledger.open_ledger(settings.run_dir) as entries:
+                entries.withdraw_end(entry)
             continue
         else:
-            since_s = ledger.now_s() - entry.ended_s
+            since_s = ledger.read_boot_clock_s() - entry.ended_s
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
-        gone = not inside(entry)
+        gone = not list_agent_pids(entry)
         # An agent that has released by itself leaves its log for its owner, until `sweep`.
-        if (over or gone) and end(settings.run_dir, entry, f"the job ended {since_s:.0f} s ago", remove=not gone):
+        if (over or gone) and end_agent(
+            settings.run_dir, entry, f"the job ended {since_s:.0f} s ago", remove=not gone
+        ):
             continue
         waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
     return min(waits, default=None)
@@ -146,40 +148,40 @@ def sweep(settings: Settings) -> bool:
 
 
 def _sweep(run_fd: int, settings: Settings) -> bool:
-    if not _unknown(run_fd, settings.run_dir):
+    if not _has_unknown_directories(run_fd, settings.run_dir):
         return False
     for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=0, age_s=LOG_S):
         log_fault("reaper", 0, problem)
-    return _unknown(run_fd, settings.run_dir)
+    return _has_unknown_directories(run_fd, settings.run_dir)
 
 
-def _unknown(run_fd: int, run_dir: str) -> bool:
+def _has_unknown_directories(run_fd: int, run_dir: str) -> bool:
     """Return whether there are directories of jobs that are not in the ledger."""
-    with ledger.opened(run_dir) as entries:
+    with ledger.open_ledger(run_dir) as entries:
         known = {str(entry.job) for entry in entries}
     return any(name.isascii() and name.isdecimal() and name not in known for name in os.listdir(run_fd))
 
 
-def _young_s(settings: Settings, entry: ledger.LedgerEntry) -> float:
+def _compute_youth_s(settings: Settings, entry: ledger.LedgerEntry) -> float:
     """Return for how many more seconds an agent may still be about to start."""
-    return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.now_s()
+    return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.read_boot_clock_s()
 
 
-def _doubted_s(settings: Settings, entry: ledger.LedgerEntry, running: bool) -> float | None:
+def _update_doubt(settings: Settings, entry: ledger.LedgerEntry, running: bool) -> float | None:
     """Return for how many seconds a job without an epilog has had no step here and no answering agent.
 
     None means that the job may be between two steps. The result is recorded in the ledger.
     """
-    now_s = ledger.now_s()
-    alive = running or (bool(inside(entry)) and _answers_at_last(settings.run_dir, entry))
+    now_s = ledger.read_boot_clock_s()
+    alive = running or (bool(list_agent_pids(entry)) and _answers_at_last(settings.run_dir, entry))
     since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
     if since_s != entry.doubted_s:
-        with ledger.opened(settings.run_dir) as entries:
-            entries.doubt(entry, since_s)
+        with ledger.open_ledger(settings.run_dir) as entries:
+            entries.record_doubt(entry, since_s)
     return None if since_s is None else now_s - since_s
 
 
-def end(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool = True) -> bool:
+def end_agent(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool = True) -> bool:
     """End what an agent has left, unless its job runs here again. Return whether nothing is left.
 
     The call takes at most `END_S`.
@@ -193,18 +195,18 @@ def end(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool = Tru
     deadline, first = clock.monotonic() + END_S, -1
     now: ledger.LedgerEntry | None = None
     while True:
-        with ledger.opened(run_dir) as entries:
+        with ledger.open_ledger(run_dir) as entries:
             before, now = now, entries.get(entry.job)
             if now is None or now.uid != entry.uid or (now.ended_s is None and now.doubted_s is None):
                 return True
             if before is not None and before != now:
                 return False  # the job's next prolog and epilog have both run
-            there = inside(now)
+            there = list_agent_pids(now)
             first = len(there) if first < 0 else first
             if not there and cgroup.remove_empty(now.group):
                 entries.strike(now.job)
                 break
-            kill(now, there)
+            kill_pids(now, there)
         if clock.monotonic() > deadline:
             log_fault(
                 "reaper", entry.job, f"could not end the agent: {len(there)} of its processes hang in the kernel"
@@ -214,7 +216,7 @@ def end(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool = Tru
     if first and why:
         log_fault("reaper", entry.job, f"{why}, and {first} processes of its agent did not end: killed them")
     if remove:
-        with ledger.opened(run_dir) as entries:
+        with ledger.open_ledger(run_dir) as entries:
             if entries.get(entry.job) is not None:  # the job's next prolog has run meanwhile
                 return True
         try:
@@ -230,16 +232,16 @@ def end(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool = Tru
     return True
 
 
-def inside(entry: ledger.LedgerEntry) -> list[int]:
+def list_agent_pids(entry: ledger.LedgerEntry) -> list[int]:
     """Return the pids of the processes of a job's agent."""
-    return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
+    return cgroup.list_members(entry.group) if entry.group.version else find_pids_by_name(entry.job, entry.uid)
 
 
-def _wait(run_dir: str, timeout_s: float) -> None:
+def _wait_for_end(run_dir: str, timeout_s: float) -> None:
     """Wait until a process of a doubted or ended entry ends, at most `timeout_s`."""
-    with ledger.opened(run_dir) as entries:
+    with ledger.open_ledger(run_dir) as entries:
         waited = [entry for entry in entries if entry.ended_s is not None or entry.doubted_s is not None]
-    pids = [pid for entry in waited for pid in inside(entry)]
+    pids = [pid for entry in waited for pid in list_agent_pids(entry)]
     poll, opened = select.poll(), []
     try:
         for pid in pids[:_WATCHED_MAX]:
@@ -252,7 +254,7 @@ def _wait(run_dir: str, timeout_s: float) -> None:
             os.close(fd)
 
 
-def kill(entry: ledger.LedgerEntry, pids: list[int]) -> None:
+def kill_pids(entry: ledger.LedgerEntry, pids: list[int]) -> None:
     """Kill those of the processes `pids` that still belong to the job's agent."""
     if entry.group.version:
         cgroup.kill(entry.group, pids)
@@ -262,7 +264,9 @@ def kill(entry: ledger.LedgerEntry, pids: list[int]) -> None:
         for pid in pids[:_WATCHED_MAX]:
             with suppress(OSError):
                 opened[pid] = os.pidfd_open(pid)
-        called = by_name(entry.job, entry.uid) if opened else []  # the kernel may have given a pid to another process
+        called = (
+            find_pids_by_name(entry.job, entry.uid) if opened else []
+        )  # the kernel may have given a pid to another process
         for pid in set(opened) & set(called):
             with suppress(OSError):
                 signal.pidfd_send_signal(opened[pid], signal.SIGKILL)
@@ -271,7 +275,7 @@ def kill(entry: ledger.LedgerEntry, pids: list[int]) -> None:
             os.close(process)
 
 
-def by_name(job: int, uid: int) -> list[int]:
+def find_pids_by_name(job: int, uid: int) -> list[int]:
     """Return the pids of the owner's processes whose command line names this job's agent.
 
     This serves agents without a cgroup of their own. A child reads the command lines, for at most `BY_NAME_S`. The
@@ -284,7 +288,7 @@ def by_name(job: int, uid: int) -> list[int]:
             # The child may outlive this process: it must hold no lock and none of slurmd's pipes.
             os.closerange(0, told)
             os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
-            _tell_by_name(job, uid, told)
+            _write_pids_by_name(job, uid, told)
         finally:
             os._exit(0)
     os.close(told)
@@ -298,24 +302,24 @@ def by_name(job: int, uid: int) -> list[int]:
     finally:
         os.close(got)
         os.kill(pid, signal.SIGKILL)
-        _collect(pid)
+        _reap_child(pid)
     return [int(line) for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _collect(pid: int) -> None:
+def _reap_child(pid: int) -> None:
     """Reap a killed child. A child that hangs in the kernel is left to the process that inherits it."""
     until = clock.monotonic() + BY_NAME_S
     while os.waitpid(pid, os.WNOHANG) == (0, 0) and clock.monotonic() < until:
         clock.sleep(0.005)
 
 
-def _tell_by_name(job: int, uid: int, told: int) -> None:
+def _write_pids_by_name(job: int, uid: int, told: int) -> None:
     wanted = b"\0".join((b"gemini_hpc.agent", b"--job", b"%d" % job, b"--uid", b"%d" % uid)) + b"\0"
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
             continue
         with suppress(OSError):
-            if not job_steps.started_by(pid, uid):
+            if not job_steps.has_real_uid(pid, uid):
                 continue
             with open(f"/proc/{pid}/cmdline", "rb") as f:
                 if wanted in f.read(4096):
@@ -336,13 +340,13 @@ def _answers_at_last(run_dir: str, entry: ledger.LedgerEntry) -> bool:
 
 def _answers(run_dir: str, entry: ledger.LedgerEntry) -> bool:
     """Return whether the agent itself answers. An answer from a process outside the agent does not count."""
-    pids = inside(entry)
+    pids = list_agent_pids(entry)
 
     def probe() -> int:
         deadline = clock.monotonic() + ANSWER_S
         try:
             with ask_agent.connect(f"{run_dir}/{entry.job}", entry.uid, deadline) as sock:
-                if ask_agent.peer_pid(sock) not in pids:
+                if ask_agent.read_peer_pid(sock) not in pids:
                     return _SILENT
                 ask_agent.ask(sock, {"op": "verdict?"}, deadline)
         except (ask_agent.NobodyAnswersError, ask_agent.ListenerError):
@@ -350,11 +354,11 @@ def _answers(run_dir: str, entry: ledger.LedgerEntry) -> bool:
         return _ANSWERS
 
     try:
-        child = privileges.fork_as(privileges.owner(entry.uid), probe, _SILENT, lambda _: None)
+        child = privileges.fork_as(privileges.find_owner(entry.uid), probe, _SILENT, lambda _: None)
     except privileges.PrivilegeError:
         # The user is gone, or the name service fails. An outage of the name service must not cost kept copies.
         return bool(pids)
-    return privileges.outcome(child, 2 * ANSWER_S) == _ANSWERS
+    return privileges.wait_for_child(child, 2 * ANSWER_S) == _ANSWERS
 
 
 def main() -> int:
@@ -362,21 +366,23 @@ def main() -> int:
     try:
         settings = load()
         run_dir = settings.run_dir
-        lock = ledger.lock(run_dir, LOCK)
+        lock = ledger.acquire_lock(run_dir, LOCK)
         if lock < 0:
             return 0
         wait_s, sweeps = LOOK_S, SWEEPS
         while True:
             due_in_s, left = check_entries(settings), sweep(settings)
             if due_in_s is not None:
-                _wait(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
+                _wait_for_end(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
                 continue
             if left and sweeps:  # a log is kept for a moment, or a process still holds a part of the directory
                 sweeps -= 1
                 clock.sleep(LOG_S / 4)
                 continue
-            with ledger.opened(run_dir) as entries:  # under the lock: an epilog that comes now starts the next reaper
+            with ledger.open_ledger(
+                run_dir
+            ) as entries:  # under the lock: an epilog that comes now starts the next reaper
                 if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):
                     os.close(lock)
                     return 0

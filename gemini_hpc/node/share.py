@@ -12,7 +12,7 @@ MAX_BYTES = 8 << 20
 MAX_FILES = 32
 
 
-def of_job(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
+def compute_share(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
     """Return a job's share of the node; the whole node if the share cannot be known.
 
     Args:
@@ -27,22 +27,24 @@ def of_job(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: str) -> S
     """
     if not cpus or not slurm_conf:
         return node_share.WHOLE
-    return node_share.compute_share(node_share.parse_shape(_read(slurm_conf), node), node, nodelist, cpus, gpus)
+    return node_share.compute_share(
+        node_share.parse_shape(_read_slurm_conf(slurm_conf), node), node, nodelist, cpus, gpus
+    )
 
 
-def _read(path: str) -> str:
+def _read_slurm_conf(path: str) -> str:
     """Return the text of slurm.conf with included files in their places.
 
     Raises:
         OSError: A file could not be read.
     """
     text: list[str] = []
-    _add(text, path, [path])
+    _add_lines(text, path, [path])
     return "\n".join(text)
 
 
-def _add(text: list[str], path: str, seen: list[str]) -> None:
-    for _, line in conf_text.split_lines(_text(path)):
+def _add_lines(text: list[str], path: str, seen: list[str]) -> None:
+    for _, line in conf_text.split_lines(_read_file(path)):
         word, _, name = line.partition(" ")
         if word.lower() != "include":
             text.append(line)
@@ -50,10 +52,10 @@ def _add(text: list[str], path: str, seen: list[str]) -> None:
         below = os.path.join(os.path.dirname(path), name.strip())
         if below not in seen and len(seen) < MAX_FILES:
             seen.append(below)
-            _add(text, below, seen)
+            _add_lines(text, below, seen)
 
 
-def _text(path: str) -> str:
+def _read_file(path: str) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -26,7 +26,7 @@ class NoRoomError(LaunchError):
     """An error for a node without memory for another agent now; the installation is not at fault."""
 
 
-def start(
+def start_agent(
     directory: str,
     job: int,
     uid: int,
@@ -56,17 +56,17 @@ def start(
     argv += ["--job", str(job), "--uid", str(uid), "--node", node, "--dir", directory]
     argv += ["--share-bytes", str(share[0]), "--share", share[1]]
     if not keys:
-        return daemon(argv, first)
+        return start_daemon(argv, first)
     reader, writer = os.pipe()
     try:
         os.write(writer, keys)  # fits into the pipe, which nobody else can open
         os.close(writer)
-        return daemon([*argv, "--keys"], first, reader)
+        return start_daemon([*argv, "--keys"], first, reader)
     finally:
         os.close(reader)
 
 
-def daemon(argv: list[str], first: Callable[[int], None], handed: int = -1) -> int:
+def start_daemon(argv: list[str], first: Callable[[int], None], handed: int = -1) -> int:
     """Execute a daemon after `first` has been called with its pid. Return its pidfd. Requires root.
 
     slurmd kills the script's process group when the script ends, and waits for its output to close. So the daemon
@@ -84,7 +84,7 @@ def daemon(argv: list[str], first: Callable[[int], None], handed: int = -1) -> i
             os.setsid()
             agent = os.fork()
             if agent == 0:
-                _become(argv, held, handed)
+                _exec_daemon(argv, held, handed)
             os.write(writer, str(agent).encode())
         finally:
             os._exit(0)
@@ -105,7 +105,7 @@ def daemon(argv: list[str], first: Callable[[int], None], handed: int = -1) -> i
         os.close(go)
 
 
-def _become(argv: list[str], held: int, handed: int) -> None:
+def _exec_daemon(argv: list[str], held: int, handed: int) -> None:
     try:
         if os.read(held, 1) != b"!":
             return  # the prolog has ended before it released this process
@@ -135,14 +135,14 @@ def drop_privileges(uid: int, directory: str) -> None:
         PrivilegeError: The process could not become the owner.
     """
     if os.geteuid() == 0:
-        privileges.drop_to(privileges.owner(uid))
-        write_to(f"{directory}/{LOG_NAME}")
+        privileges.drop_to(privileges.find_owner(uid))
+        redirect_output(f"{directory}/{LOG_NAME}")
     if os.geteuid() != uid:
         raise privileges.PrivilegeError(f"wanted uid {uid}, running as {os.geteuid()}")
     os.umask(0o077)
 
 
-def write_to(path: str) -> None:
+def redirect_output(path: str) -> None:
     """Append standard output and error to the log; leave them unchanged if the path is not a regular file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

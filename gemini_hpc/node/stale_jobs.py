@@ -32,7 +32,7 @@ def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S)
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
     running: set[int] | None = None
-    starting = _starting(run_dir)
+    starting = _find_starting_jobs(run_dir)
     # Start with a different directory each time: stopped agents use up the time, and their owner might exploit
     # that.
     first = clock.monotonic_ns() // 1000 % max(1, len(candidates))
@@ -42,7 +42,7 @@ def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S)
             break
         if name == str(except_job) or int(name) in starting:
             continue
-        running = job_steps.jobs_with_steps() if running is None else running
+        running = job_steps.find_jobs_with_steps() if running is None else running
         if int(name) in running:
             continue
         try:
@@ -54,18 +54,18 @@ def remove(run_fd: int, run_dir: str, except_job: int, age_s: float = AGE_MIN_S)
     return problems
 
 
-def _starting(run_dir: str) -> set[int]:
+def _find_starting_jobs(run_dir: str) -> set[int]:
     """Return the jobs whose prolog has run a moment ago: they have no step yet, and perhaps no agent."""
     try:
-        with ledger.opened(run_dir, TIMEOUT_S) as entries:
-            now_s = ledger.now_s()
+        with ledger.open_ledger(run_dir, TIMEOUT_S) as entries:
+            now_s = ledger.read_boot_clock_s()
             return {e.job for e in entries if e.ended_s is None and now_s - e.started_s < AGE_MIN_S}
     except OSError:
         return set()
 
 
 def _is_leftover(run_fd: int, run_dir: str, name: str, age_s: float) -> bool:
-    info = job_directory.stat_entry(run_fd, name)
+    info = job_directory.read_entry_status(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode):
         return False
     if 0 <= clock.time() - info.st_mtime < age_s:  # a time in the future counts as old: the owner may have set it
@@ -88,8 +88,8 @@ def _answers(directory: str, uid: int) -> bool:
         return _SOMEBODY
 
     try:
-        owner = privileges.owner(uid)
+        owner = privileges.find_owner(uid)
     except privileges.PrivilegeError:
         return False  # the user is gone, so no supervisor could restart an agent
     child = privileges.fork_as(owner, probe, _SOMEBODY, lambda _: None)
-    return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) not in (_NOBODY, privileges.HANGS)
+    return privileges.wait_for_child(child, 2 * PROBE_TIMEOUT_S) not in (_NOBODY, privileges.HANGS)

@@ -39,7 +39,7 @@ class UnprotectedNote:
             path = run_dir.rstrip("/") + DIRECTORY_SUFFIX
             with suppress(FileExistsError):
                 os.mkdir(path, 0o755)
-            self._dir = _roots(path)
+            self._dir = _open_directory(path)
             self._sweep()
             for name in (self._draft, str(job)):
                 with suppress(FileNotFoundError):
@@ -101,7 +101,7 @@ class UnprotectedNote:
                         os.unlink(entry.name, dir_fd=self._dir)
 
 
-def _roots(path: str) -> int:
+def _open_directory(path: str) -> int:
     fd = os.open(path, _DIRECTORY)
     info = os.fstat(fd)
     if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -17,7 +17,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.devcluster import cgroups
 from gemini_hpc.node import cgroup, epilog, ledger, prolog
 from gemini_hpc.node.cgroup import AgentCgroup
-from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice, Place, scope_name
+from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice, Place, build_scope_name
 
 MIB = 1 << 20
 
@@ -54,11 +54,11 @@ def test_systemd_moves_and_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top: Path, sleeper: int
 ) -> None:
     """A stand-in that answers first and moves the process a moment later, as systemd does."""
-    scope = top / scope_name(7, sleeper)
+    scope = top / build_scope_name(7, sleeper)
     move = f"(sleep 0.2; mkdir {scope}; echo {sleeper} >{scope}/cgroup.procs) >/dev/null 2>&1 &"
     said = busctl(monkeypatch, tmp_path, move)
     assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)[1] == ""
-    found = cgroup.place(sleeper)
+    found = cgroup.find_place(sleeper)
     assert found is not None and found.path.endswith(scope.name)
     assert f"PIDs au 1 {sleeper} Slice s geminihpc.slice MemoryMax t {100 * MIB}" in said.read_text()
 
@@ -92,7 +92,7 @@ def test_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         written.append((str(Path(path).relative_to(tmp_path)), text))
 
     monkeypatch.setattr(cgroup, "_write", write)
-    monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
+    monkeypatch.setattr(cgroup, "find_place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
     monkeypatch.setattr(cgroup, "SYSTEMD_BOOTED", str(tmp_path / "no-systemd"))
     choice = cgroup.prepare(Settings(memory_cap_bytes=100 * MIB), 1 << 40, 3)
     assert choice == Choice("v2", f"{tmp_path}/gemini-hpc")
@@ -116,7 +116,7 @@ def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     (former / "cgroup.procs").write_text(str(sleeper))
     os.kill(sleeper, signal.SIGSTOP)
     known = ledger.LedgerEntry(7, 65534, 0, AgentCgroup(1, (str(former),)))
-    with ledger.opened(str(tmp_path / "run")) as entries:
+    with ledger.open_ledger(str(tmp_path / "run")) as entries:
         entries.put(known)
     now = AgentCgroup(1, (str(top / "now.scope"),))
     monkeypatch.setattr(cgroup, "admit", lambda choice, job, pid, limit: (now, ""))
@@ -124,14 +124,14 @@ def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     prolog._leave_slurmds_cgroup(again, str(tmp_path / "run"), Choice("systemd"), 100 * MIB, os.getpid())
     assert os.waitid(os.P_PID, sleeper, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, "ended"
     assert not former.exists()
-    with ledger.opened(str(tmp_path / "run")) as entries:
+    with ledger.open_ledger(str(tmp_path / "run")) as entries:
         entry = entries.get(7)
     assert entry is not None and (entry.group, entry.restart) == (now, 1)
 
 
 def test_a_controller_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").touch()
-    monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
+    monkeypatch.setattr(cgroup, "find_place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
     choice = cgroup.prepare(Settings(agent_cgroup="/gemini-hpc"), 1 << 40, 1)
     assert choice.how == "stay" and "memory.max: No such file" in choice.why
 
@@ -241,22 +241,22 @@ def test_a_cgroup_that_is_there_gets_another_limit(monkeypatch: pytest.MonkeyPat
 def test_no_agent_is_started_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of the node, or of a cgroup that the site limits."""
     free = {"MemAvailable": 500 * MIB, "MemTotal": 1 << 30}
-    monkeypatch.setattr(cgroup, "meminfo", lambda: free)
-    monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/site/slurmd", True))
+    monkeypatch.setattr(cgroup, "read_meminfo", lambda: free)
+    monkeypatch.setattr(cgroup, "find_place", lambda pid="self": Place(2, str(tmp_path), "/site/slurmd", True))
     (tmp_path / "site" / "agents").mkdir(parents=True)
     choice, settings = Choice("v2", f"{tmp_path}/site/agents"), Settings(memory_floor_bytes=100 * MIB)
-    assert cgroup.no_room(choice, settings) == "", "no limit is known"
+    assert cgroup.find_shortage(choice, settings) == "", "no limit is known"
     for name, text in (("memory.max", 300 * MIB), ("memory.current", 250 * MIB), ("memory.stat", "inactive_file 0")):
         (tmp_path / "site" / name).write_text(str(text))
     assert (
-        cgroup.no_room(choice, settings)
+        cgroup.find_shortage(choice, settings)
         == f"no memory for its agent: it needs 96 MiB, {tmp_path}/site has 50 MiB left"
     )
     (tmp_path / "site" / "memory.stat").write_text(f"inactive_file {46 * MIB}")
-    assert cgroup.no_room(choice, settings) == ""
+    assert cgroup.find_shortage(choice, settings) == ""
     free["MemAvailable"] = 195 * MIB
     expected = "no memory for its agent: it needs 96 MiB, 95 MiB are free above the floor of 100 MiB"
-    assert cgroup.no_room(choice, settings) == cgroup.no_room(Choice("systemd"), settings) == expected
+    assert cgroup.find_shortage(choice, settings) == cgroup.find_shortage(Choice("systemd"), settings) == expected
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
 
 
 def test_a_cgroup_that_is_not_visible_any_more_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "place", lambda pid="self": None)
+    monkeypatch.setattr(cgroup, "find_place", lambda pid="self": None)
     group, problem = cgroup.admit(Choice("v1", "/sys/fs/cgroup/memory/gemini"), 7, os.getpid(), MIB)
     assert group.version == 0 and "visible" in problem
 
@@ -304,8 +304,8 @@ def test_a_fault_of_ours_in_prolog_or_epilog_drains_no_node(
     def fault(*_: object) -> int:
         raise KeyError("MemTotal")
 
-    monkeypatch.setattr(prolog, "_protect", fault)
-    monkeypatch.setattr(epilog, "_end", fault)
+    monkeypatch.setattr(prolog, "_protect_job", fault)
+    monkeypatch.setattr(epilog, "_end_incarnation", fault)
     words = ["7", "5001", "0", "2", "n1", "n[1-2]", *[""] * (len(prolog.ARGUMENTS) - 6)]
     assert prolog.main(words) == (prolog.EXIT_STRICT if strict else 0)
     assert epilog.main(["7", "5001", "0", "0", "n1", "n[1-2]"]) == 0

@@ -14,6 +14,6 @@ def test_a_mount_point_that_is_no_text_hides_no_cgroup(tmp_path: Path, monkeypat
     odd = tmp_path / "mountinfo"
     with open("/proc/self/mountinfo", "rb") as f:
         odd.write_bytes(b"999 1 0:99 / /home/u/\xff\xfe rw - fuse.sshfs u rw\n" + f.read())
-    before, read = cgroup.place(), cgroup._text
-    monkeypatch.setattr(cgroup, "_text", lambda path: read(str(odd) if path == "/proc/self/mountinfo" else path))
-    assert cgroup.place() == before
+    before, read = cgroup.find_place(), cgroup._read_text
+    monkeypatch.setattr(cgroup, "_read_text", lambda path: read(str(odd) if path == "/proc/self/mountinfo" else path))
+    assert cgroup.find_place() == before

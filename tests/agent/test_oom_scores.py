@@ -17,10 +17,10 @@ from gemini_hpc.node.cgroup import AgentCgroup
 SUPERVISOR = """
 import os
 from gemini_hpc.node import oom, privileges
-oom.offer()
+oom.raise_score()
 score = oom.OwnScore()
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-privileges.shut()
+privileges.close_to_owner()
 for _ in range(2):
     if score.fork() == 0:
         os.kill(os.getpid(), 19)
@@ -81,7 +81,7 @@ def test_agents_with_copies_come_last(top: Path) -> None:
     try:
         for holder in holders:
             assert holder.stdout is not None and holder.stdout.readline() == "there\n"
-        oom.rank(
+        oom.lower_scores(
             [
                 AgentCgroup(1, (str(top / "7"),)),
                 AgentCgroup(1, (str(top / "8"),)),

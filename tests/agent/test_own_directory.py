@@ -89,8 +89,8 @@ def test_only_what_root_has_mounted_is_moved_into(
     mine = held(path)
     replaced(path)
     monkeypatch.setattr(own_directory, "_mount", lambda fd: 4711)
-    monkeypatch.setattr(mounts, "number", lambda fd: 1)
-    monkeypatch.setattr(mounts, "own", lambda fd: mounts.Mount(4711, str(path), "tmpfs", source))
+    monkeypatch.setattr(mounts, "read_mount_number", lambda fd: 1)
+    monkeypatch.setattr(mounts, "find_mount", lambda fd: mounts.Mount(4711, str(path), "tmpfs", source))
     asked = list[int]()
     with monkeypatch.context() as patched:
         patched.setattr(own_directory.os, "fstat", lambda fd: asked.append(fd) or os.stat(fd))
@@ -113,7 +113,7 @@ def test_where_a_process_sees_no_mounts_of_its_descriptors_the_list_decides(
 ) -> None:
     monkeypatch.setattr(own_directory, "_mount", lambda fd: -1)
     over = mounts.Mount(4711, os.path.realpath(path), "tmpfs", source)
-    monkeypatch.setattr(mounts, "listed", lambda: [mounts.Mount(1, "/", "ext4", "/dev/sda"), over])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [mounts.Mount(1, "/", "ext4", "/dev/sda"), over])
     mine = held(path)
     replaced(path)
     assert mine.check_directory() == found

@@ -13,7 +13,7 @@ from gemini_hpc.node import job_steps, ledger, reaper, stale_jobs
 from gemini_hpc.node.ledger import LedgerEntry
 
 SETTINGS = Settings(retention_s=10.0, held_retention_s=1000.0, tier_flush_s=0.0, attach_timeout_s=1.0)
-SILENT_S, ANSWERING_S = reaper.due_s(SETTINGS)
+SILENT_S, ANSWERING_S = reaper.compute_grace_periods(SETTINGS)
 JOB = 7
 
 
@@ -27,21 +27,21 @@ class Node:
         self.inside, self.answers, self.step = [4711], False, False
         self.killed = 0
         self.now_s = 100_000.0
-        monkeypatch.setattr(ledger, "now_s", lambda: self.now_s)
-        monkeypatch.setattr(reaper, "inside", lambda entry: self.inside)
+        monkeypatch.setattr(ledger, "read_boot_clock_s", lambda: self.now_s)
+        monkeypatch.setattr(reaper, "list_agent_pids", lambda entry: self.inside)
         monkeypatch.setattr(reaper, "_answers", lambda run_dir, entry: self.answers)
-        monkeypatch.setattr(reaper, "kill", self._kill)
+        monkeypatch.setattr(reaper, "kill_pids", self._kill)
         monkeypatch.setattr(reaper, "AGAIN_S", ())
-        monkeypatch.setattr(job_steps, "jobs_with_steps", lambda: {JOB} if self.step else set())
-        with ledger.opened(self.settings.run_dir) as entries:
-            entries.started(JOB, 65534, 0)
+        monkeypatch.setattr(job_steps, "find_jobs_with_steps", lambda: {JOB} if self.step else set())
+        with ledger.open_ledger(self.settings.run_dir) as entries:
+            entries.record_start(JOB, 65534, 0)
 
     def _kill(self, entry: LedgerEntry, inside: list[int]) -> None:
         self.killed += 1
         self.inside = []
 
     def entry(self) -> LedgerEntry | None:
-        with ledger.opened(self.settings.run_dir) as entries:
+        with ledger.open_ledger(self.settings.run_dir) as entries:
             return entries.get(JOB)
 
     def after(self, seconds: float) -> float | None:
@@ -50,8 +50,8 @@ class Node:
         return reaper.check_entries(self.settings)
 
     def ended(self) -> None:
-        with ledger.opened(self.settings.run_dir) as entries:
-            entries.ended(JOB, 65534, 0)
+        with ledger.open_ledger(self.settings.run_dir) as entries:
+            entries.record_end(JOB, 65534, 0)
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def test_gone_without_an_epilog_is_struck_out(node: Node) -> None:
 
 def test_job_that_runs_here_again_is_out_of_its_hands(node: Node) -> None:
     node.ended()
-    with ledger.opened(node.settings.run_dir) as entries:
-        entries.started(JOB, 65534, 1)
+    with ledger.open_ledger(node.settings.run_dir) as entries:
+        entries.record_start(JOB, 65534, 1)
     node.step = True
     assert node.after(10 * ANSWERING_S) is None and not node.killed
     entry = node.entry()
@@ -139,8 +139,8 @@ def test_job_that_goes_on_here_without_a_prolog_is_not_ended(node: Node) -> None
         node.now_s += SILENT_S
     assert not node.killed and (entry := node.entry()) is not None and entry.ended_s is None
     node.step = False
-    with ledger.opened(node.settings.run_dir) as entries:
-        entries.ended(JOB, 65534, 1)
+    with ledger.open_ledger(node.settings.run_dir) as entries:
+        entries.record_end(JOB, 65534, 1)
     entry = node.entry()
     assert entry is not None and (entry.restart, entry.ended_s) == (1, node.now_s), "its own end counts"
 
@@ -148,10 +148,10 @@ def test_job_that_goes_on_here_without_a_prolog_is_not_ended(node: Node) -> None
 def test_a_later_incarnations_end_is_not_the_earlier_ones(node: Node) -> None:
     node.ended()
     node.now_s += 500.0
-    with ledger.opened(node.settings.run_dir) as entries:
-        entries.ended(JOB, 65534, 0)
+    with ledger.open_ledger(node.settings.run_dir) as entries:
+        entries.record_end(JOB, 65534, 0)
         assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s - 500.0, "told twice"
-        entries.ended(JOB, 65534, 1)
+        entries.record_end(JOB, 65534, 1)
         assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s
 
 
@@ -179,6 +179,6 @@ def test_command_lines_of_users_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
         return usual(path, mode)
 
     monkeypatch.setattr(job_steps, "open", opened, raising=False)
-    monkeypatch.setattr(job_steps, "started_by", lambda pid, uid: pid == str(os.getpid()))
-    job_steps.jobs_with_steps()
+    monkeypatch.setattr(job_steps, "has_real_uid", lambda pid, uid: pid == str(os.getpid()))
+    job_steps.find_jobs_with_steps()
     assert read == [f"/proc/{os.getpid()}/cmdline"]

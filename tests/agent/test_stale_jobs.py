@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     run = tmp_path / "run"
     (run / "7").mkdir(parents=True)
     os.utime(run / "7", (0, 0))
-    monkeypatch.setattr(job_steps, "jobs_with_steps", set)
+    monkeypatch.setattr(job_steps, "find_jobs_with_steps", set)
     monkeypatch.setattr(stale_jobs, "_answers", lambda directory, uid: False)
     run_fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     yield run, run_fd
@@ -41,9 +41,9 @@ def test_a_job_that_begins_here_in_this_moment_keeps_its_directory(
     run_dir: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prolog has found it there from before; it has no step yet, and its agent does not answer yet."""
-    with ledger.opened(str(run_dir[0])) as entries:
-        entries.started(7, 65534, 1)
+    with ledger.open_ledger(str(run_dir[0])) as entries:
+        entries.record_start(7, 65534, 1)
     assert sweep(run_dir)
-    later_s = ledger.now_s() + stale_jobs.AGE_MIN_S + 1.0
-    monkeypatch.setattr(ledger, "now_s", lambda: later_s)
+    later_s = ledger.read_boot_clock_s() + stale_jobs.AGE_MIN_S + 1.0
+    monkeypatch.setattr(ledger, "read_boot_clock_s", lambda: later_s)
     assert not sweep(run_dir)

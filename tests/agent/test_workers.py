@@ -87,8 +87,8 @@ import os, sys
 from gemini_hpc.node import privileges
 from gemini_hpc.agent.tier.workers import Workers, SupervisorChannel
 os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-privileges.shut()
-workers = Workers(lambda _: os.write(1, f"traceable={privileges.traceable()} {sys.argv[0]}".encode()) and 0)
+privileges.close_to_owner()
+workers = Workers(lambda _: os.write(1, f"traceable={privileges.is_traceable()} {sys.argv[0]}".encode()) and 0)
 import threading
 threading.Thread(target=workers.serve, daemon=True).start()
 pidfd = SupervisorChannel(workers.theirs).start({1: 1})

@@ -133,7 +133,7 @@ def test_after_a_failure_the_key_stays_for_the_jobs_next_life(
 def test_an_agent_that_dies_is_started_again(home: Path) -> None:
     with protected(home) as (run, directory):
         with ask_agent.connect(directory, os.geteuid(), time.monotonic() + 20) as sock:
-            os.kill(ask_agent.peer_pid(sock), signal.SIGKILL)
+            os.kill(ask_agent.read_peer_pid(sock), signal.SIGKILL)
         until(lambda: ask_verdict(f"{directory}/agent.sock", 0.5) is not None, 20, what="another agent")
         run.communicate("0\n", 60)
     assert run.returncode == 0

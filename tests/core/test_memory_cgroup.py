@@ -42,10 +42,10 @@ COVERED_MOUNTS = """\
 
 
 def test_v2_under_systemd_is_asked_of_systemd() -> None:
-    here = memory_cgroup.place(V2, V2_MOUNTS)
+    here = memory_cgroup.parse_place(V2, V2_MOUNTS)
     assert here == Place(2, "/sys/fs/cgroup", "/system.slice/slurmd.service", True)
-    assert memory_cgroup.choose(here, "", systemd=True) == Choice("systemd")
-    argv = memory_cgroup.scope_call("/usr/bin/busctl", 7, 4711, 1 << 30)
+    assert memory_cgroup.choose_cgroup(here, "", systemd=True) == Choice("systemd")
+    argv = memory_cgroup.build_scope_call("/usr/bin/busctl", 7, 4711, 1 << 30)
     assert argv == [
         *("/usr/bin/busctl", "--timeout=2", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"),
         *("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))"),
@@ -58,12 +58,13 @@ def test_v2_under_systemd_is_asked_of_systemd() -> None:
 
 
 def test_v2_without_systemd_is_made_of_files() -> None:
-    here = memory_cgroup.place("0::/slurmd\n", V2_MOUNTS)
+    here = memory_cgroup.parse_place("0::/slurmd\n", V2_MOUNTS)
     assert here is not None
-    choice = memory_cgroup.choose(here, "/site/gemini", systemd=False)
+    choice = memory_cgroup.choose_cgroup(here, "/site/gemini", systemd=False)
     assert choice == Choice("v2", "/sys/fs/cgroup/site/gemini")
     steps = [
-        (s.path.removeprefix("/sys/fs/cgroup"), s.text) for s in memory_cgroup.preparation(here, choice, 1000, 0)
+        (s.path.removeprefix("/sys/fs/cgroup"), s.text)
+        for s in memory_cgroup.plan_agents_cgroup(here, choice, 1000, 0)
     ]
     assert steps == [
         *(("/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
@@ -73,7 +74,7 @@ def test_v2_without_systemd_is_made_of_files() -> None:
         ("/site/gemini/memory.swap.max", "0"),
         ("/site/gemini/memory.max", "1000"),
     ]
-    of_job = memory_cgroup.of_job(here, choice, 7, 900)
+    of_job = memory_cgroup.plan_job_cgroup(here, choice, 7, 900)
     steps = [(s.path.removeprefix("/sys/fs/cgroup/site/gemini"), s.text) for s in of_job]
     assert steps == [
         *(("/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
@@ -88,7 +89,7 @@ def test_v2_without_systemd_is_made_of_files() -> None:
 
 
 def test_job_has_a_cgroup_in_each_hierarchy_of_v1_that_is_there() -> None:
-    found = memory_cgroup.beside(V1_MOUNTS, "/gemini-hpc", 7)
+    found = memory_cgroup.plan_other_hierarchies(V1_MOUNTS, "/gemini-hpc", 7)
     (at,) = found
     assert at == "/sys/fs/cgroup/cpu,cpuacct/gemini-hpc/7", "neither devices nor pids are mounted there"
     assert [(s.path.removeprefix("/sys/fs/cgroup/cpu,cpuacct"), s.text, s.needed) for s in found[at]] == [
@@ -98,31 +99,41 @@ def test_job_has_a_cgroup_in_each_hierarchy_of_v1_that_is_there() -> None:
     ]
     more = "50 25 0:40 / /sys/fs/cgroup/{0} {1} shared:20 - cgroup cgroup rw,{0}\n"
     both = V1_MOUNTS + more.format("devices", "rw") + more.format("pids", "ro")
-    steps = [s.text for s in memory_cgroup.beside(both, "/site/agents", 7)["/sys/fs/cgroup/devices/site/agents/7"]]
+    steps = [
+        s.text
+        for s in memory_cgroup.plan_other_hierarchies(both, "/site/agents", 7)["/sys/fs/cgroup/devices/site/agents/7"]
+    ]
     assert steps[:4] == [None, None, None, "a"] and "c 1:3 rwm" in steps and len(steps) == 10, "denied first"
-    assert not [at for at in memory_cgroup.beside(both, "/site/agents", 7) if "pids" in at], "read-only"
+    assert not [at for at in memory_cgroup.plan_other_hierarchies(both, "/site/agents", 7) if "pids" in at], (
+        "read-only"
+    )
     joint = V1_MOUNTS.replace("cpu,cpuacct", "cpu,pids")
-    steps = [s.text for s in memory_cgroup.beside(joint, "/gemini-hpc", 7)["/sys/fs/cgroup/cpu,pids/gemini-hpc/7"]]
+    steps = [
+        s.text
+        for s in memory_cgroup.plan_other_hierarchies(joint, "/gemini-hpc", 7)["/sys/fs/cgroup/cpu,pids/gemini-hpc/7"]
+    ]
     assert steps == [None, None, "1024", "512"], "two controllers in one hierarchy"
 
 
 def test_a_limit_is_never_put_below_what_is_taken() -> None:
     """On v2 that would kill the agents of the jobs that run."""
     here = Place(2, "/cg", "/slurmd", True)
-    choice = memory_cgroup.choose(here, "", systemd=False)
-    assert not any(s.path.endswith("memory.max") for s in memory_cgroup.preparation(here, choice, 1000, 1001))
-    assert any(s.path.endswith("memory.max") for s in memory_cgroup.preparation(here, choice, 1000, 1000))
+    choice = memory_cgroup.choose_cgroup(here, "", systemd=False)
+    assert not any(s.path.endswith("memory.max") for s in memory_cgroup.plan_agents_cgroup(here, choice, 1000, 1001))
+    assert any(s.path.endswith("memory.max") for s in memory_cgroup.plan_agents_cgroup(here, choice, 1000, 1000))
 
 
 def test_v1_beside_slurmd_with_or_without_systemd() -> None:
-    here = memory_cgroup.place(V1, V1_MOUNTS)
+    here = memory_cgroup.parse_place(V1, V1_MOUNTS)
     assert here == Place(1, "/sys/fs/cgroup/memory", "/system.slice/slurmd.service", True)
     for systemd in (True, False):
-        assert memory_cgroup.choose(here, "", systemd=systemd) == Choice("v1", "/sys/fs/cgroup/memory/gemini-hpc")
-    choice = memory_cgroup.choose(here, "", systemd=True)
-    last = memory_cgroup.preparation(here, choice, 1000, 0)[-1]
+        assert memory_cgroup.choose_cgroup(here, "", systemd=systemd) == Choice(
+            "v1", "/sys/fs/cgroup/memory/gemini-hpc"
+        )
+    choice = memory_cgroup.choose_cgroup(here, "", systemd=True)
+    last = memory_cgroup.plan_agents_cgroup(here, choice, 1000, 0)[-1]
     assert (last.path, last.text) == ("/sys/fs/cgroup/memory/gemini-hpc/memory.limit_in_bytes", "1000")
-    assert list(here.chain()) == [
+    assert list(here.walk_up()) == [
         "/sys/fs/cgroup/memory/system.slice/slurmd.service",
         "/sys/fs/cgroup/memory/system.slice",
         "/sys/fs/cgroup/memory",
@@ -130,12 +141,12 @@ def test_v1_beside_slurmd_with_or_without_systemd() -> None:
 
 
 def test_containers() -> None:
-    here = memory_cgroup.place(CONTAINER, CONTAINER_MOUNTS)
+    here = memory_cgroup.parse_place(CONTAINER, CONTAINER_MOUNTS)
     assert here == Place(1, "/sys/fs/cgroup/memory", "/slurm", False)
-    assert "read-only" in memory_cgroup.choose(here, "", systemd=False).why
-    assert memory_cgroup.place("9:memory:/elsewhere\n", CONTAINER_MOUNTS) is None
-    assert memory_cgroup.place("9:memory:/../other\n", V1_MOUNTS) is None
-    assert memory_cgroup.place(COVERED, COVERED_MOUNTS) == Place(1, "/sys/fs/cgroup/memory", "/slurmd", True)
+    assert "read-only" in memory_cgroup.choose_cgroup(here, "", systemd=False).why
+    assert memory_cgroup.parse_place("9:memory:/elsewhere\n", CONTAINER_MOUNTS) is None
+    assert memory_cgroup.parse_place("9:memory:/../other\n", V1_MOUNTS) is None
+    assert memory_cgroup.parse_place(COVERED, COVERED_MOUNTS) == Place(1, "/sys/fs/cgroup/memory", "/slurmd", True)
 
 
 def test_what_the_agent_stays_for() -> None:
@@ -148,29 +159,38 @@ def test_what_the_agent_stays_for() -> None:
         ("/", "wanted a path"),
         ("/a//b", "wanted a path"),
     ):
-        choice = memory_cgroup.choose(memory_cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
+        choice = memory_cgroup.choose_cgroup(memory_cgroup.parse_place(V1, V1_MOUNTS), setting, systemd=False)
         assert choice.how == "stay" and why in choice.why and bool(why) == bool(choice.why), setting
 
 
 def test_no_memory_cgroup_is_nothing_to_leave() -> None:
-    assert memory_cgroup.place("", "") is None and memory_cgroup.place("1:name=systemd:/\n", V1_MOUNTS) is None
-    assert memory_cgroup.place(V1, "") is None and memory_cgroup.place("nonsense\n::\n", "a b - c\n\n") is None
-    assert memory_cgroup.choose(None, "", systemd=True) == Choice("stay")
-    assert "no memory cgroup" in memory_cgroup.choose(None, "/gemini-hpc", systemd=True).why
+    assert (
+        memory_cgroup.parse_place("", "") is None
+        and memory_cgroup.parse_place("1:name=systemd:/\n", V1_MOUNTS) is None
+    )
+    assert (
+        memory_cgroup.parse_place(V1, "") is None
+        and memory_cgroup.parse_place("nonsense\n::\n", "a b - c\n\n") is None
+    )
+    assert memory_cgroup.choose_cgroup(None, "", systemd=True) == Choice("stay")
+    assert "no memory cgroup" in memory_cgroup.choose_cgroup(None, "/gemini-hpc", systemd=True).why
 
 
 def test_what_is_left_of_a_limit() -> None:
-    assert memory_cgroup.left(1, "9223372036854771712\n", "5\n", "") is None
-    assert memory_cgroup.left(2, "max\n", "5\n", "") is None
+    assert memory_cgroup.compute_free_bytes(1, "9223372036854771712\n", "5\n", "") is None
+    assert memory_cgroup.compute_free_bytes(2, "max\n", "5\n", "") is None
     assert (
-        memory_cgroup.left(1, "100\n", "70\n", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 5\n") == 55
+        memory_cgroup.compute_free_bytes(
+            1, "100\n", "70\n", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 5\n"
+        )
+        == 55
     )
-    assert memory_cgroup.left(2, "100\n", "170\n", "anon 3\ninactive_file 20\nactive_file 5\n") == 0
+    assert memory_cgroup.compute_free_bytes(2, "100\n", "170\n", "anon 3\ninactive_file 20\nactive_file 5\n") == 0
 
 
 def test_what_is_a_jobs_and_what_is_held_in_it() -> None:
     def jobs(path: str, setting: str = "") -> bool:
-        return memory_cgroup.is_a_jobs(Place(2, "/sys/fs/cgroup", path, True), setting)
+        return memory_cgroup.is_job_cgroup(Place(2, "/sys/fs/cgroup", path, True), setting)
 
     assert (
         jobs("/gemini-hpc/7") and jobs("/site/agents/7", "/site/agents/") and jobs("/site/agents/7", "/site/agents")
@@ -179,14 +199,14 @@ def test_what_is_a_jobs_and_what_is_held_in_it() -> None:
     for other in ("/", "/7", "/gemini-hpc", "/gemini-hpc/x", "/user.slice/7", "/user.slice/geminihpc-7-4711.scope"):
         assert not jobs(other), other
     assert not jobs("/gemini-hpc/7", "/site/agents")
-    assert memory_cgroup.held(1, "shmem 1\ntotal_shmem 20\ntotal_inactive_file 7\n") == 20
-    assert memory_cgroup.held(2, "anon 5\nshmem 30\n") == 30
-    assert memory_cgroup.held(2, "") == 0
-    assert memory_cgroup.bound("max\n") is memory_cgroup.bound(f"{(1 << 63) - 4096}\n") is None
-    assert memory_cgroup.bound("4096\n") == 4096
+    assert memory_cgroup.count_held_bytes(1, "shmem 1\ntotal_shmem 20\ntotal_inactive_file 7\n") == 20
+    assert memory_cgroup.count_held_bytes(2, "anon 5\nshmem 30\n") == 30
+    assert memory_cgroup.count_held_bytes(2, "") == 0
+    assert memory_cgroup.parse_limit("max\n") is memory_cgroup.parse_limit(f"{(1 << 63) - 4096}\n") is None
+    assert memory_cgroup.parse_limit("4096\n") == 4096
 
 
 def test_systemd_is_asked_for_another_limit() -> None:
-    assert memory_cgroup.resize_call("/usr/bin/busctl", "geminihpc-7-4711.scope", 1 << 30)[-7:] == [
+    assert memory_cgroup.build_resize_call("/usr/bin/busctl", "geminihpc-7-4711.scope", 1 << 30)[-7:] == [
         *("sba(sv)", "geminihpc-7-4711.scope", "true", "1", "MemoryMax", "t", str(1 << 30)),
     ]

@@ -75,14 +75,14 @@ def test_slurm_conf_with_what_it_includes(tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=north\ninclude nodes.conf\nInclude slurm.conf\n")
     (tmp_path / "nodes.conf").write_text("NodeName=n[1-2] CPUs=16\n")
-    assert share.of_job(str(conf), "n2", "n[1-2]", "4(x2)", "") == Share(0.25, "4 of 16 CPUs")
-    assert share.of_job("", "n2", "n[1-2]", "4(x2)", "") == WHOLE
+    assert share.compute_share(str(conf), "n2", "n[1-2]", "4(x2)", "") == Share(0.25, "4 of 16 CPUs")
+    assert share.compute_share("", "n2", "n[1-2]", "4(x2)", "") == WHOLE
 
 
 def test_slurm_conf_that_is_none(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path, Path("/dev/null")):
         with pytest.raises(OSError):
-            share.of_job(str(path), "n1", "n1", "1", "")
+            share.compute_share(str(path), "n1", "n1", "1", "")
     binary = tmp_path / "binary"
     binary.write_bytes(bytes(range(256)) * 64)
-    assert share.of_job(str(binary), "n1", "n1", "1", "") == WHOLE
+    assert share.compute_share(str(binary), "n1", "n1", "1", "") == WHOLE

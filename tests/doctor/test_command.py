@@ -21,7 +21,7 @@ from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok, warnin
 from gemini_hpc.doctor.leftovers import age_s
 from gemini_hpc.doctor.memory import unit_files, unit_setting
 from gemini_hpc.doctor.network import Range, free_of, listeners
-from gemini_hpc.node.cgroup import lowest_limit
+from gemini_hpc.node.cgroup import find_lowest_limit
 from gemini_hpc.node.memory_cgroup import Place
 from gemini_hpc.slurm.text import parse_configuration, parse_ping
 
@@ -215,13 +215,13 @@ def test_cgroup_v2(tmp_path: Path) -> None:
     here.mkdir(parents=True)
     (here / "memory.max").write_text("max\n")
     place = Place(2, str(tmp_path), "/system.slice/slurmd.service", True)
-    assert lowest_limit(place) is None
+    assert find_lowest_limit(place) is None
     (tmp_path / "system.slice/memory.max").write_text(f"{GIB}\n")
-    assert lowest_limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
+    assert find_lowest_limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
     (here / "memory.max").write_text(f"{GIB // 2}\n")
-    assert lowest_limit(place) == (GIB // 2, str(here / "memory.max"))
-    assert memory.slurmd_limit(lowest_limit(place), 2 * GIB).status == "wrong"
-    assert memory.slurmd_limit(lowest_limit(place), GIB // 4).status == "ok"
+    assert find_lowest_limit(place) == (GIB // 2, str(here / "memory.max"))
+    assert memory.slurmd_limit(find_lowest_limit(place), 2 * GIB).status == "wrong"
+    assert memory.slurmd_limit(find_lowest_limit(place), GIB // 4).status == "ok"
 
 
 def kill_mode_of(places: tuple[str, ...]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.devcluster import Cluster
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 
 from .conftest import Patient, Report
 
@@ -149,7 +149,7 @@ def test_no_controller_in_the_settings(patient: Patient) -> None:
 
 
 def test_carve_out(patient: Patient) -> None:
-    total_mb = meminfo()["MemTotal"] >> 20
+    total_mb = read_meminfo()["MemTotal"] >> 20
     lines = patient.slurm_conf.read_text().splitlines()
     for share, status in ((0.99, "wrong"), (0.7, "warning")):
         ours = [re.sub(r"RealMemory=\d+", f"RealMemory={int(total_mb * share)}", line) for line in lines]

@@ -18,7 +18,7 @@ from waiting import until
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.devcluster.cluster import Cluster
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.tier import version
 
 pytestmark = pytest.mark.cluster
@@ -128,7 +128,7 @@ def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Pa
 
 @pytest.mark.alone
 def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) -> None:
-    free = meminfo()["MemAvailable"]
+    free = read_meminfo()["MemAvailable"]
     assert free > 2 * MOST_MIB * MIB, f"{2 * MOST_MIB} MiB of free memory are wanted, {free // MIB} are there"
     floor = free - BELOW_MIB * MIB
     file = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"

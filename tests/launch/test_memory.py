@@ -60,11 +60,11 @@ def group() -> Iterator[Callable[[int], Path]]:
     made: list[Path] = []
 
     def make(mib: int) -> Path:
-        here = cgroup.place()
+        here = cgroup.find_place()
         assert here is not None and here.writable, "no memory cgroup that root may write to"
-        made.append(Path(here.directory(), f"gemini-test-{os.getpid()}-{len(made)}"))
+        made.append(Path(here.locate_directory(), f"gemini-test-{os.getpid()}-{len(made)}"))
         made[-1].mkdir()
-        (made[-1] / memory_cgroup.limit_file(here.version)).write_text(str(mib * MIB))
+        (made[-1] / memory_cgroup.name_limit_file(here.version)).write_text(str(mib * MIB))
         return made[-1]
 
     yield make
@@ -106,20 +106,20 @@ def test_the_kernels_count(version: int, tmp_path: Path, monkeypatch: pytest.Mon
     here.mkdir(parents=True)
     name, text = EVENTS[version]
     (here / name).write_text(text.format(2))
-    (here.parent / memory_cgroup.limit_file(version)).write_text(f"{1536 * MIB}\n")
-    monkeypatch.setattr(cgroup, "place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0", False))
+    (here.parent / memory_cgroup.name_limit_file(version)).write_text(f"{1536 * MIB}\n")
+    monkeypatch.setattr(cgroup, "find_place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0", False))
     memory = OutOfMemory()
-    assert not memory.happened() and memory.describe_kill() == "out of memory: the limit here is 1.5 GiB"
+    assert not memory.has_happened() and memory.describe_kill() == "out of memory: the limit here is 1.5 GiB"
     (here / name).write_text(text.format(3))
-    assert memory.happened()
+    assert memory.has_happened()
     memory.begin_attempt()
-    assert not memory.happened()
+    assert not memory.has_happened()
 
 
 def test_without_a_cgroup_the_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "place", lambda pid: None)
+    monkeypatch.setattr(cgroup, "find_place", lambda pid: None)
     memory = OutOfMemory()
-    assert not memory.happened() and memory.describe_kill() == "the node is out of memory"
+    assert not memory.has_happened() and memory.describe_kill() == "the node is out of memory"
 
 
 def test_a_leak_is_not_started_without_end() -> None:

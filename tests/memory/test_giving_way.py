@@ -12,7 +12,7 @@ from harness import LiteJob
 from waiting import until
 
 from gemini_hpc.controller.requeue_rules import find_release_reason
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 
 from .conftest import MIB, Site
 
@@ -46,7 +46,7 @@ def detached(site: Site, job: LiteJob) -> list[str]:
 @pytest.mark.alone
 def test_detached_agent_gives_way(site: Site) -> None:
     """Another owner's job takes the memory; agents whose job is over let go at once, others do not."""
-    free = meminfo()["MemAvailable"]
+    free = read_meminfo()["MemAvailable"]
     wanted = (TAKEN_MIB + 3 * 1024) * MIB
     assert free >= wanted, f"{wanted >> 20} MiB of free memory are wanted to take some of it, {free >> 20} are there"
     site.configure(memory_floor_bytes=free - BELOW_MIB * MIB, retention_s=60.0)
@@ -58,7 +58,7 @@ def test_detached_agent_gives_way(site: Site) -> None:
     out = site.cluster.home("bob") / "hog"
     site.cluster.sbatch(["-N1", "-wn1", f"--output={out}"], user="bob", script=f"#!/bin/bash\n{HOG}")
     floor = free - BELOW_MIB * MIB
-    until(lambda: meminfo()["MemAvailable"] < floor, 30, 0.005, what="memory short")
+    until(lambda: read_meminfo()["MemAvailable"] < floor, 30, 0.005, what="memory short")
     short_at = time.time()
     until(lambda: not any(over.agent_pid(h) for h in hosts), 10, what="given way")
     for host in hosts:

@@ -47,7 +47,7 @@ def facts(directory: str) -> dict[str, object]:
         "env": dict(os.environ),
         "fds": open_files(),
         "mode": oct(os.stat(directory).st_mode & 0o7777),
-        "traceable": privileges.traceable(),
+        "traceable": privileges.is_traceable(),
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 
 from .conftest import ALICE, ALICE_EXTRA_GID, ALICE_GID, BOB, ROOT, Node
 from .expect import one_line, silent
@@ -109,7 +109,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         *("--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"),
         *("--share-bytes", "--share", ""),
     ]
-    assert int(cap) == int(meminfo()["MemTotal"] * 0.5), "all of it, where its share is not known"
+    assert int(cap) == int(read_meminfo()["MemTotal"] * 0.5), "all of it, where its share is not known"
     assert agent["uids"] == [ALICE] * 3
     assert agent["gids"] == [ALICE_GID] * 3
     assert agent["groups"] == [ALICE_GID, ALICE_EXTRA_GID]

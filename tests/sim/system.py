@@ -429,10 +429,10 @@ class _Room:
     def __init__(self, settings: Any) -> None:
         pass
 
-    def share_bytes(self) -> int | None:
+    def read_share_bytes(self) -> int | None:
         return None
 
-    def left_bytes(self) -> tuple[int, str] | None:
+    def count_free_bytes(self) -> tuple[int, str] | None:
         return None
 
 
@@ -518,13 +518,13 @@ def install(made: World) -> None:
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})
     push_sender.socket = packets
     rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]
-    memory.meminfo = _meminfo
+    memory.read_meminfo = _meminfo
     store_module.DigestPool = Pool  # type: ignore[misc]
     failure_domains.read = lambda setting: dict(world().domains)  # type: ignore[assignment]
     seal_wait._POLL_S = 0.002  # a look costs as much as a message here
     made.put = restart_state.StateFile._put
     restart_state.StateFile._put = _put  # type: ignore[method-assign, assignment]
-    memory.cgroup = SimpleNamespace(Room=_Room, cap_bytes=memory.cgroup.cap_bytes)  # type: ignore[assignment]
+    memory.cgroup = SimpleNamespace(Room=_Room, compute_cap_bytes=memory.cgroup.compute_cap_bytes)  # type: ignore[assignment]
 
 
 def story(made: World) -> str:

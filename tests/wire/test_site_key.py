@@ -185,7 +185,7 @@ def test_a_daemon_gets_the_pipe_and_nothing_else(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, key_of())
     os.close(writer)
-    process = spawn.daemon([sys.executable, "-I", "-c", code], lambda pid: None, reader)
+    process = spawn.start_daemon([sys.executable, "-I", "-c", code], lambda pid: None, reader)
     os.close(reader)
     assert select.select([process], [], [], 20)[0]
     os.close(process)

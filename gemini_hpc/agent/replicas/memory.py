@@ -14,7 +14,7 @@ from gemini_hpc.config import Settings, own
 from gemini_hpc.core.digest import Digest
 from gemini_hpc.format import commit_record
 from gemini_hpc.node import cgroup
-from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.meminfo import read_meminfo
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 1 | 2 | 4  # no further seal, no shrinking, no growing
@@ -199,13 +199,13 @@ class Budget:
     @property
     def cap_bytes(self) -> int:
         """Return the most that this agent may take."""
-        share = self._room.share_bytes()
+        share = self._room.read_share_bytes()
         share = (self._share_bytes or None) if share is None else share
         return self._node_cap_bytes if share is None else min(share, self._node_cap_bytes)
 
     @property
     def _node_cap_bytes(self) -> int:
-        return cgroup.cap_bytes(self._settings, meminfo()["MemTotal"])
+        return cgroup.compute_cap_bytes(self._settings, read_meminfo()["MemTotal"])
 
     @property
     def cgroup_path(self) -> str:
@@ -214,8 +214,8 @@ class Budget:
 
     def left_bytes(self) -> int:
         """Return the bytes that can be reserved now, given the node's free memory and the cgroup's."""
-        free = meminfo()["MemAvailable"] - self._floor_bytes
-        left = self._room.left_bytes()
+        free = read_meminfo()["MemAvailable"] - self._floor_bytes
+        left = self._room.count_free_bytes()
         return max(0, free if left is None else min(free, left[0]))
 
     def reserve(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
@@ -229,7 +229,7 @@ class Budget:
         Raises:
             NoMemory: The reservation does not fit. The message contains the numbers.
         """
-        cap, available, left = self.cap_bytes, meminfo()["MemAvailable"], self._room.left_bytes()
+        cap, available, left = self.cap_bytes, read_meminfo()["MemAvailable"], self._room.count_free_bytes()
         if self.taken_bytes + wanted_bytes > cap:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)} beside "
@@ -266,7 +266,7 @@ class Budget:
 
     def below_floor(self, share: float = 1.0) -> bool:
         """Return whether the node's free memory is below the floor, or below this share of it."""
-        return meminfo()["MemAvailable"] < share * self._floor_bytes
+        return read_meminfo()["MemAvailable"] < share * self._floor_bytes
 
 
 def _mib(n: int) -> str:

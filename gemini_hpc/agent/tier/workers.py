@@ -1,8 +1,8 @@
 """Worker processes that an agent's supervisor forks for it, to work on the tier.
 
-The owner of an agent must not be able to trace the agent's memory (`privileges.shut`). The kernel lets the owner
-trace any program that the owner's process executes. Workers therefore execute no program: the supervisor, which has
-one thread, forks them. The agent asks over a dedicated socket, and receives a descriptor of the process.
+The owner of an agent must not be able to trace the agent's memory (`privileges.close_to_owner`). The kernel lets the
+owner trace any program that the owner's process executes. Workers therefore execute no program: the supervisor, which
+has one thread, forks them. The agent asks over a dedicated socket, and receives a descriptor of the process.
 """
 
 from __future__ import annotations
