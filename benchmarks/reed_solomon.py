@@ -12,7 +12,7 @@ DATA, BLOCKS = 4, 2  # rs:4+2
 
 def measure(options: Options) -> list[Row]:
     """All rows of the family: shards of 256 MiB, groups of six that may lose two. Raises MeasureError."""
-    if galois.library() is None:
+    if galois.load_library() is None:
         raise MeasureError(f"{galois.LIBRARY} is not installed: make deps-site")
     ratios, encoded, decoded = parity.measured(options, "rs", DATA + BLOCKS, BLOCKS)
     what = "folding five members' bytes into parity of two blocks (4+2): speed against NumPy's xor of the same bytes"

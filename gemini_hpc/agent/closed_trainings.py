@@ -182,7 +182,7 @@ class ClosedTrainings:
             training = self._trainings.get(closed.training)
             if training is None or training.present or _goes_on(training, closed):
                 continue
-            shards = [shard for shard in self._store.every() if shard.training == closed.training]
+            shards = [shard for shard in self._store.list_all() if shard.training == closed.training]
             if any(slot.busy for shard in shards for slot in shard.pair.slots):
                 continue
             for shard in shards:

@@ -88,7 +88,7 @@ class CpuUse:
 
     def _bytes(self, name: str, stamp: Stamp) -> int:
         """Return the bytes of all copies of a version on this node."""
-        slots = (slot for shard in self._store.every() if shard.training == name for slot in shard.pair.slots)
+        slots = (slot for shard in self._store.list_all() if shard.training == name for slot in shard.pair.slots)
         return sum(slot.bytes_used for slot in slots if slot.stamp == stamp)
 
     def state(self) -> CpuState:

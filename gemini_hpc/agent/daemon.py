@@ -123,7 +123,7 @@ class Agent:
         self._predecessor = Predecessor(context, self.controller_link)
 
         outlines, rejections = Outlines(context), Rejections(self.pledges, events.log)
-        filling = SlotWrites(context, trainings, store.pool, outlines.completed)
+        filling = SlotWrites(context, trainings, store.pool, outlines.send_digest)
         closings = Closings(membership, self.pledges, events.log)
         self._replicas = replicas = Replicas(store, trainings, filling, outlines, rejections, closings)
 
@@ -302,7 +302,7 @@ class Agent:
             self._told_gone = True
             return
         if found == "moved":
-            self._notes.moved()
+            self._notes.close_file()
         if found != "here" and self._local is not None:
             try:
                 self._local.bind_again()

@@ -28,7 +28,7 @@ def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: L
     found = store.find(m.training, m.rank, stamp)
     if why := barred():
         return local.Error(why), []
-    copy = found[0].record(found[1]) if found is not None else None
+    copy = found[0].describe_copy(found[1]) if found is not None else None
     if found is None or copy is None or copy.digest != m.digest or any(slot.busy for slot in found[0].pair.slots):
         return local.Error("not held here, or in use"), []
     fd = store.give_away(*found)

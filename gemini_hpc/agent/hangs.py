@@ -121,7 +121,7 @@ class Hangs:
         said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
         if training is not None and training.page.state in _SHOWN and not training.left:
-            mine = training.ranks.standing(self._node, training.world, now)
+            mine = training.ranks.build_standing(self._node, training.world, now)
             said += [mine] if mine is not None else []
         whole = None
         for standing in said:
@@ -145,7 +145,7 @@ class Hangs:
     def _hung(self, incarnation: Incarnation, name: str, standing: HangStanding) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
         training = self._trainings.get(name)
-        if training is None or training.ranks.silent_s(self._now()) < _QUIET * self.hang_s:
+        if training is None or training.ranks.compute_silent_s(self._now()) < _QUIET * self.hang_s:
             return  # a rank here has advanced meanwhile
         kept = self._kept.get(name)
         training.hung = f"{standing.least.host}: {describe_hang(standing)}{f'; its stack: {kept}' if kept else ''}"
@@ -173,15 +173,15 @@ class Hangs:
 
     async def _stack(self, training: Training, rank: int, client: LocalClient) -> str:
         """Return the rank's Python stack, or "" if the rank does not answer."""
-        number = training.ranks.signal_of(rank)
+        number = training.ranks.find_signal(rank)
         if not number or not _catches(client.pid, number):
             return ""
-        begin = training.ranks.stacks_end(rank)
+        begin = training.ranks.find_stacks_end(rank)
         client.signal(number)
         deadline, text = self._now() + _STACK_S, ""
         while self._now() < deadline:
             await asyncio.sleep(0.05)
-            before, text = text, training.ranks.stack(rank, begin)
+            before, text = text, training.ranks.read_stacks(rank, begin)
             if text and text == before:
                 break
         return text

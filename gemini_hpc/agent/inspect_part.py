@@ -63,10 +63,10 @@ class InspectView:
     def _training_name(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
         state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
-        rejected = self._rejections.sentences(training.name)
+        rejected = self._rejections.list_sentences(training.name)
         trouble = training.trouble if state in ("arming", "protected", "degraded") else ""
         if training.present and not self._membership.detached:
-            pace = training.pace.state()
+            pace = training.pace.build_state()
         if pace is not None:
             pace = msgspec.structs.replace(pace, stalled_s=self._identity.settings.stalled_s)
         return inspect_schema.TrainingState(
@@ -84,7 +84,7 @@ class InspectView:
         )
 
     def _held(self) -> Iterable[inspect_schema.HeldSlot]:
-        for shard in self._store.every():
+        for shard in self._store.list_all():
             for index, slot in enumerate(shard.pair.slots):
                 if shard.memory[index].fd < 0:
                     continue  # the slot was trimmed

@@ -179,6 +179,6 @@ class PeerServer:
         if found is None:
             return False
         shard, index = found
-        record, slot = shard.record(index), shard.pair.slots[index]
+        record, slot = shard.describe_copy(index), shard.pair.slots[index]
         restored = slot.state == "filling" and slot.stamp is not None and slot.stamp.epoch < self._membership.epoch
         return restored if record is None else (record, shard.memory[index])

@@ -92,8 +92,8 @@ class RankRequests:
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._outgoing.gone(client)
         self._rescue.gone(client)
-        if writing := replica_fills.gone(client, list(self._store)):
-            self._spawn(replica_fills.ended(client, writing))
+        if writing := replica_fills.on_disconnect(client, list(self._store)):
+            self._spawn(replica_fills.wait_for_end(client, writing))
         training, rank = self._sessions.rank_of(client)
         self._ends.gone(client, success=training is not None and rank in training.finished)
         self._sessions.gone(client)
@@ -181,7 +181,7 @@ class RankRequests:
 
     def _live_on(self, client: LocalClient, m: local.LiveOn) -> Reply:
         self._sessions.own(client, m)
-        self._outlines.lives_on(m.training, m.rank, m.nodes)
+        self._outlines.record_live_nodes(m.training, m.rank, m.nodes)
         return local.Ok(), []
 
     def _outline_written(self, client: LocalClient, m: local.OutlineWritten) -> Reply:
@@ -211,12 +211,12 @@ class RankRequests:
         if training is None or training.present.get(rank) is not client:
             return
         if m.name == "skipped":  # skipped versions are steps, too
-            training.pace.reached(m.version)
+            training.pace.record_version(m.version)
             self._leave_out(client, m.version)
             for (name, rank), keeper in self._keepers.items():
                 shard = self._store.get(name, rank)
                 if keeper is client and shard is not None and not shard.pushed:
-                    self._filling.passed(shard, m.version)
+                    self._filling.pass_over(shard, m.version)
         elif m.name == "raised":
             self._ends.raised(client, _plain(m.detail, 200), m.version)
         elif m.name == "degraded":
@@ -316,11 +316,11 @@ class RankRequests:
             raise RequestRejected("a recovery round is under way")
         self._authorize(client, m)
         shard.registered_round = number
-        if blocks > 1 and galois.library() is None:
+        if blocks > 1 and galois.load_library() is None:
             training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
         self._trainings.recount(m.training)
         if m.passed:
-            self._filling.passed(shard, m.passed)
+            self._filling.pass_over(shard, m.passed)
         return local.Slots(shard.bytes), []
 
     def _on_begin(self, client: LocalClient, m: local.BeginVersion) -> Reply:
@@ -331,7 +331,7 @@ class RankRequests:
             raise RequestRejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.pushed:
             raise RequestRejected(f"the agent of its home node fills the shard of rank {m.rank}")
-        training.pace.reached(m.version)
+        training.pace.record_version(m.version)
         _, rank = self._sessions.rank_of(client)
         if training.present.get(rank) is client and rank in training.left:
             return local.Refused(f"rank {rank} has given up its protection"), []
@@ -402,7 +402,7 @@ class RankRequests:
             raise RequestRejected(f"the shard of rank {m.rank} is of node rank {shard.home}: a copy needs its digest")
         claimed = Committed(Stamp(self._membership.epoch, m.version), m.used, m.digest)
         try:
-            self._filling.landed(shard, m.slot, claimed)
+            self._filling.finish_write(shard, m.slot, claimed)
         except ValueError as exc:
             raise RequestRejected(str(exc)) from None
         del self._fills[m.training, m.rank, m.slot]
@@ -423,7 +423,7 @@ class RankRequests:
         shard = self._being_filled(client, m.training, m.rank, m.slot, m.version)
         if shard is not None:
             del self._fills[m.training, m.rank, m.slot]
-            self._filling.void(shard, m.slot)
+            self._filling.empty_slot(shard, m.slot)
         return local.Ok(), []
 
     async def _fetch(self, client: LocalClient, m: local.Fetch) -> Reply:
@@ -437,7 +437,7 @@ class RankRequests:
             self._log.log("unserved", version=copy.stamp[1], detail=f"shard {m.rank}: {exc}")
             raise RequestRejected(f"shard {m.rank} of version {copy.stamp[1]} could not be fetched: {exc}") from None
         reply = local.Copy(copy.stamp[0], copy.stamp[1], copy.bytes, copy.used, copy.digest)
-        return reply, [memory.read_only_fd()]
+        return reply, [memory.open_read_only()]
 
     async def _hand_back(self, client: LocalClient, m: local.HandBack, fds: list[int]) -> Reply:
         training = self._authorize(client, m)
@@ -472,7 +472,7 @@ class RankRequests:
             stamp = Stamp(m.epoch, m.version)
             free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
             if digest == m.digest and free:
-                shard.pair.restore(m.slot, stamp, digest, m.used, shard.moment(m.slot))
+                shard.pair.restore(m.slot, stamp, digest, m.used, shard.read_moment(m.slot))
                 shard.since[m.slot] = shard.verified[m.slot] = clock.time()
                 memory.commit(Committed(stamp, m.used, digest))
             else:

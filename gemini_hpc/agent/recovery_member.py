@@ -112,7 +112,7 @@ class RecoveryMember:
         await self._transfers.cease()
         if here.incarnation is not None and here.incarnation.leads:
             await self._domains.read_domains(here.hosts)
-        for shard in self._store.every():
+        for shard in self._store.list_all():
             shard.pair.void_filling()
             if shard.parity is not None:
                 shard.parity.fill = None
@@ -125,7 +125,7 @@ class RecoveryMember:
             noderanks=here.noderanks or None,
             map_restart=here.map_restart,
             max_epoch=here.epoch,
-            copies=tuple(self._store.copies()),
+            copies=tuple(self._store.list_copies()),
             sealed=tuple((name, s) for name, s in sealed if s is not None),
             port=me.port,
             instance=me.instance,
@@ -221,7 +221,7 @@ class RecoveryMember:
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, store this on disk, and begin to pull."""
         keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.trainings}
-        for shard in self._store.every():
+        for shard in self._store.list_all():
             # round numbers begin again with each incarnation
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.void_except(*keep.get(shard.training, ()))
@@ -254,7 +254,7 @@ class RecoveryMember:
         mine = here.noderanks.get(node)
         if mine is not None:
             incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.list_peers(mine))
-        self._trainings.plan(plan)
+        self._trainings.apply_plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:
         """Let trainers come: all agents have acknowledged. Store this on disk and write the map."""

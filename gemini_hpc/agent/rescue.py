@@ -119,7 +119,7 @@ class Rescue:
 
     def live(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards could be copied here."""
-        return self._outlines.ranks(name) if self._channels.get(name) else ()
+        return self._outlines.list_ranks(name) if self._channels.get(name) else ()
 
     def out_of_reach(self, dead: Collection[str]) -> bool:
         """Return whether these nodes alone have some sealed state.
@@ -150,7 +150,7 @@ class Rescue:
         incarnation = self._membership.training
         if incarnation is None or incarnation.live is False:
             return []
-        return [key for key in self._outlines.orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
+        return [key for key in self._outlines.list_orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
 
     def _concerned(self) -> list[str]:
         """Return the trainings with ranks here of which some shards have no living holder."""
@@ -206,7 +206,7 @@ class Rescue:
             if (incarnation := self._membership.training) is not None:
                 dead = set(incarnation.mesh.dead)
                 await self._forsake(dead)
-                lacking = [key for key in self._outlines.lacking(dead, stamp) if key[0] == name]
+                lacking = [key for key in self._outlines.list_lacking(dead, stamp) if key[0] == name]
                 await self._shared_out(able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here")
         finally:
             for channel in channels:
@@ -282,7 +282,7 @@ class Rescue:
         if shard.rescued_round == number and shard.registered_round != number:
             self._store.drop(shard)
         else:
-            self._filling.void(shard, index)
+            self._filling.empty_slot(shard, index)
 
     async def _copy(self, channel: RescueChannel, kept: KeptOutline, what: str) -> str:
         """Copy a shard out of a rank's tensors. Return the reason of a failure, or ""."""
@@ -313,7 +313,7 @@ class Rescue:
             self._leave(shard, index)
             return f"rank {channel.rank} has something else in its tensors"
         shard.unproven = None if kept.digest else o.stamp
-        self._filling.arrived(shard, index, Committed(o.stamp, kept.used_bytes, found), found)
+        self._filling.complete_slot(shard, index, Committed(o.stamp, kept.used_bytes, found), found)
         how = "" if kept.digest else ", unless another replica has something else"
         detail = f"shard {o.rank}, {what}: copied from the live state of rank {channel.rank}{how}"
         self._log("rescued", version=o.stamp.version, detail=detail)

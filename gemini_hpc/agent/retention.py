@@ -162,7 +162,7 @@ class Retention:
                 waits=self._waits,
                 succeeded=self._saver.succeeded,
                 holds=holds,
-                short=holds and self._budget.below_floor(_SPILL_FLOOR if saving else 1.0),
+                short=holds and self._budget.is_below_floor(_SPILL_FLOOR if saving else 1.0),
                 saving=saving,
                 unsaved=self._salvage.is_due(now),
             )

@@ -182,7 +182,7 @@ class Sessions:
             raise RequestRejected("closed")
         if not self._trainings.may_have(name := self._training_name(m)):
             raise RequestRejected(f"training {name[:80]!r}: too many trainings")
-        training = self._trainings.named(name)
+        training = self._trainings.get_or_create(name)
         if training.greeted and m.world != training.world:
             raise RequestRejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
@@ -219,8 +219,8 @@ class Sessions:
             lost=lost,
             notice="; ".join(filter(None, (self._notice(), self._saver.problem))),
             proto=proto,
-            rejected=self._rejections.sentences(name)[-_TOLD:],
-            fresh=self._rejections.fresh(name),
+            rejected=self._rejections.list_sentences(name)[-_TOLD:],
+            fresh=self._rejections.may_begin_anew(name),
             parity=here.redundancy.parity,
             group=here.redundancy.list_group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
@@ -232,7 +232,7 @@ class Sessions:
             reached=here.stop.reached.get(name, 0),
             changes=here.changes[:_TOLD],
         )
-        return welcome, [training.page_fd()]
+        return welcome, [training.open_page()]
 
     def _training_name(self, m: local.Hello) -> str:
         """Return the name of a training by its place in the job's sequence.

@@ -28,8 +28,8 @@ def test_a_newer_version_that_is_not_sealed_does_not_free_the_sealed_one() -> No
     asyncio.run(shards())
     try:
         store.drop_stale("default", 1, 1, sealed)
-        assert {copy.stamp for copy in store.copies()} == {sealed, Stamp(1, 12)}
+        assert {copy.stamp for copy in store.list_copies()} == {sealed, Stamp(1, 12)}
         store.drop_stale("default", 1, 1, Stamp(1, 12))
-        assert {copy.stamp for copy in store.copies()} == {Stamp(1, 12)}
+        assert {copy.stamp for copy in store.list_copies()} == {Stamp(1, 12)}
     finally:
         store.clear()

@@ -185,8 +185,8 @@ def test_a_job_has_its_share_and_no_more(two: tuple[Path, Path, Settings]) -> No
             return 2
         budget.reserve(64 * MIB, "shard")
         memory = Memfd("gemini:test", 64 * MIB)
-        memory.reserve(budget.left_bytes)
-        return 3 if budget.left_bytes() else 42
+        memory.reserve(budget.measure_left_bytes)
+        return 3 if budget.measure_left_bytes() else 42
 
     assert inside(first, work) == 42
 
@@ -200,7 +200,7 @@ def test_shares_that_are_more_than_the_cap_end_nobody(two: tuple[Path, Path, Set
         budget = Budget(settings)
         memory = Memfd("gemini:test", 48 * MIB)
         try:
-            memory.reserve(budget.left_bytes)
+            memory.reserve(budget.measure_left_bytes)
             return 1
         except NoMemory:
             memory.close()
@@ -209,7 +209,7 @@ def test_shares_that_are_more_than_the_cap_end_nobody(two: tuple[Path, Path, Set
 
     def one() -> int:
         memory = Memfd("gemini:test", 64 * MIB)
-        memory.reserve(Budget(settings).left_bytes)
+        memory.reserve(Budget(settings).measure_left_bytes)
         with memory.view() as view:
             view[0] = 1
         return inside(second, other)
@@ -275,7 +275,7 @@ def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
                 status = 2 if "MiB left" in str(exc) else 3
             memory = Memfd("gemini:test", 190 * MIB)
             try:
-                memory.reserve(budget.left_bytes)
+                memory.reserve(budget.measure_left_bytes)
             except NoMemory as exc:
                 status += 10 if "ran short" in str(exc) else 20
         finally:

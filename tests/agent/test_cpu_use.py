@@ -23,7 +23,7 @@ class Agent:
         self.used_s = 100.0
         self.slots: list[Any] = []
         shard = SimpleNamespace(training="default", pair=SimpleNamespace(slots=self.slots))
-        store: Any = SimpleNamespace(every=lambda: [shard])
+        store: Any = SimpleNamespace(list_all=lambda: [shard])
         self.training = Training("default")
         self.use = CpuUse(Settings(agent_cores=cores), store, lambda: self.used_s)
 

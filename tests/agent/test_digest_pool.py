@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency, threads_of
+from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency, choose_thread_count
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
 
@@ -37,7 +37,7 @@ def pool() -> Iterator[DigestPool]:
 
 
 def test_how_many() -> None:
-    assert [threads_of(cores) for cores in (1, 2, 8, 16, 64, 256)] == [2, 2, 2, 4, 16, 16]
+    assert [choose_thread_count(cores) for cores in (1, 2, 8, 16, 64, 256)] == [2, 2, 2, 4, 16, 16]
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, SIZE), (0, 0), (0, 1), (0, PIECE_BYTES), (17, SIZE), (5, 5)])

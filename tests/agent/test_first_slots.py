@@ -59,7 +59,7 @@ def test_both_slots_are_taken_and_none_is_mapped() -> None:
 def test_one_slot_that_does_not_fit_gives_both_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stays taken, or counted."""
     store = Store(Budget(PLENTY))
-    monkeypatch.setattr(store.budget, "left_bytes", lambda: 4 * MIB)
+    monkeypatch.setattr(store.budget, "measure_left_bytes", lambda: 4 * MIB)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(NoMemory, match="ran short"):
         asyncio.run(store.make("default", 0, 1, 0, 8 * MIB))
@@ -68,7 +68,7 @@ def test_one_slot_that_does_not_fit_gives_both_back(monkeypatch: pytest.MonkeyPa
 
 def test_shards_of_a_node_are_taken_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a node with many processors do not wait for one another's memory; a quarter of them is used."""
-    monkeypatch.setattr(digest_pool, "threads_of", lambda cores: 4)
+    monkeypatch.setattr(digest_pool, "choose_thread_count", lambda cores: 4)
     store, all_here = Store(Budget(PLENTY)), threading.Barrier(4)
     taking, most = list[Memfd](), list[int]()
 

@@ -15,9 +15,9 @@ SIZES = (0, 1, 15, 31, 32, 33, 63, 64, 65, 127, 4096, 70_001)
 @pytest.fixture(params=["isa-l", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(galois, "library", lambda: None)
+        monkeypatch.setattr(galois, "load_library", lambda: None)
     else:
-        assert galois.library() is not None, "libisal2 is not installed: `make deps-site`"
+        assert galois.load_library() is not None, "libisal2 is not installed: `make deps-site`"
     return str(request.param)
 
 
@@ -42,6 +42,6 @@ def test_unequal_lengths_are_refused(way: str) -> None:
 def test_a_library_that_is_not_there_or_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("libnothing-of-that-name.so.9", "libc.so.6"):
         monkeypatch.setattr(galois, "LIBRARY", name)
-        galois.library.cache_clear()
-        assert galois.library() is None
-    galois.library.cache_clear()
+        galois.load_library.cache_clear()
+        assert galois.load_library() is None
+    galois.load_library.cache_clear()

@@ -22,7 +22,13 @@ from .contexts import made_context
 
 
 def state(training: Training) -> TrainingState:
-    silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda *_: None, sentences=lambda _: (), problem="")
+    silent: Any = SimpleNamespace(
+        states=lambda *_: (),
+        state=lambda *_: None,
+        describe_saves=lambda *_: None,
+        list_sentences=lambda _: (),
+        problem="",
+    )
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
     replicas: Any = SimpleNamespace(trainings=[training], store=Store(nothing), rejections=silent)
     made = InspectView(
@@ -70,7 +76,7 @@ def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
             state(training).state == "degraded"
             and "rank 1 is no longer protected: IndexError" in state(training).note
         )
-        training.plan(None, 2)
+        training.apply_plan(None, 2)
         assert state(training).state == "arming" and not state(training).note
     finally:
         training.close()

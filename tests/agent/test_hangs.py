@@ -77,7 +77,7 @@ class Node:
             lambda _, standing: net.blamed.append((self.name, standing.least.rank)),
             now=lambda: net.now,
         )
-        self.training.plan(None, 3)
+        self.training.apply_plan(None, 3)
         self.training.world, self.training.greeted = len(names), {rank}
         self.training.page.set_state(control_page.STATE_PROTECTED)
         self.rank = rank

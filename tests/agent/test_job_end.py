@@ -24,7 +24,7 @@ async def attached(directory: Path, *, closed: bool) -> tuple[Agent, Mesh]:
     """An agent whose job runs, and its links; closed: all ranks have closed their checkpointers."""
     agent = Agent(AgentIdentity(Settings(), 77, os.getuid(), "n1", str(directory)))
     await agent.attach(local.Attach(77, 0, "n1", "n1", 1))
-    training = agent.trainings.named("default")
+    training = agent.trainings.get_or_create("default")
     training.greeted.add(0)
     if closed:
         training.finished.add(0)

@@ -103,7 +103,7 @@ def test_the_directory_comes_once_and_the_digest_later() -> None:
 def test_what_is_not_kept(host: str, changes: dict[str, Any]) -> None:
     outlines = kept(Here())
     outlines.on_outline(host, outline(**changes))
-    assert outlines.find("default", 2, Stamp(3, 7)) is None and not outlines.orphans({"n3", "n4"})
+    assert outlines.find("default", 2, Stamp(3, 7)) is None and not outlines.list_orphans({"n3", "n4"})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
             view[LAYOUT.small_offset : LAYOUT.small_offset + len(SMALL)] = SMALL
         slot = shard.pair.slots[0]
         slot.state, slot.stamp, slot.digest, slot.bytes_used = "complete", Stamp(3, 7), "d" * 32, LAYOUT.total
-        outlines.lives_on("default", 2, (0, 1))
+        outlines.record_live_nodes("default", 2, (0, 1))
         outlines.on_written(shard, 0, len(SMALL), AREAS, UNCOUNTED)
     finally:
         for memory in shard.memory:
@@ -149,8 +149,8 @@ def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
 def test_orphans_are_shards_whose_holders_are_all_dead() -> None:
     outlines = kept(Here())
     outlines.on_outline("n3", outline())
-    assert not outlines.orphans({"n3"}) and not outlines.orphans({"n2", "n4"})
-    assert outlines.orphans({"n3", "n4"}) == [("default", 2)]
+    assert not outlines.list_orphans({"n3"}) and not outlines.list_orphans({"n2", "n4"})
+    assert outlines.list_orphans({"n3", "n4"}) == [("default", 2)]
 
 
 def test_messages_have_bounds() -> None:

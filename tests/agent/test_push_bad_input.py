@@ -732,7 +732,7 @@ def test_a_rank_that_fills_no_more_is_not_awaited(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(replica_fills, "WAIT_S", 60.0)
     shard = Mock(unlike=f"{local.UNLIKE} rank 0 has")
     shard.fill.version = 7
-    assert asyncio.run(asyncio.wait_for(replica_fills.awaited(shard, 8), 5.0)) is None
+    assert asyncio.run(asyncio.wait_for(replica_fills.wait_for_fill(shard, 8), 5.0)) is None
 
 
 def test_what_a_rank_has_filled_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,11 +743,13 @@ def test_what_a_rank_has_filled_outlives_it(monkeypatch: pytest.MonkeyPatch) -> 
     shard = Shard("default", 0, 2, 1, SIZE, memory)
     shard.pair.begin_version(Stamp(1, 7), None, frozenset(), voted=frozenset())
     shard.fill = Fill(client, 7, Stamp(1, 7), 0, Slot(), ((0, 10),))
-    assert replica_fills.gone(other, [shard]) == [] and not shard.fill.is_last
+    assert replica_fills.on_disconnect(other, [shard]) == [] and not shard.fill.is_last
     shard.fill.over.set()
-    assert replica_fills.gone(client, [shard]) == []
-    assert asyncio.run(replica_fills.awaited(shard, 7)) is shard.fill, "else the version is refused: it is begun here"
-    assert asyncio.run(asyncio.wait_for(replica_fills.awaited(shard, 8), 5.0)) is None
+    assert replica_fills.on_disconnect(client, [shard]) == []
+    assert asyncio.run(replica_fills.wait_for_fill(shard, 7)) is shard.fill, (
+        "else the version is refused: it is begun here"
+    )
+    assert asyncio.run(asyncio.wait_for(replica_fills.wait_for_fill(shard, 8), 5.0)) is None
 
 
 def test_a_rank_that_dies_while_it_fills_leaves_the_slot_to_the_push() -> None:
@@ -756,9 +758,9 @@ def test_a_rank_that_dies_while_it_fills_leaves_the_slot_to_the_push() -> None:
     shard.pair.begin_version(Stamp(1, 7), None, frozenset(), voted=frozenset())
     shard.pair.slots[0].busy = True
     shard.fill = Fill(client, 7, Stamp(1, 7), 0, Slot())
-    assert replica_fills.gone(client, [shard]) == [shard]
-    asyncio.run(replica_fills.ended(client, [shard]))
-    fill = asyncio.run(replica_fills.awaited(shard, 7))
+    assert replica_fills.on_disconnect(client, [shard]) == [shard]
+    asyncio.run(replica_fills.wait_for_end(client, [shard]))
+    fill = asyncio.run(replica_fills.wait_for_fill(shard, 7))
     assert isinstance(fill, Fill) and not fill.present and not shard.pair.slots[0].busy
 
 

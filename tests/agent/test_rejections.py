@@ -61,7 +61,7 @@ def test_it_is_on_disk_and_all_ranks_of_a_node_are_one(tmp_path: Path) -> None:
             False,
         ]
         assert not known.rejections.all[0].covers("other", (2, 7))
-        assert known.rejections.sentences("default") == ("version 7 was rejected: NaN",)
+        assert known.rejections.list_sentences("default") == ("version 7 was rejected: NaN",)
     assert Agent(tmp_path / "elsewhere").rejections.all == ()
 
 
@@ -71,10 +71,10 @@ def test_three_times_and_then_only_anew(tmp_path: Path) -> None:
         assert agent.reject(20 - number) == ""
         agent.epoch += 1
     assert "3 earlier versions were rejected too" in agent.reject(5) and len(agent.rejections.all) == MOST
-    assert not agent.rejections.covers("default", Stamp(2, 5)) and not agent.rejections.fresh("default")
+    assert not agent.rejections.is_rejected("default", Stamp(2, 5)) and not agent.rejections.may_begin_anew("default")
     assert agent.reject(5, fresh=True) == ""
-    assert agent.rejections.covers("default", Stamp(1, 1)) and agent.rejections.fresh("default")
-    assert not agent.rejections.covers("default", Stamp(agent.epoch + 1, 1)), "what begins anew is none of it"
+    assert agent.rejections.is_rejected("default", Stamp(1, 1)) and agent.rejections.may_begin_anew("default")
+    assert not agent.rejections.is_rejected("default", Stamp(agent.epoch + 1, 1)), "what begins anew is none of it"
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"wishes": [{"training": "../x"}]}', b"\xff", b"\0" * 100])

@@ -103,7 +103,7 @@ class Agent:
         self.membership = Membership()
         self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), View(net.hosts), me, rounds)
         self.membership.noderanks = self.position
-        rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
+        rejections: Any = SimpleNamespace(is_rejected=lambda name, stamp: stamp in net.rejected)
         context = made_context(self.membership, node, job=12, log=me.log, spawn=me.spawn)
         self.salvage = Salvage(context, me.trainings, me.store, rejections, me, me)
         self.flush = FlushRequests(context, me.trainings, me, self.salvage)

@@ -26,16 +26,16 @@ class Clock:
 def test_the_pace_of_a_launch() -> None:
     clock = Clock()
     pace = VersionGaps(clock)
-    assert pace.state() is None
+    assert pace.build_state() is None
     for version, gap_s in ((1, 0.0), (2, 1.0), (2, 0.5), (3, 0.5), (4, 9.0), (5, 1.0)):
         clock.t += gap_s
-        pace.reached(version)
+        pace.record_version(version)
         if version == 1:
-            assert pace.state() is None, "one step says nothing of how long one takes"
+            assert pace.build_state() is None, "one step says nothing of how long one takes"
     clock.t += 3.0
-    assert pace.state() == PaceState(3.0, 1.0, 9.0), "a version counts once, whichever rank comes first"
+    assert pace.build_state() == PaceState(3.0, 1.0, 9.0), "a version counts once, whichever rank comes first"
     pace.reset()
-    assert pace.state() is None and pace.version == 0
+    assert pace.build_state() is None and pace.version == 0
 
 
 def test_what_is_a_stall() -> None:

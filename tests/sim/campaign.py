@@ -373,7 +373,7 @@ class Campaign:
         """A bit flips in a copy that is complete."""
         node = node or self._some()
         seat = node.seats.get(JOB)
-        shards = seat.agent.store.every() if seat is not None and seat.agent is not None else []
+        shards = seat.agent.store.list_all() if seat is not None and seat.agent is not None else []
         found = [(shard, i) for shard in shards for i in (0, 1) if shard.pair.slots[i].state == "complete"]
         if not found:
             return

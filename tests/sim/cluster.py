@@ -120,13 +120,13 @@ class _Store:
         self.shards, self.parities = dict[Any, Any](), dict[Any, Any]()
         self.held: list[Copy] = []
 
-    def every(self) -> list[Any]:
+    def list_all(self) -> list[Any]:
         return []
 
     async def verify(self) -> list[Copy]:
         return []
 
-    def copies(self) -> list[Copy]:
+    def list_copies(self) -> list[Copy]:
         return self.held
 
 

@@ -68,18 +68,18 @@ def no_seal_asked() -> None:
 @control
 def no_digest() -> None:
     """R5: what is held is believed to be what it was."""
-    patch(Shard, "verify_slot", lambda self, index, digest: self.record(index) is not None)
+    patch(Shard, "verify_slot", lambda self, index, digest: self.describe_copy(index) is not None)
 
 
 @control
 def away_without_the_digest_of_home() -> None:
     """R5: a copy away from home is complete when its bytes have been read, whatever the home has said of them."""
-    arrived = SlotWrites.arrived
+    complete = SlotWrites.complete_slot
 
     def anyhow(self: SlotWrites, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
-        return arrived(self, shard, index, claimed._replace(digest=found), found)
+        return complete(self, shard, index, claimed._replace(digest=found), found)
 
-    patch(SlotWrites, "arrived", anyhow)
+    patch(SlotWrites, "complete_slot", anyhow)
 
 
 @control
@@ -100,7 +100,7 @@ def sealed_by_some() -> None:
 
     def tell(self: Any) -> None:
         self.voted |= self._own.vote.complete
-        ballot = self._merged()
+        ballot = self._merge_ballots()
         if self._root is None:
             if ballot != self._sent and self._up is not None:
                 self._sent = ballot
@@ -117,7 +117,7 @@ def half_a_pair_votes() -> None:
     """A pair of which one slot has been handed back says that it has gone past what is in the other one."""
 
     def recount(self: Any, name: str) -> None:
-        for shard in self._store.of_training(name):
+        for shard in self._store.list_shards(name):
             shard.half_back = False
         recounted(self, name)
 
@@ -128,7 +128,7 @@ def half_a_pair_votes() -> None:
 @control
 def skips_are_not_told() -> None:
     """What a rank skips is no part of the vote."""
-    patch(SlotWrites, "passed", lambda self, shard, version: None)
+    patch(SlotWrites, "pass_over", lambda self, shard, version: None)
 
 
 @control
@@ -200,7 +200,7 @@ def no_freeze() -> None:
     """
 
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
-        if self.may_have(message.training) and (seal := self.named(message.training).sealing) is not None:
+        if self.may_have(message.training) and (seal := self.get_or_create(message.training).sealing) is not None:
             if isinstance(message, peer.VoteUp):
                 seal.on_vote(host, from_wire(message))
             elif host == incarnation.rounds.parent:
@@ -346,7 +346,7 @@ def only_who_keeps_outlines() -> None:
 def nobody_waits_for_the_living() -> None:
     """Rescue: it is over before the living ranks' own copies are complete."""
 
-    patch(Outlines, "lacking", lambda self, dead, stamp: [])
+    patch(Outlines, "list_lacking", lambda self, dead, stamp: [])
 
     async def at_once(self: Rescue, channel: RescueChannel) -> int:
         return channel.rank
@@ -416,7 +416,7 @@ def nobody_makes_what_is_lost() -> None:
 @xor
 def seals_without_parity() -> None:
     """R2: shards alone are counted."""
-    patch(Store, "parities_of_training", lambda self, name: [])
+    patch(Store, "list_parities", lambda self, name: [])
     patch(Redundancy, "pairs", property(lambda self: 1))
 
 

@@ -143,7 +143,7 @@ class Truth:
         rank that it no longer holds for may say otherwise."""
         resumed, registered = {}, {}
         for agent in self.agents():
-            for shard in agent.store.of_training(training.name):
+            for shard in agent.store.list_shards(training.name):
                 if shard.registered_round == number:
                     registered[shard.rank] = shard.home
                 elif shard.resumed_round == number:
@@ -178,7 +178,7 @@ class Truth:
                 self.wrong(f"R4: {Stamp(*one.sealed)} counts as sealed in round {plan.round}, and has not been")
         self.taken.setdefault(_name(member, plan), set()).add(member._identity.node)
         keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.trainings}
-        for shard in member._store.every():
+        for shard in member._store.list_all():
             self.left.pop((member._identity.node, shard.rank), None)
             if more := shard.pair.complete_stamps() - keep.get(shard.training, set()):
                 self.wrong(
@@ -239,7 +239,7 @@ class Truth:
 
     def settles(self, shard: Shard, index: int) -> None:
         """What was verified is what was saved."""
-        record = shard.record(index)
+        record = shard.describe_copy(index)
         if record is not None and shard.memory[index].digest(record.used) != record.digest:
             self.wrong(f"R5: {record.stamp} of shard {shard.rank} counts, and its bytes are other ones")
 
@@ -295,7 +295,7 @@ def _slots(truth: Truth) -> None:
         truth.point("handed back", _host())
 
     _around(SlotWrites, "begin_write", begin)
-    _around(SlotWrites, "arrived", arrived)
+    _around(SlotWrites, "complete_slot", arrived)
     _around(Shard, "verify_slot", settle)
     _around(SlotPair, "restore", restore)
 

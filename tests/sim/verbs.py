@@ -100,7 +100,7 @@ class Devices:
     def _found(self, region: fake_verbs.MR | fake_verbs.PD) -> tuple[Shard, int, Slot] | None:
         """The slot of a region or of its protection domain; None: memory of a trial, or of an agent that has died."""
         for agent in self._agents():
-            for shard in agent.store.every():
+            for shard in agent.store.list_all():
                 for index, memory in enumerate(shard.memory):
                     made = agent.rdma._slots.get(memory)
                     if made is not None and region in (made.region, made.domain):

@@ -33,7 +33,7 @@ class Urgency(enum.IntEnum):
     INVENTORY = 2
 
 
-def threads_of(cores: int) -> int:
+def choose_thread_count(cores: int) -> int:
     """Return the number of hashing threads for a node with this many cores."""
     return max(LEAST_THREADS, min(MOST_THREADS, cores // CORES_A_THREAD))
 
@@ -56,7 +56,7 @@ class DigestPool:
         Args:
             threads: Number of threads. 0 derives the number from the node's cores.
         """
-        self.size = threads or threads_of(len(os.sched_getaffinity(0)))
+        self.size = threads or choose_thread_count(len(os.sched_getaffinity(0)))
         self._waiting: dict[Urgency, deque[_Reading]] = {urgency: deque() for urgency in Urgency}
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -124,7 +124,7 @@ class DigestPool:
     def _run(self, me: int) -> None:
         priority.lower()
         hasher = xxhash.xxh3_128()
-        while (task := self._next_pieces()) is not None:
+        while (task := self._wait_for_pieces()) is not None:
             reading, first = task
             count = 0
             for number, start, end in reading.pieces.enumerate_bounds(first, min(reading.last, first + _BATCH)):
@@ -137,7 +137,7 @@ class DigestPool:
             self._spent_s[me] = time.thread_time()
             self._put(reading, count)
 
-    def _next_pieces(self) -> tuple[_Reading, int] | None:
+    def _wait_for_pieces(self) -> tuple[_Reading, int] | None:
         """Return the next pieces of the most urgent reading, or None if the pool is closed."""
         with self._changed:
             while True:

@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 16  # bytes translated at a time, with the GIL held
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """Return ISA-L, or None if the node lacks it or has a version without these calls."""
     try:
         found = ctypes.CDLL(LIBRARY)
@@ -36,8 +36,8 @@ def library() -> ctypes.CDLL | None:
 
 
 @cache
-def _tables(by: int) -> ctypes.Array[ctypes.c_char]:
-    lib = library()
+def _build_isal_tables(by: int) -> ctypes.Array[ctypes.c_char]:
+    lib = load_library()
     assert lib is not None
     tables = ctypes.create_string_buffer(_TABLE_BYTES)
     lib.ec_init_tables(1, 1, bytes([by]), tables)  # since ISA-L 2.31 the tables differ on a processor with GFNI
@@ -45,7 +45,7 @@ def _tables(by: int) -> ctypes.Array[ctypes.c_char]:
 
 
 @cache
-def _table(by: int) -> bytes:
+def _build_table(by: int) -> bytes:
     return gf256.build_table(by)
 
 
@@ -60,12 +60,12 @@ def add(into: memoryview, data: memoryview, by: int = 1) -> None:
         return
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes into {len(target)}")
-    lib = library()
+    lib = load_library()
     for at in range(0, len(source), _MOST_BYTES if lib is not None else _PIECE_BYTES):
         if lib is not None:
             piece, of = target[at : at + _MOST_BYTES], source[at : at + _MOST_BYTES]
             rows = (ctypes.c_void_p * 1)(piece.ctypes.data)
-            lib.ec_encode_data_update(len(of), 1, 1, 0, _tables(by), of.ctypes.data, rows)
+            lib.ec_encode_data_update(len(of), 1, 1, 0, _build_isal_tables(by), of.ctypes.data, rows)
         else:
             piece, of = target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES]
-            np.bitwise_xor(piece, np.frombuffer(of.tobytes().translate(_table(by)), np.uint8), out=piece)
+            np.bitwise_xor(piece, np.frombuffer(of.tobytes().translate(_build_table(by)), np.uint8), out=piece)

@@ -27,7 +27,7 @@ class NoMemory(Exception):
 
 
 class Memfd:
-    """An anonymous file in memory of a fixed size. All its pages exist after `take` or `reserve`."""
+    """An anonymous file in memory of a fixed size. All its pages exist after `take_pages` or `reserve`."""
 
     def __init__(self, name: str, size_bytes: int, fd: int = -1, *, slot: bool = False) -> None:
         """Create the file, or wrap a descriptor.
@@ -55,7 +55,7 @@ class Memfd:
         Later writes then cannot fail and cost no page faults.
 
         Args:
-            left_bytes: See `take`.
+            left_bytes: See `take_pages`.
 
         Raises:
             NoMemory: The memory does not suffice.
@@ -82,7 +82,8 @@ class Memfd:
             left = left_bytes()
             if left < part:
                 raise NoMemory(
-                    f"the node's memory ran short after {_mib(at)} of {_mib(self.size_bytes)}: {_mib(left)} left"
+                    f"the node's memory ran short after {_format_mib(at)} of {_format_mib(self.size_bytes)}: "
+                    f"{_format_mib(left)} left"
                 )
             try:
                 os.posix_fallocate(self.fd, at, part)
@@ -97,7 +98,7 @@ class Memfd:
         Raises:
             ValueError: The memory has been given back.
         """
-        populate(self._mapped(), lambda: self.fd < 0)
+        populate(self._ensure_map(), lambda: self.fd < 0)
 
     def commit(self, committed: commit_record.Committed | None) -> None:
         """Write the commit record (as the last step), or blank it if None (as the first step).
@@ -111,9 +112,9 @@ class Memfd:
 
     def view(self) -> memoryview:
         """Return all `size_bytes` bytes, writable, mapped at first use. Release the view before `close`."""
-        return memoryview(self._mapped())
+        return memoryview(self._ensure_map())
 
-    def _mapped(self) -> mmap.mmap:
+    def _ensure_map(self) -> mmap.mmap:
         if self.fd < 0:  # mmap would take -1 for anonymous memory
             raise ValueError("this memory has been given back")
         if self._map is None:
@@ -128,11 +129,11 @@ class Memfd:
                 hasher.update(view[at : min(end, at + _DIGEST_STRIDE_BYTES)])
         return hasher.to_hex()
 
-    def read_only_fd(self) -> int:
+    def open_read_only(self) -> int:
         """Return a new read-only descriptor of the same memory."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def before_close(self, release: Callable[[], None]) -> None:
+    def call_before_close(self, release: Callable[[], None]) -> None:
         """Have a function called when the memory is given back: now, if it has been. Any thread may call this."""
         with self._closing:
             if self.fd >= 0:
@@ -212,7 +213,7 @@ class Budget:
         """Return the memory cgroup that is charged, or "" if none is visible."""
         return self._room.path
 
-    def left_bytes(self) -> int:
+    def measure_left_bytes(self) -> int:
         """Return the bytes that can be reserved now, given the node's free memory and the cgroup's."""
         free = read_meminfo()["MemAvailable"] - self._floor_bytes
         left = self._room.count_free_bytes()
@@ -232,42 +233,45 @@ class Budget:
         cap, available, left = self.cap_bytes, read_meminfo()["MemAvailable"], self._room.count_free_bytes()
         if self.taken_bytes + wanted_bytes > cap:
             raise NoMemory(
-                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)} beside "
-                f"{_mib(self.taken_bytes)} already held, {self._cap_in_words(cap)}"
+                f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)} beside "
+                f"{_format_mib(self.taken_bytes)} already held, {self._describe_cap(cap)}"
             )
         if not present and wanted_bytes > available - self._floor_bytes:
             raise NoMemory(
-                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, available "
-                f"{_mib(available)} less the floor of {_mib(self._floor_bytes)}"
+                f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}, available "
+                f"{_format_mib(available)} less the floor of {_format_mib(self._floor_bytes)}"
             )
         if not present and left is not None and wanted_bytes > left[0]:
             raise NoMemory(
-                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, the memory cgroup "
-                f"{self._room.path} has {_mib(left[0])} left{left[1] and f' for {left[1]}'}"
+                f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}, the memory cgroup "
+                f"{self._room.path} has {_format_mib(left[0])} left{left[1] and f' for {left[1]}'}"
             )
         self.taken_bytes += wanted_bytes
 
-    def _cap_in_words(self, cap: int) -> str:
+    def _describe_cap(self, cap: int) -> str:
         s, all_of_it = self._settings, self._node_cap_bytes
         source = "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
         if cap == all_of_it:
-            return f"the node's cap is {_mib(cap)} ({source})"
+            return f"the node's cap is {_format_mib(cap)} ({source})"
         if s == own():
-            return f"the job's agents may take {_mib(cap)} ({self._share}); more memory for the job (--mem) raises it"
+            return (
+                f"the job's agents may take {_format_mib(cap)} ({self._share}); "
+                "more memory for the job (--mem) raises it"
+            )
         part = f" ({self._share})" if self._share else ""
         return (
-            f"the job's share of the node{part} is {_mib(cap)} of its cap of {_mib(all_of_it)} ({source}); more CPUs "
-            "or GPUs of the node, or --exclusive, raise it"
+            f"the job's share of the node{part} is {_format_mib(cap)} of its cap of {_format_mib(all_of_it)} "
+            f"({source}); more CPUs or GPUs of the node, or --exclusive, raise it"
         )
 
     def release(self, given_bytes: int) -> None:
         """Return a freed reservation to the budget."""
         self.taken_bytes -= given_bytes
 
-    def below_floor(self, share: float = 1.0) -> bool:
+    def is_below_floor(self, share: float = 1.0) -> bool:
         """Return whether the node's free memory is below the floor, or below this share of it."""
         return read_meminfo()["MemAvailable"] < share * self._floor_bytes
 
 
-def _mib(n: int) -> str:
+def _format_mib(n: int) -> str:
     return f"{n / (1 << 20):,.0f} MiB"

@@ -89,13 +89,13 @@ class Outlines:
 
     # ---- outlines of own shards ------------------------------------------------------------------------
 
-    def lives_on(self, name: str, rank: int, nodes: tuple[int, ...]) -> None:
+    def record_live_nodes(self, name: str, rank: int, nodes: tuple[int, ...]) -> None:
         """Record that the tensors of this node's shard are on these nodes too, as its rank reports."""
         self._live[name, rank] = nodes
-        for host in self._hosts(nodes):
-            self._link(host)
+        for host in self._choose_hosts(nodes):
+            self._ensure_link(host)
 
-    def _hosts(self, nodes: tuple[int, ...]) -> list[str]:
+    def _choose_hosts(self, nodes: tuple[int, ...]) -> list[str]:
         here = self._membership
         mine = here.noderanks.get(self._node)
         if mine is None or here.redundancy.parity:  # with parity no shard is rescued from live tensors
@@ -111,13 +111,13 @@ class Outlines:
         ]
         return [by_rank[rank] for rank in chosen if rank in by_rank]
 
-    def _link(self, host: str) -> None:
+    def _ensure_link(self, host: str) -> None:
         incarnation = self._membership.incarnation
         if incarnation is not None and host not in incarnation.mesh.links and host not in self._linking:
             self._linking.add(host)
-            self._spawn(self._reach(incarnation.mesh, host))
+            self._spawn(self._dial(incarnation.mesh, host))
 
-    async def _reach(self, mesh: Mesh, host: str) -> None:
+    async def _dial(self, mesh: Mesh, host: str) -> None:
         try:
             await mesh.reach(host, _LINK_S)
         finally:
@@ -130,7 +130,10 @@ class Outlines:
 
         A rank of this node reports that the slot, in progress or complete, contains its directory and small state.
         """
-        hosts, stamp = self._hosts(self._live.get((shard.training, shard.rank), ())), shard.pair.slots[index].stamp
+        hosts, stamp = (
+            self._choose_hosts(self._live.get((shard.training, shard.rank), ())),
+            shard.pair.slots[index].stamp,
+        )
         try:
             layout = SlotLayout.plan(*areas)
         except ValueError:
@@ -164,10 +167,10 @@ class Outlines:
             if self._membership.send(host, brief if known else outline):
                 self._told[host, shard.training, shard.rank] = key
             else:
-                self._link(host)
-        self.completed(shard, index)
+                self._ensure_link(host)
+        self.send_digest(shard, index)
 
-    def completed(self, shard: Shard, index: int) -> None:
+    def send_digest(self, shard: Shard, index: int) -> None:
         """Send the digest of a complete slot to the nodes that have its outline."""
         slot = shard.pair.slots[index]
         stamp, hosts = self._sent.get((shard.training, shard.rank), (None, ()))
@@ -208,43 +211,45 @@ class Outlines:
         newer = [k for k in versions if k.outline.stamp != message.stamp]
         newer.append(KeptOutline(msgspec.structs.replace(message, directory=b""), directory))
         newer = sorted(newer, key=lambda k: k.outline.stamp)[-_VERSIONS:]
-        bytes_now = self._bytes + _size(newer) - _size(versions)
+        bytes_now = self._bytes + _count_bytes(newer) - _count_bytes(versions)
         if bytes_now <= _MOST_BYTES:
             self._kept[key], self._bytes = newer, bytes_now
 
-    def orphans(self, dead: set[str]) -> list[tuple[str, int]]:
+    def list_orphans(self, dead: set[str]) -> list[tuple[str, int]]:
         """Return the shards (training, rank) with an outline here, all holders dead, and no copy here."""
         here = self._membership
         gone = {rank for host, rank in here.noderanks.items() if host in dead}
         return [
             key
             for key, versions in sorted(self._kept.items())
-            if versions[-1].outline.stamp.epoch == here.epoch and gone.issuperset(self._holders(versions[-1]))
+            if versions[-1].outline.stamp.epoch == here.epoch and gone.issuperset(self._list_holders(versions[-1]))
         ]
 
-    def lacking(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
+    def list_lacking(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
         """Return the shards with an outline of this version here whose first living holder is this node."""
         here, found = self._membership, list[tuple[str, int]]()
         hosts = {rank: host for host, rank in here.noderanks.items()}
         for key in sorted(self._kept):
             kept = self.find(*key, stamp)
             if kept is not None:
-                living = [hosts.get(rank) for rank in self._holders(kept) if hosts.get(rank) not in dead]
+                living = [hosts.get(rank) for rank in self._list_holders(kept) if hosts.get(rank) not in dead]
                 if living[:1] == [self._node]:
                     found.append(key)
         return found
 
-    def _holders(self, kept: KeptOutline) -> tuple[int, ...]:
+    def _list_holders(self, kept: KeptOutline) -> tuple[int, ...]:
         here = self._membership
         return placement.list_holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
 
-    def ranks(self, name: str) -> tuple[int, ...]:
+    def list_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards have an outline of this epoch here and are to have no copy here."""
         epoch, mine = self._membership.epoch, self._membership.noderanks.get(self._node)
         return tuple(
             rank
             for (of, rank), versions in sorted(self._kept.items())
-            if of == name and versions[-1].outline.stamp.epoch == epoch and mine not in self._holders(versions[-1])
+            if of == name
+            and versions[-1].outline.stamp.epoch == epoch
+            and mine not in self._list_holders(versions[-1])
         )
 
     def find(self, name: str, rank: int, stamp: Stamp) -> KeptOutline | None:
@@ -252,7 +257,7 @@ class Outlines:
         return next((k for k in self._kept.get((name, rank), ()) if k.outline.stamp == stamp), None)
 
 
-def _size(versions: list[KeptOutline]) -> int:
+def _count_bytes(versions: list[KeptOutline]) -> int:
     """Return the bytes of these versions. A directory that several share counts once."""
     directories = {k.outline.key: len(k.directory) for k in versions}
     return sum(directories.values()) + sum(len(k.outline.small) + 512 for k in versions)

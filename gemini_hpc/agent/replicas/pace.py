@@ -27,7 +27,7 @@ class VersionGaps:
         self._gaps.clear()
         self._longest_s, self._at, self.version = 0.0, None, 0
 
-    def reached(self, version: int) -> None:
+    def record_version(self, version: int) -> None:
         """Record that a rank has begun this version. Of several ranks the first one counts."""
         if version <= self.version:
             return
@@ -37,7 +37,7 @@ class VersionGaps:
             self._longest_s = max(self._longest_s, now - self._at)
         self._at, self.version = now, version
 
-    def state(self) -> PaceState | None:
+    def build_state(self) -> PaceState | None:
         """Return the current pace, or None before the second version."""
         if self._at is None or not self._gaps:
             return None

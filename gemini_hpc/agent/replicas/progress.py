@@ -33,7 +33,7 @@ class _Page:
         before, self.seen, self.beat_at = self.seen, found, now
         return (before.version, before.launched) != (found.version, found.launched)
 
-    def completed(self) -> int:
+    def read_step(self) -> int:
         """Return the step that the rank has completed last."""
         found = progress_page.read(self.fd)
         return min((found or self.seen).version, (1 << VERSION_BITS) - 1)
@@ -59,7 +59,7 @@ class RankPages:
     @property
     def reached(self) -> int:
         """Return the newest step that a rank here has completed, also one that has gone since."""
-        return max([self._last, *(page.completed() for page in self._pages.values())])
+        return max([self._last, *(page.read_step() for page in self._pages.values())])
 
     def add(self, rank: int, fd: int, now: float) -> None:
         """Add the page that a rank has handed over. A descriptor that is no progress page is ignored."""
@@ -72,7 +72,7 @@ class RankPages:
         """Forget the page of a rank that has gone."""
         page = self._pages.pop(rank, None)
         if page is not None:
-            self._last = max(self._last, page.completed())
+            self._last = max(self._last, page.read_step())
             os.close(page.fd)
 
     def read_pages(self, now: float, *, stopped: bool = False) -> bool:
@@ -83,51 +83,51 @@ class RankPages:
             stopped: The pages have not been read for a while, so the silence before now does not count.
         """
         moved = [page.read_page(now) for page in self._pages.values()]
-        self._reached(max((page.seen.version for page in self._pages.values()), default=0), now)
+        self._record_version(max((page.seen.version for page in self._pages.values()), default=0), now)
         if any(moved) or stopped:
             self._moved_at = now
         if not any(now - page.beat_at < _RUNS_S for page in self._pages.values()):
             self._asleep_at = now
         return any(moved)
 
-    def _reached(self, version: int, now: float) -> None:
+    def _record_version(self, version: int, now: float) -> None:
         if version > self._version:
             if self._version:
                 self._steps.append((now - self._version_at) / (version - self._version))
             self._version, self._version_at = version, now
 
-    def silent_s(self, now: float) -> float:
+    def compute_silent_s(self, now: float) -> float:
         """Return the seconds since any rank progressed, as of the last reading."""
         return now - self._moved_at
 
-    def standing(self, host: str, world: int, now: float) -> HangStanding | None:
+    def build_standing(self, host: str, world: int, now: float) -> HangStanding | None:
         """Return how the ranks here stand, as of the last reading, or None without a rank."""
         if not self._pages:
             return None
         early = not self._steps
         usual_s = 0.0 if early else median(self._steps)
-        silent_s, awake_s = self.silent_s(now), now - self._asleep_at
+        silent_s, awake_s = self.compute_silent_s(now), now - self._asleep_at
 
-        def one(rank: int, page: _Page) -> HangStanding:
+        def build_rank_standing(rank: int, page: _Page) -> HangStanding:
             seen, unseen_s = page.seen, now - page.beat_at
             place = Place(seen.version, seen.launched, seen.usual, rank, host, seen.collective, unseen_s < _RUNS_S)
             return HangStanding(world, 1, silent_s, unseen_s, awake_s, usual_s, place, place, seen.flying > 0, early)
 
-        return reduce(HangStanding.join, (one(rank, page) for rank, page in self._pages.items()))
+        return reduce(HangStanding.join, (build_rank_standing(rank, page) for rank, page in self._pages.items()))
 
     # ---- stacks ----------------------------------------------------------------------------------------
 
-    def signal_of(self, rank: int) -> int:
+    def find_signal(self, rank: int) -> int:
         """Return the signal that makes this rank write its stack, or 0 if the rank offers none."""
         page = self._pages.get(rank)
         return page.seen.signal if page is not None else 0
 
-    def stacks_end(self, rank: int) -> int:
+    def find_stacks_end(self, rank: int) -> int:
         """Return the offset up to which this rank's page file holds stacks."""
         page = self._pages.get(rank)
         return os.fstat(page.fd).st_size if page is not None else 0
 
-    def stack(self, rank: int, begin: int) -> str:
+    def read_stacks(self, rank: int, begin: int) -> str:
         """Return the stacks that this rank has written from offset `begin` on."""
         page = self._pages.get(rank)
         return os.pread(page.fd, _STACK_BYTES, begin).decode(errors="replace") if page is not None else ""

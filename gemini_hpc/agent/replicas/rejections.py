@@ -35,17 +35,17 @@ class Rejections:
         """Return all rejections that this agent knows of."""
         return self._pledges.now.rejections
 
-    def of_training(self, name: str) -> list[Rejection]:
+    def list_rejections(self, name: str) -> list[Rejection]:
         """Return the rejections of a training, sorted by version."""
         return sorted(found for found in self.all if found.training == name)
 
-    def fresh(self, name: str) -> bool:
+    def may_begin_anew(self, name: str) -> bool:
         """Return whether the training may begin anew if no version is left."""
-        return any(found.fresh for found in self.of_training(name))
+        return any(found.fresh for found in self.list_rejections(name))
 
-    def sentences(self, name: str) -> tuple[str, ...]:
+    def list_sentences(self, name: str) -> tuple[str, ...]:
         """Return a sentence for the user about each rejection of a training."""
-        return tuple(found.sentence for found in self.of_training(name))
+        return tuple(found.sentence for found in self.list_rejections(name))
 
     def reject(self, training: Training, epoch: int, reason: str, *, fresh: bool) -> str:
         """Reject the loaded version and its descendants. Return the reason for a refusal, or "".
@@ -60,7 +60,7 @@ class Rejections:
         """
         name, chosen = training.name, training.chosen
         assert chosen is not None
-        before = self.of_training(name)
+        before = self.list_rejections(name)
         high = Stamp(epoch, _NEWEST)
         if not any(found.high == high for found in before):  # else another rank of this node has already rejected it
             if len(before) >= MOST and not fresh:
@@ -84,6 +84,6 @@ class Rejections:
             self._log("unwritten", detail="cannot write the list of rejected versions to this node's disk")
         return self.all
 
-    def covers(self, name: str, stamp: Stamp) -> bool:
+    def is_rejected(self, name: str, stamp: Stamp) -> bool:
         """Return whether this version is rejected."""
         return any(found.covers(name, stamp) for found in self.all)

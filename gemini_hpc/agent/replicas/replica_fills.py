@@ -49,7 +49,7 @@ def end(client: LocalClient, shard: Shard, version: int, present: tuple[Range, .
     return True
 
 
-def gone(client: LocalClient, shards: list[Shard]) -> list[Shard]:
+def on_disconnect(client: LocalClient, shards: list[Shard]) -> list[Shard]:
     """Handle the end of a process's connection. Return the shards whose slots the process may still be writing to.
 
     What the process has filled stays: the shard's home may send the rest of that version only now.
@@ -63,7 +63,7 @@ def gone(client: LocalClient, shards: list[Shard]) -> list[Shard]:
     return writing
 
 
-async def ended(client: LocalClient, shards: list[Shard]) -> None:
+async def wait_for_end(client: LocalClient, shards: list[Shard]) -> None:
     """Wait until the process writes no more: it has ended, or the time for any write has passed."""
     deadline = clock.monotonic() + _WRITES_S
     fills = [(shard, shard.fill) for shard in shards if shard.fill is not None and shard.fill.client is client]
@@ -88,7 +88,7 @@ def _end_fill(shard: Shard, fill: Fill) -> None:
     fill.over.set()
 
 
-async def awaited(shard: Shard, version: int) -> Fill | str | None:
+async def wait_for_fill(shard: Shard, version: int) -> Fill | str | None:
     """Return what a rank here has filled of a version that is about to arrive, or why the version cannot be taken.
 
     A rank that has filled the last versions is waited for, for up to `WAIT_S` seconds. Return None without a fill.

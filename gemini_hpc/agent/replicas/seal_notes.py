@@ -71,12 +71,12 @@ class SealNotes:
     def read(self, within: Within) -> dict[str, Stamp]:
         """Return the seals, by training, that a predecessor has noted in this round."""
         found: dict[str, Stamp] = {}
-        for line in self._lines():
+        for line in self._read_lines():
             if line is not None and (line.restart, line.round, line.epoch) == within:
                 found[line.training] = line.sealed
         return found
 
-    def moved(self) -> None:
+    def close_file(self) -> None:
         """Close the file: the job's directory has changed, and the new one contains a copy of the file."""
         if self._fd is not None:
             os.close(self._fd)
@@ -85,11 +85,11 @@ class SealNotes:
 
     def remove(self) -> None:
         """Remove the file: no successor continues from here."""
-        self.moved()
+        self.close_file()
         with suppress(OSError):
             os.unlink(self._path)
 
-    def _lines(self) -> list[_Line | None]:
+    def _read_lines(self) -> list[_Line | None]:
         lines: list[_Line | None] = []
         with suppress(OSError):
             for text in self._get().splitlines():
@@ -110,7 +110,7 @@ class SealNotes:
 
     def _put(self, name: str, line: bytes) -> None:
         if self._fd is None:
-            there = self._lines()
+            there = self._read_lines()
             self._places = {old.training: number for number, old in enumerate(there) if old is not None}
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)

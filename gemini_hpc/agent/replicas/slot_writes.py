@@ -66,10 +66,10 @@ class SlotWrites:
         stamp = Stamp(self._membership.epoch, version)
         for index, slot in enumerate(shard.pair.slots):
             if slot.stamp == stamp and slot.state == "filling" and not slot.busy:
-                self.void(shard, index)
+                self.empty_slot(shard, index)
         return self.begin_write(training, shard, version)
 
-    def passed(self, shard: Shard, version: int) -> None:
+    def pass_over(self, shard: Shard, version: int) -> None:
         """Record that the rank skipped this version.
 
         Without the record, two groups of ranks could save alternate versions forever and none would be sealed.
@@ -77,7 +77,7 @@ class SlotWrites:
         shard.pair.pass_over(Stamp(self._membership.epoch, version))
         self._trainings.recount(shard.training)
 
-    def void(self, shard: Shard, index: int) -> None:
+    def empty_slot(self, shard: Shard, index: int) -> None:
         """Void a slot that will not be completed."""
         shard.pair.void(index)
         self._trainings.recount(shard.training)
@@ -103,7 +103,7 @@ class SlotWrites:
         reading = shard.readings[index] = PendingDigest(slot, used, pieces, asyncio.wrap_future(hashing))
         return reading
 
-    def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
+    def finish_write(self, shard: Shard, index: int, claimed: Committed) -> None:
         """Verify and complete a slot whose writer, a process here, reports that all bytes are written.
 
         Args:
@@ -120,9 +120,9 @@ class SlotWrites:
 
     async def _verify(self, shard: Shard, index: int, claimed: Committed, reading: asyncio.Future[str]) -> None:
         found = await asyncio.shield(reading)
-        self.arrived(shard, index, claimed if claimed.digest else claimed._replace(digest=found), found)
+        self.complete_slot(shard, index, claimed if claimed.digest else claimed._replace(digest=found), found)
 
-    def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
+    def complete_slot(self, shard: Shard, index: int, claimed: Committed, found: str) -> bool:
         """Complete a slot with all bytes present if `found`, their digest, equals the claimed digest.
 
         Return whether the digests are equal. Otherwise the slot becomes void.
@@ -132,7 +132,7 @@ class SlotWrites:
         if slot.state != "filling" or slot.stamp != stamp:
             return False
         if found == wanted:
-            shard.pair.complete(index, stamp, found, used, shard.moment(index))
+            shard.pair.complete(index, stamp, found, used, shard.read_moment(index))
             shard.since[index] = shard.verified[index] = clock.time()
             shard.memory[index].commit(claimed)
             self._completed(shard, index)

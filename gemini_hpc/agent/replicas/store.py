@@ -83,7 +83,7 @@ class Shard:
     parity: Parity | None = None
     readings: list[PendingDigest | None] = field(default_factory=lambda: [None, None])
 
-    def record(self, index: int) -> Copy | None:
+    def describe_copy(self, index: int) -> Copy | None:
         """Return the description of a complete slot, or None if the slot is not complete."""
         slot = self.pair.slots[index]
         if slot.state != "complete" or slot.stamp is None or slot.digest is None:
@@ -104,14 +104,14 @@ class Shard:
             mark=slot.moment.mark,
         )
 
-    def moment(self, index: int) -> Moment:
+    def read_moment(self, index: int) -> Moment:
         """Return the moment that a slot's header names."""
         with self.memory[index].view() as memory:
             return read_moment(memory[:HEADER_BYTES]) if self.parity is None else UNCOUNTED
 
     def verify_slot(self, index: int, digest: str) -> bool:
         """Compare a digest just read with the recorded one. A slot with another digest becomes void."""
-        record = self.record(index)
+        record = self.describe_copy(index)
         if record is None:
             return False
         if digest != record.digest:
@@ -138,7 +138,7 @@ class Store:
         yield from self.shards.values()
         yield from (shard for shard in self.ancestors if shard.parity is None)
 
-    def every(self) -> list[Shard]:
+    def list_all(self) -> list[Shard]:
         """Return all shards and parity."""
         return [*self.shards.values(), *self.parities.values(), *self.ancestors]
 
@@ -146,11 +146,11 @@ class Store:
         """Return the current shard of a rank, or None."""
         return self.shards.get((training_name, rank))
 
-    def of_training(self, training_name: str) -> list[Shard]:
+    def list_shards(self, training_name: str) -> list[Shard]:
         """Return all current shards of a training."""
         return [s for s in self.shards.values() if s.training == training_name]
 
-    def parities_of_training(self, training_name: str) -> list[Shard]:
+    def list_parities(self, training_name: str) -> list[Shard]:
         """Return all current parity of a training."""
         return [s for s in self.parities.values() if s.training == training_name]
 
@@ -165,7 +165,7 @@ class Store:
 
     def find_parity(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
         """Return the parity and slot index of exactly this version beside that rank's shard."""
-        for shard in self.every():
+        for shard in self.list_all():
             if shard.parity is not None and shard.training == training_name and shard.rank == rank:
                 index = shard.pair.find(stamp)
                 if index is not None:
@@ -187,10 +187,10 @@ class Store:
             old = self.shards.get((training_name, rank))
             name, what = f"gemini:{training_name}:{rank}", f"shard of rank {rank}"
             if old is not None and old.bytes == size_bytes and old.world == world:
-                await self._complete(old, name, what)
+                await self._restore_trimmed(old, name, what)
                 old.home = home
                 return old
-            memory = await self._slots(name, what, size_bytes, reserve=reserve)
+            memory = await self._make_slots(name, what, size_bytes, reserve=reserve)
             shard = Shard(training_name, rank, world, home, size_bytes, memory)
             self.put(shard)
             return shard
@@ -225,10 +225,10 @@ class Store:
             name, what = f"gemini:{training_name}:parity {rank}", f"parity beside the shard of rank {rank}"
             same = old is not None and (old.bytes, old.world) == (size_bytes, world)
             if same and old is not None and old.parity is not None and old.parity.is_like(wanted):
-                await self._complete(old, name, what)
+                await self._restore_trimmed(old, name, what)
                 old.home = home
                 return old
-            memory = await self._slots(name, what, size_bytes)
+            memory = await self._make_slots(name, what, size_bytes)
             self.put(Shard(training_name, rank, world, home, size_bytes, memory, parity=wanted))
             return self.parities[training_name, rank]
 
@@ -246,7 +246,7 @@ class Store:
                 shard.memory[index].close()
                 self.budget.release(shard.bytes)
 
-    async def _complete(self, shard: Shard, name: str, what: str) -> None:
+    async def _restore_trimmed(self, shard: Shard, name: str, what: str) -> None:
         """Take memory again for a trimmed slot.
 
         Raises:
@@ -257,7 +257,7 @@ class Store:
                 slot = shard.pair.slots[index]
                 slot.busy = True
                 try:
-                    shard.memory[index] = await self._slot(f"{name}:{index}", what, shard.bytes)
+                    shard.memory[index] = await self._make_slot(f"{name}:{index}", what, shard.bytes)
                 finally:
                     slot.busy = False
 
@@ -268,9 +268,9 @@ class Store:
             NoMemory: The memory does not suffice.
         """
         async with self._taking:
-            await asyncio.to_thread(memory.take_pages, self.budget.left_bytes)
+            await asyncio.to_thread(memory.take_pages, self.budget.measure_left_bytes)
 
-    async def _slot(self, name: str, what: str, size_bytes: int) -> Memfd:
+    async def _make_slot(self, name: str, what: str, size_bytes: int) -> Memfd:
         self.budget.reserve(size_bytes, what)
         memory = Memfd(name, size_bytes, slot=True)
         try:
@@ -281,7 +281,7 @@ class Store:
             raise
         return memory
 
-    async def _slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:
+    async def _make_slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:
         self.budget.reserve(2 * size_bytes, what, present=not reserve)
         memory: list[Memfd] = []
         try:
@@ -339,7 +339,7 @@ class Store:
 
     def put(self, shard: Shard) -> None:
         """Add a shard. A shard of the same name becomes an ancestor."""
-        key, held = (shard.training, shard.rank), self._like(shard)
+        key, held = (shard.training, shard.rank), self._find_table(shard)
         old = held.get(key)
         if old is not None:
             if old.pair.complete_stamps():
@@ -348,10 +348,10 @@ class Store:
                 self._close(old)
         held[key] = shard
 
-    def _like(self, shard: Shard) -> dict[Key, Shard]:
+    def _find_table(self, shard: Shard) -> dict[Key, Shard]:
         return self.shards if shard.parity is None else self.parities
 
-    def parity_of(self, training_name: str, rank: int, round_number: int) -> Shard | None:
+    def find_covering_parity(self, training_name: str, rank: int, round_number: int) -> Shard | None:
         """Return the parity here that covers this rank's shard, or None.
 
         Parity registered in this round comes first. Parity of another round may stem from ranks on other nodes.
@@ -363,7 +363,7 @@ class Store:
 
     def drop(self, shard: Shard) -> None:
         """Free a shard that is not needed: a failed copy, or a copy of a closed training."""
-        key, held = (shard.training, shard.rank), self._like(shard)
+        key, held = (shard.training, shard.rank), self._find_table(shard)
         if held.get(key) is shard:
             del held[key]
             self._close(shard)
@@ -385,7 +385,7 @@ class Store:
         votes of the dead have sealed.
         """
         for shard in [s for s in self.ancestors if s.training == training_name]:
-            heir = self._like(shard).get((training_name, shard.rank))
+            heir = self._find_table(shard).get((training_name, shard.rank))
             # A late seal may name a version that only the ancestor has. The heir's versions may never be sealed.
             if heir is None or sealed in heir.pair.complete_stamps():
                 self.ancestors.remove(shard)
@@ -396,12 +396,12 @@ class Store:
                 and any(slot.stamp is not None and slot.stamp >= sealed for slot in shard.pair.slots)
             )
             if shard.training == training_name and not (stays and shard.world == world):
-                del self._like(shard)[key]
+                del self._find_table(shard)[key]
                 self._close(shard)
 
     def clear(self) -> None:
         """Free all shards."""
-        for shard in self.every():
+        for shard in self.list_all():
             self._close(shard)
         self.shards.clear()
         self.parities.clear()
@@ -409,18 +409,20 @@ class Store:
 
     async def verify(self) -> list[Copy]:
         """Read every complete copy and parity again, all at once. Void and return the damaged ones."""
-        found = await asyncio.gather(*(self._verify_slot(shard, index) for shard in self.every() for index in (0, 1)))
+        found = await asyncio.gather(
+            *(self._verify_slot(shard, index) for shard in self.list_all() for index in (0, 1))
+        )
         return [copy for copy in found if copy is not None]
 
     async def _verify_slot(self, shard: Shard, index: int) -> Copy | None:
-        record, slot = shard.record(index), shard.pair.slots[index]
+        record, slot = shard.describe_copy(index), shard.pair.slots[index]
         if record is None:
             return None
         digest = await self.pool.digest(shard.memory[index], record.used, urgency=Urgency.INVENTORY)
         is_same = shard.pair.slots[index] is not slot or shard.verify_slot(index, digest)
         return None if is_same else record
 
-    def copies(self) -> list[Copy]:
+    def list_copies(self) -> list[Copy]:
         """Return the description of every complete copy and parity."""
-        records = (shard.record(index) for shard in self.every() for index in (0, 1))
+        records = (shard.describe_copy(index) for shard in self.list_all() for index in (0, 1))
         return [r for r in records if r is not None]

@@ -71,11 +71,11 @@ class Training:
         """Return whether all ranks that trained here have closed their checkpointers."""
         return bool(self.greeted) and self.finished >= self.greeted
 
-    def page_fd(self) -> int:
+    def open_page(self) -> int:
         """Return a read-only descriptor of the control page for a trainer."""
-        return self._memory.read_only_fd()
+        return self._memory.open_read_only()
 
-    def plan(self, plan: peer.PlannedTraining | None, round_number: int) -> None:
+    def apply_plan(self, plan: peer.PlannedTraining | None, round_number: int) -> None:
         """Reset this training to the plan of a round."""
         self.sealing = None
         self.present.clear()

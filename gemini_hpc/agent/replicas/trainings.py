@@ -62,7 +62,7 @@ class Trainings:
             len(self._trainings) < MAX_TRAININGS and TRAINING_NAME.fullmatch(name) is not None
         )
 
-    def named(self, name: str) -> Training:
+    def get_or_create(self, name: str) -> Training:
         """Return the training of this name, created at first use."""
         training = self._trainings.get(name)
         if training is None:
@@ -70,7 +70,7 @@ class Trainings:
             training.page.set_held(self._held)
             incarnation = self._membership.live
             if incarnation is not None:
-                training.plan(None, incarnation.rounds.round)
+                training.apply_plan(None, incarnation.rounds.round)
                 self._open(incarnation, training)
         return training
 
@@ -83,22 +83,22 @@ class Trainings:
             training.sealing = None
             training.page.set_state(control_page.STATE_FROZEN)
 
-    def plan(self, plan: peer.PlanDown) -> None:
+    def apply_plan(self, plan: peer.PlanDown) -> None:
         """Reset every training to the plan of a round."""
         planned = {s.name: s for s in plan.trainings}
         for closed in plan.closed:
             if closed.training not in planned:
                 self.remove(closed.training)
         for name in planned.keys() | self._trainings.keys():
-            training = self.named(name)
+            training = self.get_or_create(name)
             self.drop_load_copies(training)
-            training.plan(planned.get(name), plan.round)
+            training.apply_plan(planned.get(name), plan.round)
 
     def recall(self, within: Within) -> None:
         """Restore the seals that this agent's dead predecessor noted in the round of the last plan taken."""
         for name, sealed in self._notes.read(within).items():
             if self.may_have(name):
-                training = self.named(name)
+                training = self.get_or_create(name)
                 training.settled = max(sealed, training.settled or sealed)
                 training.page.set_sealed(*training.settled)
 
@@ -135,12 +135,12 @@ class Trainings:
         number, name, above = rounds.round, training.name, rounds.parent
         up: Callable[..., None] | None = None
         if above is not None:
-            up = lambda ballot: void(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
+            up = lambda ballot: discard_result(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
         training.sealing = Voting(
             self._membership.redundancy.pairs,
             rounds.children,
             up,
-            lambda word, degraded: self._sealed(training, number, word, degraded),
+            lambda word, degraded: self._spread_decision(training, number, word, degraded),
             training.settled,
         )
 
@@ -156,7 +156,7 @@ class Trainings:
         if training is None or training.sealing is None:
             return
         # half a pair would vote as if it had passed over the version in its other slot
-        shards = [*self._store.of_training(name), *self._store.parities_of_training(name)]
+        shards = [*self._store.list_shards(name), *self._store.list_parities(name)]
         here = [s for s in shards if s.registered_round == number and s.world == training.world]
         present = [s for s in here if not s.half_back]
         kind, world = REGISTERED, training.world
@@ -167,7 +167,7 @@ class Trainings:
         homes = {s.rank: s.pair for s in present if s.home == mine and s.parity is None and kind == REGISTERED}
         training.sealing.recount([s.pair for s in present], world, kind, homes)
 
-    def _sealed(self, training: Training, number: int, word: Decision, degraded: bool) -> None:
+    def _spread_decision(self, training: Training, number: int, word: Decision, degraded: bool) -> None:
         incarnation = self._membership.incarnation
         if incarnation is None or number != incarnation.rounds.round:
             return
@@ -176,12 +176,12 @@ class Trainings:
             within = Within(incarnation.restart, number, self._membership.epoch)
             self._notes.note(training.name, within, word.sealed)
             training.noted = word.sealed
-        incarnation.send_down(_word_down(number, training.name, word, degraded))
+        incarnation.send_down(_build_decision(number, training.name, word, degraded))
         self._show(training)
         if word.abandoned:
             training.page.set_abandoned(*max(word.abandoned))
         if word.why and word.void is not None:
-            self._void(training, word.void, word.why)
+            self._report_void(training, word.void, word.why)
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
             if word.sealed.epoch == self._membership.epoch:
@@ -189,7 +189,7 @@ class Trainings:
                 self.drop_load_copies(training)
             self._on_sealed(training, number, word.sealed)
 
-    def _void(self, training: Training, void: Stamp, why: str) -> None:
+    def _report_void(self, training: Training, void: Stamp, why: str) -> None:
         """Log and complain, once, that a version is void because its ranks disagree on its moment."""
         if training.void == void:
             return
@@ -209,14 +209,16 @@ class Trainings:
             if host == rounds.parent:
                 sealing.repeat()
             elif host in rounds.children:
-                incarnation.send(host, _word_down(rounds.round, training.name, sealing.decision, sealing.degraded))
+                incarnation.send(
+                    host, _build_decision(rounds.round, training.name, sealing.decision, sealing.degraded)
+                )
 
     def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.DecisionDown) -> None:
         """Handle a child's vote or the parent's decision."""
         rounds = incarnation.rounds
         if message.round != rounds.round or not incarnation.live or not self.may_have(message.training):
             return
-        sealing = self.named(message.training).sealing
+        sealing = self.get_or_create(message.training).sealing
         if sealing is None:
             return
         if isinstance(message, peer.VoteUp):
@@ -236,7 +238,7 @@ class Trainings:
         for training in self:
             training.page.set_beat_ns(clock.monotonic_ns())
             if training.sealing is not None and not self._membership.detached:
-                training.sealing.miss(missing)
+                training.sealing.record_missing(missing)
                 self._show(training)
 
     def show_dead(self) -> None:
@@ -270,11 +272,11 @@ class Trainings:
             training.page.set_state(state)
 
 
-def _word_down(number: int, training_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
+def _build_decision(number: int, training_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
     sealed = word.sealed
     abandoned = tuple(sorted(word.abandoned))
     return peer.DecisionDown(number, training_name, sealed, abandoned, degraded, word.void, word.why[:1000])
 
 
-def void(_: object) -> None:
+def discard_result(_: object) -> None:
     """Ignore the argument and return None."""

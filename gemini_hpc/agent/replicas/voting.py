@@ -113,7 +113,7 @@ class Voting:
         self._own = SubtreeVote(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
         self._send_vote()
 
-    def miss(self, missing: bool) -> None:
+    def record_missing(self, missing: bool) -> None:
         """Record whether this agent misses one of its peers."""
         if missing != self._missing:
             self._missing = missing
@@ -130,7 +130,7 @@ class Voting:
         self._sent = None
         self._send_vote()
 
-    def _merged(self) -> SubtreeVote:
+    def _merge_ballots(self) -> SubtreeVote:
         ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
         degraded = self._missing or any(b.degraded for b in self._below.values())
         vote = merge(b.vote for b in ballots) if ballots else SILENT
@@ -143,7 +143,7 @@ class Voting:
 
     def _send_vote(self) -> None:
         self.voted |= self._own.vote.complete  # before the vote is sent: a version voted for must be kept
-        ballot = self._merged()
+        ballot = self._merge_ballots()
         if self._root is None:
             if ballot != self._sent and self._up is not None:
                 self._sent = ballot
@@ -174,9 +174,9 @@ class Voting:
             self.voted = frozenset(s for s in self.voted if s > sealed)
         self._spread(word, degraded)
         if word.void != void:
-            self._report(word.void)
+            self._report_moments(word.void)
 
-    def _report(self, void: Stamp | None) -> None:
+    def _report_moments(self, void: Stamp | None) -> None:
         """Report the moments of this node's ranks at a void version to the root.
 
         The slots of an abandoned version can contain a later version before the decision arrives.

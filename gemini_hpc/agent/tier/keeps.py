@@ -106,7 +106,7 @@ class NamedVersions:
         given = self._given.get((wish.training, wish.name))
         if given is None or given[1] is None:
             return given
-        return None if self._rejections.covers(wish.training, given[1]) else given
+        return None if self._rejections.is_rejected(wish.training, given[1]) else given
 
     def _add_wish(self, wish: Wish) -> None:
         if wish in self.wishes:

@@ -128,7 +128,7 @@ class NodeWriter:
         """Return the shards that this node must save, by their home."""
         found, mine = dict[int, list[Shard]](), self._mine
         if what.homes is None:
-            own = [shard for shard in self._store.of_training(what.training) if shard.home == mine]
+            own = [shard for shard in self._store.list_shards(what.training) if shard.home == mine]
             return {mine: own} if own and mine is not None else {}
         for shard in self._store:  # includes ancestors of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
@@ -207,7 +207,7 @@ class NodeWriter:
             NoMemory: The memory for the copy does not suffice.
         """
         index = shard.pair.find(stamp)
-        record = shard.record(index) if index is not None else None
+        record = shard.describe_copy(index) if index is not None else None
         if index is None or record is None:
             raise TierFailed(f"rank {shard.rank} no longer holds version {stamp.version}")
         if self._membership.detached:  # no process writes to the slot any more
@@ -223,7 +223,7 @@ class NodeWriter:
         for key in list(self._copies):
             name, rank = key
             task = self._saving.get(name)
-            here = any(shard.rank == rank and shard.home == mine for shard in self._store.of_training(name))
+            here = any(shard.rank == rank and shard.home == mine for shard in self._store.list_shards(name))
             if not here and (task is None or task.done()):
                 self._free(key)
 
@@ -242,7 +242,7 @@ class NodeWriter:
         budget.reserve(shard.bytes, f"a third copy of the shard of rank {shard.rank}, for the tier")
         memory = Memfd(f"gemini:tier:{shard.rank}", shard.bytes)
         try:
-            await asyncio.to_thread(memory.reserve, budget.left_bytes)
+            await asyncio.to_thread(memory.reserve, budget.measure_left_bytes)
         except BaseException:
             memory.close()
             budget.release(shard.bytes)

@@ -135,8 +135,8 @@ class Salvage:
             mesh.last_heard,
             here.noderanks,
             self._describe_holdings(),
-            bool(sealed) and all(self._rejections.covers(name, stamp) for name, stamp in sealed),
-            self._rejections.covers,
+            bool(sealed) and all(self._rejections.is_rejected(name, stamp) for name, stamp in sealed),
+            self._rejections.is_rejected,
             here.detached,
             int.from_bytes(os.urandom(4)),
         )
@@ -155,7 +155,7 @@ class Salvage:
                 stamps = shard.pair.complete_stamps()
                 world = shard.world if last in stamps else world
                 held += [peer.Held(training.name, shard.rank, shard.home, s) for s in sorted(stamps)]
-            if last is not None and world and not self._rejections.covers(training.name, last):
+            if last is not None and world and not self._rejections.is_rejected(training.name, last):
                 sealed.append(peer.Sealed(training.name, last, world))
         return peer.SalvageHave(tuple(sealed), tuple(held))
 

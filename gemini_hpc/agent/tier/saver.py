@@ -255,7 +255,7 @@ class Saver:
             unserved_per_day=self._choice.unserved_per_day,
             before_end_s=settings.tier_before_end_s,
             flushes=bool(settings.tier_flush_s),
-            rejected=self._rejections.covers,
+            rejected=self._rejections.is_rejected,
             any_rejected=bool(self._rejections.all),
             names=self._keeps.find_due_names,
             through=self.count_written_bytes,
@@ -503,7 +503,7 @@ class Saver:
 
     async def _publish(self, name: str, gathering: SaveProgress) -> str:
         settings, stamp = self._identity.settings, gathering.stamp
-        if self._rejections.covers(name, stamp):
+        if self._rejections.is_rejected(name, stamp):
             return "a training has rejected this version"
         order = orders.Finish(
             self.tier,

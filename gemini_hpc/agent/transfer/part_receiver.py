@@ -59,7 +59,7 @@ class PartReceiver:
         self._filling, self._log = filling, log
 
     def _parity_of(self, ask: peer.PushAsk) -> Shard | None:
-        return self._store.parity_of(ask.training, ask.rank, self._membership.round)
+        return self._store.find_covering_parity(ask.training, ask.rank, self._membership.round)
 
     def expects(self, ask: peer.PushAsk) -> bool:
         """Return whether parity here covers the shard."""
@@ -165,7 +165,7 @@ class PartReceiver:
             return str(exc)
         if self._membership.round == number:  # else no rank has registered it in the new round
             larger.registered_round = number
-            self._filling.passed(larger, head.version)
+            self._filling.pass_over(larger, head.version)
         return "the parity has grown for it: from the next version on"
 
     async def _fold(self, training: Training, shard: Shard, into: Parity, version: int) -> ParityFold | None:
@@ -228,7 +228,7 @@ class PartReceiver:
             training = self._trainings.get(shard.training)
             if beside is None or state is None or training is None or training.sealing is None:
                 continue
-            fill, sealed, pace = state.fill, training.sealed or Stamp(0, 0), training.pace.state()
+            fill, sealed, pace = state.fill, training.sealed or Stamp(0, 0), training.pace.build_state()
             patience_s = max(_LOST_S, _LOST * pace.usual_s) if pace is not None else _LOST_UNKNOWN_S
             if fill is not None and (fill.writing or now - fill.touched < patience_s):
                 continue
@@ -240,9 +240,9 @@ class PartReceiver:
                     continue
                 if (index := shard.pair.find(slot.stamp)) is not None:
                     state.fill = None
-                    self._filling.void(shard, index)
+                    self._filling.empty_slot(shard, index)
                 if shard.pair.floor is None or slot.stamp >= shard.pair.floor:
-                    self._filling.passed(shard, slot.stamp.version)
+                    self._filling.pass_over(shard, slot.stamp.version)
 
     async def end(self, part: Part, digest: str, claimed: str, found: str, mark: int) -> int:
         """End the writing of a member's bytes. Return how many bytes have arrived.
@@ -266,7 +266,7 @@ class PartReceiver:
             member = fold.members[part.rank]
             fold.members[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest, mark)
         slot, state = shard.pair.slots[fold.index], shard.parity
-        if not any(shard is held for held in self._store.every()):  # the parity has been freed meanwhile
+        if not any(shard is held for held in self._store.list_all()):  # the parity has been freed meanwhile
             return 0
         if state is None or state.fill is not fold or slot.state != "filling" or slot.stamp != fold.stamp:
             return 0
@@ -274,7 +274,7 @@ class PartReceiver:
             slot.busy = False
         if fold.torn and not fold.writing:
             self._forget(state, fold)
-            self._filling.void(shard, fold.index)
+            self._filling.empty_slot(shard, fold.index)
         elif fold.whole:
             await self._complete(shard, state, fold)
         return part.wanted[1] - part.wanted[0]
@@ -288,7 +288,7 @@ class PartReceiver:
         digest = await self._store.pool.digest(shard.memory[fold.index], used, urgency=Urgency.ARRIVING)
         state.of[fold.index], state.rooms[fold.index] = fold.of, fold.room
         self._forget(state, fold)
-        self._filling.arrived(shard, fold.index, Committed(fold.stamp, used, digest), digest)
+        self._filling.complete_slot(shard, fold.index, Committed(fold.stamp, used, digest), digest)
 
     @staticmethod
     def _forget(state: Parity, fold: ParityFold) -> None:

@@ -226,7 +226,7 @@ class PullScheduler:
     def _completed(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
             shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
-        shard.pair.complete(index, copy.stamp, copy.digest, copy.used, shard.moment(index))
+        shard.pair.complete(index, copy.stamp, copy.digest, copy.used, shard.read_moment(index))
         shard.since[index] = shard.verified[index] = clock.time()
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
         self._trainings.recount(copy.training)
@@ -325,7 +325,7 @@ class PullScheduler:
             raise pull.PullFailed(str(exc)) from None
         memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
         try:
-            await asyncio.to_thread(memory.reserve, budget.left_bytes)
+            await asyncio.to_thread(memory.reserve, budget.measure_left_bytes)
             await self._fetch(copy, memory, sources, stop)
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
@@ -335,7 +335,7 @@ class PullScheduler:
             if isinstance(exc, NoMemory):
                 raise pull.PullFailed(str(exc)) from None
             raise
-        self._trainings.named(copy.training).load_copies[copy.rank] = memory
+        self._trainings.get_or_create(copy.training).load_copies[copy.rank] = memory
         return memory
 
 

@@ -427,7 +427,7 @@ class PushReceiver:
                 if reason := await self._grow(training, shard, head.bytes):
                     break
                 continue
-            fill = await replica_fills.awaited(shard, head.version)
+            fill = await replica_fills.wait_for_fill(shard, head.version)
             if isinstance(fill, str):
                 reason = fill
                 break
@@ -505,17 +505,17 @@ class PushReceiver:
         if slot.state != "filling" or slot.stamp != taken.stamp:
             return False
         if claimed is None:
-            self._filling.void(taken.shard, taken.index)
+            self._filling.empty_slot(taken.shard, taken.index)
             return False
         self.bytes += claimed.used_bytes - ranges.count_bytes(taken.present) + taken.again
-        counts = self._filling.arrived(taken.shard, taken.index, claimed, found)
+        counts = self._filling.complete_slot(taken.shard, taken.index, claimed, found)
         if counts and taken.again:
             detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"
             self._log("mended", version=taken.stamp.version, detail=detail)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
             # The home keeps the version and sends the next one whole, so no rank waits for this one.
-            self._filling.passed(taken.shard, taken.stamp.version)
+            self._filling.pass_over(taken.shard, taken.stamp.version)
         return counts
 
 

@@ -450,7 +450,7 @@ class Channel:
             raise PushLost("the node is dead")
         head = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept)
         links: list[BlockingLink] = []
-        slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference
+        slot = FileIO(shard.memory[index].open_read_only())  # closed with its last reference
         try:
             reading = self._filling.read(shard, index, m.used)
         except ValueError as exc:

@@ -489,7 +489,7 @@ class Rdma:
             return
         with self._lock:
             self._slots[memory] = made
-        memory.before_close(made.forget)
+        memory.call_before_close(made.forget)
 
     def window(self, memory: Memfd, writer: peer.QueuePair) -> Window | None:
         """Let a peer's queue pair write into a slot, for one version. Return None if TCP has to serve."""
